@@ -1,0 +1,66 @@
+"""A data file: text or JSON that is read within limits and written in one piece.
+
+Loading never executes anything. A file that is missing, too large, truncated or no text raises the
+caller's own error class; a write goes to a temporary file first, so a crash loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from torchweft.errors import WeftError, clip
+
+MAX_BYTES = 64 * 1024 * 1024
+
+
+def read_text(path: str | Path, error: type[WeftError], what: str) -> str:
+    """The text of a file. Raises `error` if there is none that can be read."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise error(f"file: {what} file {path} is larger than {MAX_BYTES // 2**20} MiB.")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"file: there is no {what} file {path}.") from None
+    except UnicodeDecodeError:
+        raise error(f"file: {what} file {path} is not text.") from None
+    except OSError as cause:
+        raise error(f"file: cannot read {what} file {path}: {cause.strerror}.") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file; it is there whole or not at all."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
+    """The data of a JSON file. Raises `error`, with the line, if it is not JSON."""
+    text = read_text(path, error, what)
+    try:
+        found: object = json.loads(text)
+    except json.JSONDecodeError as cause:
+        raise error(
+            f"file: {what} file {path} is not JSON (line {cause.lineno}: {cause.msg}); is it cut off?"
+        ) from None
+    except RecursionError:
+        raise error(f"file: {what} file {path} is nested too deeply.") from None
+    except ValueError as cause:
+        raise error(f"file: {what} file {path}: {clip(cause)}.") from None
+    return found
+
+
+def write_json(path: str | Path, data: object) -> None:
+    """Write data as an indented JSON file."""
+    write_text(path, json.dumps(data, indent=1) + "\n")

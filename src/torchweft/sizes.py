@@ -1,0 +1,190 @@
+"""A `Size`: an integer that depends on symbols, such as `4096*s0 + 8`.
+
+Shapes, bytes and flops are sizes, so that one graph and one plan serve every batch.
+A size is a polynomial: a sum of terms, each an integer times a product of *atoms*. An atom is a
+symbol (`s0`) or an expression that is no polynomial, kept as text (`(s0//2)`, `max(1, s0)`).
+
+    text --Size.parse--> Size --evaluate({"s0": 16})--> int        str(size) reads back
+
+Parsing accepts integers, symbols, + - * // % and max/min/mod calls; nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torchweft.errors import SizeError, clip
+
+Monomial = tuple[str, ...]
+MAX_TEXT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A polynomial over symbols; `terms` are ((atoms...), factor), sorted, no factor zero."""
+
+    terms: tuple[tuple[Monomial, int], ...] = ()
+
+    @staticmethod
+    def of(value: SizeLike) -> Size:
+        """The size of an int, of text, or of a size (itself)."""
+        if isinstance(value, Size):
+            return value
+        if isinstance(value, int):
+            return Size((((), value),)) if value else ZERO
+        return Size.parse(value)
+
+    @staticmethod
+    def parse(text: str) -> Size:
+        """Read a size from text. Raises `SizeError` for anything but integer arithmetic."""
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise SizeError(f"size: not an expression of at most {MAX_TEXT} characters: {clip(text)}.")
+        return _parse(text)
+
+    def __add__(self, other: SizeLike) -> Size:
+        return _from(list(self.terms) + list(Size.of(other).terms))
+
+    def __sub__(self, other: SizeLike) -> Size:
+        return self + Size.of(other) * -1
+
+    def __mul__(self, other: SizeLike) -> Size:
+        right = Size.of(other).terms
+        return _from(
+            [(tuple(sorted(a + b)), m * n) for a, m in self.terms for b, n in right],
+        )
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __str__(self) -> str:
+        if not self.terms:
+            return "0"
+        texts = []
+        for atoms, factor in self.terms:
+            parts = ([str(factor)] if factor != 1 or not atoms else []) + list(atoms)
+            texts.append("*".join(parts))
+        return " + ".join(texts).replace("+ -", "- ")
+
+    def evaluate(self, env: Mapping[str, int]) -> int:
+        """The number, with each symbol taken from `env`. Raises `SizeError` if one is missing."""
+        total = 0
+        for atoms, factor in self.terms:
+            for atom in atoms:
+                value = env.get(atom)
+                factor *= _evaluate(ast.parse(atom, mode="eval").body, env) if value is None else value
+            total += factor
+        return total
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Every symbol that the size depends on."""
+        return frozenset(name for atoms, _ in self.terms for atom in atoms for name in _names(atom))
+
+    @property
+    def constant(self) -> int | None:
+        """The number if the size depends on no symbol, else None."""
+        if not self.terms:
+            return 0
+        if len(self.terms) == 1 and not self.terms[0][0]:
+            return self.terms[0][1]
+        return None
+
+    @property
+    def unit(self) -> tuple[int, Size] | None:
+        """(factor, atoms) if the size is a single product such as 4096 * (s0*s1), else None."""
+        if len(self.terms) != 1:
+            return None
+        atoms, factor = self.terms[0]
+        return factor, Size(((atoms, 1),))
+
+
+SizeLike = int | str | Size
+ZERO = Size()
+ONE = Size((((), 1),))
+
+
+def _from(terms: list[tuple[Monomial, int]]) -> Size:
+    merged: dict[Monomial, int] = {}
+    for atoms, factor in terms:
+        merged[atoms] = merged.get(atoms, 0) + factor
+    return Size(tuple(sorted((atoms, factor) for atoms, factor in merged.items() if factor)))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Size:
+    try:
+        return _build(ast.parse(text.strip(), mode="eval").body, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise SizeError(f"size: cannot read {clip(text)}.") from None
+
+
+def _build(node: ast.expr, text: str) -> Size:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return Size.of(number)
+        case ast.Name(id=name):
+            return Size((((name,), 1),))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _build(operand, text) * -1
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _build(left, text) + _build(right, text)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _build(left, text) - _build(right, text)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _build(left, text) * _build(right, text)
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= 8:
+            result = ONE
+            for _ in range(power):
+                result = result * _build(left, text)
+            return result
+        case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as operator, right=right):
+            sign = "//" if isinstance(operator, ast.FloorDiv) else "%"
+            return _atom(f"(({_build(left, text)}){sign}({_build(right, text)}))")
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name.lower() in _CALLS and args:
+            inside = ", ".join(str(_build(arg, text)) for arg in args)
+            return _atom(f"{name.lower()}({inside})")
+    raise SizeError(f"size: {clip(text)} is not integer arithmetic over symbols.")
+
+
+_CALLS = {"max": max, "min": min, "mod": lambda a, b: a % b}
+
+
+def _atom(text: str) -> Size:
+    node = ast.parse(text, mode="eval").body
+    if not _names(text):
+        return Size.of(_evaluate(node, {}))
+    return Size((((text,), 1),))
+
+
+@lru_cache(maxsize=4096)
+def _names(atom: str) -> frozenset[str]:
+    tree = ast.parse(atom, mode="eval")
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - set(_CALLS)
+
+
+def _evaluate(node: ast.expr, env: Mapping[str, int]) -> int:
+    """The value of an expression that `_build` has already admitted."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            if name not in env:
+                raise SizeError(f"size: no value for symbol {name!r}.")
+            return env[name]
+        case ast.UnaryOp(operand=operand):
+            return -_evaluate(operand, env)
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return int(_CALLS[name](*(_evaluate(arg, env) for arg in args)))
+        case ast.BinOp(left=left, op=operator, right=right):
+            a, b = _evaluate(left, env), _evaluate(right, env)
+            if isinstance(operator, ast.FloorDiv | ast.Mod):
+                if b == 0:
+                    raise SizeError("size: division by zero.")
+                return a // b if isinstance(operator, ast.FloorDiv) else a % b
+            if isinstance(operator, ast.Mult):
+                return a * b
+            return a - b if isinstance(operator, ast.Sub) else a + b
+    raise SizeError("size: not integer arithmetic.")
