@@ -243,6 +243,12 @@ def _check(graph: Graph) -> None:
     for name in graph.outputs:
         if name not in defined:
             raise GraphError(f"output: no op makes {clip(name)}, and it is no input.")
+        if name in graph.maker and not graph.maker[name].whole:
+            if graph.value[name].alias_of is not None:
+                raise GraphError(
+                    f"output: {name!r} is an alias, so its parts cannot be merged into one; "
+                    f"declare op {graph.maker[name].name!r} 'mixing', then it runs over all parts."
+                )
     if orphans := [value.name for value in graph.values if value.name not in defined]:
         raise GraphError(f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input.")
 
@@ -283,7 +289,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         if name in defined:
             raise GraphError(f"makes: {where} makes {name!r} a second time.")
         alias = graph.value[name].alias_of
-        if alias is not None and alias not in op.reads + op.mutates:
+        if alias is not None and alias not in op.reads + op.mutates + op.makes:
             raise GraphError(f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it.")
     if op.collective is not None:
         check_name(op.collective.communicator, "communicator")

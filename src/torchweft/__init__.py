@@ -1,0 +1,1 @@
+"""Weft: what a PyTorch model computes, apart from how and when its operators run."""

@@ -1,0 +1,38 @@
+"""The `Context`: what is known when a call arrives, and the only thing a strategy may decide by.
+
+    batch             rows of this call (the size of the graph's batch symbol)
+    num_tokens        tokens of this call; equal to the batch unless the host knows better
+    tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
+    sizes             values of the other symbols, e.g. {"s1": 128}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchweft.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known when a call arrives."""
+
+    batch: int = 1
+    num_tokens: int = 0
+    tokens_per_request: tuple[int, ...] = ()
+    phase: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch < 0 or any(tokens < 0 for tokens in self.tokens_per_request):
+            raise StrategyError(f"context: a batch of {self.batch} rows cannot be.")
+        if not self.num_tokens:
+            object.__setattr__(self, "num_tokens", sum(self.tokens_per_request) or self.batch)
+
+    def env(self, symbol: str | None, rows: int | None = None) -> dict[str, int]:
+        """Values for all symbols, with the batch symbol standing for `rows` (default: the batch)."""
+        env = dict(self.sizes)
+        if symbol is not None:
+            env[symbol] = self.batch if rows is None else rows
+        return env

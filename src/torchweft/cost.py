@@ -1,0 +1,208 @@
+"""`Costs`: how many seconds an op takes on a device.
+
+Measured seconds come first, formulas fill in where nothing was measured:
+
+    CostTable   (body, device) -> ((rows, seconds), ...)       measured; the key of an op is
+                                                               `op.body or op.name`, of a kernel its name
+    between two measured rows   linear
+    beyond the measured rows    the nearest entry, scaled as the formula grows
+    nothing measured            the formula
+
+Formulas, with the rates of the `Device`:
+
+    compute, memory   max(flops / flops_per_s, bytes touched / bytes_per_s) + overhead_s
+    network           network_latency_s + bytes moved / network_bytes_per_s
+    io                bytes touched / io_bytes_per_s + overhead_s
+
+Bytes touched: each root once, by the largest of its names that the op reads, makes or mutates; an op
+that only makes aliases touches none. Bytes moved: what the op makes for all_gather, broadcast and
+recv, what it reads for all_reduce, reduce_scatter, all_to_all, send and the rest. The rate is thus
+what the caller sees per byte handed over, with the number of ranks already in it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torchweft.errors import MachineError, clip, unknown
+from torchweft.files import read_json, write_json
+from torchweft.graph import Graph, Op
+from torchweft.machine import Device, Machine
+
+VERSION = 1
+Env = Mapping[str, int]
+Points = tuple[tuple[int, float], ...]
+_MAKES = ("all_gather", "broadcast", "recv")
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured seconds: entries are (key, device, ((rows, seconds), ...)), rows ascending."""
+
+    entries: tuple[tuple[str, str, Points], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, device, points in self.entries:
+            where = f"costs: op {clip(key)} on device {clip(device)}"
+            rows = [point[0] for point in points]
+            if not rows or rows[0] < 0 or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+                raise MachineError(f"{where}: rows must be there and ascend; found {clip(rows)}.")
+            for num_rows, seconds in points:
+                if not 0 <= seconds < math.inf:
+                    raise MachineError(f"{where}: {num_rows} rows cannot take {seconds} seconds.")
+        if len(self.seconds) < len(self.entries):
+            raise MachineError("costs: two entries for one op on one device; join their rows.")
+
+    @staticmethod
+    def of(measured: Mapping[tuple[str, str], Mapping[int, float]]) -> CostTable:
+        """A table of {(key, device): {rows: seconds}}."""
+        ordered = sorted(measured.items())
+        return CostTable(tuple((*key, tuple(sorted(rows.items()))) for key, rows in ordered))
+
+    @cached_property
+    def seconds(self) -> Mapping[tuple[str, str], Points]:
+        """The measured points by (key, device)."""
+        return {(key, device): points for key, device, points in self.entries}
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as a JSON file."""
+        entries = [
+            {"op": key, "device": device, "seconds": points} for key, device, points in self.entries
+        ]
+        write_json(path, {"weft_costs": VERSION, "entries": entries})
+
+    @staticmethod
+    def load(path: str | Path) -> CostTable:
+        """Read a cost file. Raises `MachineError` for a file that is not one."""
+        found = read_json(path, MachineError, "cost")
+        if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
+            raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
+        entries = found.get("entries")
+        if set(found) != {"weft_costs", "entries"} or not isinstance(entries, list):
+            raise MachineError(f"file: {path} has no list of 'entries', or more than that.")
+        return CostTable(tuple(map(_entry, entries)))
+
+
+def _entry(found: object) -> tuple[str, str, Points]:
+    match found:
+        case {"op": str(key), "device": str(device), "seconds": list(points), **rest} if not rest:
+            return key, device, tuple(map(_point, points))
+    raise MachineError(f"file: {clip(found)} is no cost entry {{op, device, seconds}}.")
+
+
+def _point(found: object) -> tuple[int, float]:
+    match found:
+        case [int(rows), int() | float() as seconds] if not isinstance(rows, bool):
+            if not isinstance(seconds, bool) and abs(seconds) <= 1e12:  # NaN is refused here, too
+                return rows, float(seconds)
+    raise MachineError(f"file: {clip(found)} is no pair of [rows, seconds].")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of ops and copies on the devices of a machine, each alone and at full rate.
+
+    `env` gives every symbol its number, the batch symbol standing for the rows of this run.
+    """
+
+    machine: Machine
+    table: CostTable = CostTable()
+
+    def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
+        """Seconds of one run of an op. Of a network op: from its start to its end."""
+        rates = self._device(device)
+        return self._seconds(
+            op.body or op.name, device, graph, env, lambda e: _formula(graph, op, e, rates)
+        )
+
+    def transfer_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
+        """Seconds a two-phase op is in flight between its issue and its complete."""
+        return self.run_s(graph, op, env, device)
+
+    def group_s(
+        self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
+    ) -> float:
+        """Seconds of a user's kernel in the place of `ops`: measured under its own name, or as long
+        as the longer of its network ops and its other ops."""
+
+        def formula(env: Env) -> float:
+            network = sum(self.run_s(graph, op, env, device) for op in ops if op.uses == "network")
+            return max(
+                network,
+                sum(self.run_s(graph, op, env, device) for op in ops if op.uses != "network"),
+            )
+
+        return self._seconds(by, device, graph, env, formula)
+
+    def copy_s(self, num_bytes: int, source: str, target: str) -> float:
+        """Seconds of a copy: over the link, or (on one device) reading and writing its memory."""
+        if source != target:
+            link = self.machine.link(source, target)
+            return link.latency_s + num_bytes / link.bytes_per_s
+        rates = self._device(source)
+        return rates.overhead_s + 2 * num_bytes / rates.bytes_per_s
+
+    def issue_s(self, device: str = "cpu") -> float:
+        """Seconds that the issuing lane spends to start a two-phase op."""
+        return self._device(device).overhead_s
+
+    def complete_s(self, device: str = "cpu") -> float:
+        """Seconds that the completing lane spends once a two-phase op has ended."""
+        return self._device(device).overhead_s
+
+    def _device(self, name: str) -> Device:
+        if name not in self.machine.device:
+            raise MachineError(f"costs: {unknown('device', name, self.machine.device)}")
+        return self.machine.device[name]
+
+    def _seconds(
+        self, key: str, device: str, graph: Graph, env: Env, formula: Callable[[Env], float]
+    ) -> float:
+        points = self.table.seconds.get((key, device))
+        if points is None:
+            return formula(env)
+        rows = env.get(graph.batch, 0) if graph.batch else 0
+        at = bisect_left(points, rows, key=lambda point: point[0])
+        if at < len(points) and points[at][0] == rows:
+            return points[at][1]
+        if 0 < at < len(points):
+            (low, low_s), (high, high_s) = points[at - 1], points[at]
+            return low_s + (high_s - low_s) * (rows - low) / (high - low)
+        near, near_s = points[min(at, len(points) - 1)]
+        if graph.batch is None or (there := formula({**env, graph.batch: near})) <= 0:
+            return near_s
+        return near_s * (formula(env) / there)
+
+
+def _formula(graph: Graph, op: Op, env: Env, rates: Device) -> float:
+    if op.uses == "network":
+        return rates.network_latency_s + _moved_bytes(graph, op, env) / rates.network_bytes_per_s
+    touched = _touched_bytes(graph, op, env)
+    if op.uses == "io":
+        return rates.overhead_s + touched / rates.io_bytes_per_s
+    compute_s = max(0, op.flops.evaluate(env)) / rates.flops_per_s
+    return rates.overhead_s + max(compute_s, touched / rates.bytes_per_s)
+
+
+def _touched_bytes(graph: Graph, op: Op, env: Env) -> int:
+    if op.makes and not op.mutates and all(graph.value[name].alias_of for name in op.makes):
+        return 0
+    roots: dict[str, int] = {}
+    for name in op.reads + op.mutates + op.makes:
+        root = graph.root[name]
+        roots[root] = max(roots.get(root, 0), graph.value[name].bytes.evaluate(env))
+    return sum(roots.values())
+
+
+def _moved_bytes(graph: Graph, op: Op, env: Env) -> int:
+    def total(names: Sequence[str]) -> int:
+        return sum(max(0, graph.value[name].bytes.evaluate(env)) for name in dict.fromkeys(names))
+
+    read, made = total(op.reads + op.mutates), total(op.makes)
+    kind = op.collective.kind if op.collective else ""
+    return (made or read) if kind.startswith(_MAKES) else (read or made)

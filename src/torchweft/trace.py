@@ -1,0 +1,288 @@
+"""The `Trace`: what each lane did when, measured or simulated, as spans.
+
+    Span(run attn0[0] on compute, 0.0 .. 1.2 ms)     Span(transfer reduce0[0] on network, 1.2 .. 3.0 ms)
+
+Kinds of span: run, copy, issue, complete (of a step that takes time), wait (only where a lane really
+stood still) and transfer (a two-phase op in flight on its hosted lane, between issue and complete).
+
+    trace.to_text()      a timeline to read           trace.save("run.txt")
+    trace.to_chrome()    for Perfetto                 trace.save("run.json"), read back by Trace.load
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchweft.errors import WeftError, clip, unknown
+from torchweft.files import read_json, write_text
+from torchweft.plan import Range
+from torchweft.timeline import Bar, Row, draw, format_bytes, format_s
+
+VERSION = 1
+SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
+SUFFIXES = (".json", ".txt")
+_FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
+_KEY = {**{fill: uses for uses, fill in _FILL.items()}, "▒": "issue", "·": "waiting"}
+Interval = tuple[float, float]
+
+
+class Span(NamedTuple):
+    """One measured or simulated step, from `start_s` to `end_s` after the call began.
+
+    op: the op (or ops, with blanks between) behind it, "" for copies and waits.
+    busy_s: the seconds it would take alone at full rate; the rest was blocked or slowed by others.
+    """
+
+    kind: str
+    label: str
+    lane: str
+    device: str
+    uses: str
+    op: str
+    parts: Range | None
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All spans of one call, ordered by their starts; `lanes` are (lane, device), in plan order.
+
+    memory: (time, live bytes) at every change. critical_path: the longest chain of spans at full
+    rate, each of which had to end before the next could; empty where it is not known.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    simulated: bool = False
+    critical_path: tuple[Span, ...] = ()
+    lanes: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = dict.fromkeys([*self.lanes, *((span.lane, span.device) for span in self.spans)])
+        object.__setattr__(self, "lanes", tuple(seen))
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds from the start of the call to the end of its last span."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def critical_path_s(self) -> float:
+        """Seconds of the critical path at full rate: no speed of lanes can beat it."""
+        return sum(span.busy_s for span in self.critical_path)
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds of work on a lane, at full rate. Raises `WeftError` for an unknown lane."""
+        if lane not in (names := [name for name, _ in self.lanes]):
+            raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
+        return sum(span.busy_s for span in self.spans if span.lane == lane)
+
+    @cached_property
+    def network_s(self) -> float:
+        """Seconds in which at least one network op is in flight."""
+        return sum(end - start for start, end in self._network)
+
+    @cached_property
+    def exposed_network_s(self) -> float:
+        """Seconds in which a network op is in flight and no compute or memory step runs."""
+        work = _union(
+            span
+            for span in self.spans
+            if span.kind in ("run", "copy") and span.uses in ("compute", "memory")
+        )
+        return max(0.0, self.network_s - _common_s(self._network, work))
+
+    @property
+    def overlap_share(self) -> float:
+        """The share of network time that is hidden behind work; 1 where there is none to hide."""
+        return 1.0 - self.exposed_network_s / self.network_s if self.network_s > 0 else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once."""
+        return max((live for _, live in self.memory), default=0)
+
+    @cached_property
+    def _network(self) -> list[Interval]:
+        return _union(
+            span
+            for span in self.spans
+            if span.uses == "network" and span.kind in ("run", "transfer")
+        )
+
+    def to_text(self, width: int = 100) -> str:
+        """A timeline to read: one line a lane, the share that it was busy, and a summary."""
+        end_s, rows = self.makespan_s, []
+        for lane, _ in self.lanes:
+            spans = [span for span in self.spans if span.lane == lane]
+            bars = [Bar(span.start_s, span.end_s, span.label, _fill(span)) for span in spans]
+            share = self.busy_s(lane) / end_s if end_s > 0 else 0.0
+            rows.append(Row(lane, bars, f"{share:.0%}"))
+        if self.peak_bytes:
+            rows.append(Row("memory", note=format_bytes(self.peak_bytes), curve=self.memory))
+        path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
+        how = "simulated" if self.simulated else "measured"
+        head = f"{self.name} ({how}): makespan {format_s(end_s)}{path}"
+        network = "no network"
+        if self.network_s > 0:
+            exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
+            network = f"network {format_s(self.network_s)} in flight, {exposed}"
+        used = {_fill(span) for span in self.spans}
+        key = "  ".join(f"{fill} {word}" for fill, word in _KEY.items() if fill in used)
+        return "\n".join([head, *draw(rows, end_s, width=width), network, key]) + "\n"
+
+    def to_chrome(self) -> dict[str, Any]:
+        """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
+        devices = list(dict.fromkeys(device for _, device in self.lanes))
+        ids = {lane: (devices.index(lane[1]) + 1, tid + 1) for tid, lane in enumerate(self.lanes)}
+        events: list[dict[str, Any]] = []
+        how = " (simulated)" if self.simulated else ""
+        for pid, device in enumerate(devices, 1):
+            events.append(_name("process", device + how, pid, 0))
+        for (lane, _), (pid, tid) in ids.items():
+            events.append(_name("thread", lane, pid, tid))
+        for span in self.spans:
+            pid, tid = ids[span.lane, span.device]
+            start, end = _us(span.start_s), _us(span.end_s)
+            args = {
+                "kind": span.kind,
+                "op": span.op,
+                "parts": span.parts,
+                "busy_us": _us(span.busy_s),
+            }
+            where = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": round(end - start, 3)}
+            events.append({"name": span.label, "cat": span.uses or "wait", **where, "args": args})
+        for number, (source, target) in enumerate(self._arrows()):
+            start_s = (source.start_s + source.end_s) / 2
+            end_s = min(target.end_s, max(start_s, (target.start_s + target.end_s) / 2))
+            for phase, span, at_s in (("s", source, start_s), ("f", target, end_s)):
+                pid, tid = ids[span.lane, span.device]
+                arrow = {"name": "wait", "cat": "wait", "ph": phase, "id": number, "bp": "e"}
+                events.append({**arrow, "pid": pid, "tid": tid, "ts": _us(at_s)})
+        for at_s, live in self.memory:
+            counter = {"name": "live bytes", "ph": "C", "pid": 1, "ts": _us(at_s)}
+            events.append({**counter, "args": {"bytes": live}})
+        other = {"name": self.name, "simulated": self.simulated}
+        data = {"displayTimeUnit": "ms", "otherData": other, "weft_trace": to_data(self)}
+        return {"traceEvents": events, **data}
+
+    def _arrows(self) -> Iterable[tuple[Span, Span]]:
+        """What a span came after, on another lane: (issue, transfer), (transfer, complete), waits."""
+        first = {(span.kind == "transfer", span.label): span for span in reversed(self.spans)}
+        for span in self.spans:
+            if span.kind == "transfer":
+                cause = first.get((False, f"issue {span.label}"))
+            elif span.kind in ("complete", "wait"):
+                cause = first.get((span.kind == "complete", span.label.split(" ", 1)[1]))
+            else:
+                continue
+            if cause is not None and cause.start_s <= span.end_s:
+                yield cause, span
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace; the suffix says how: .json (Perfetto, and `load`) or .txt."""
+        suffix = Path(path).suffix
+        if suffix not in SUFFIXES:
+            raise WeftError(f"trace: {unknown('suffix', suffix, SUFFIXES)}", rule="suffix")
+        write_text(
+            path, self.to_text() if suffix == ".txt" else json.dumps(self.to_chrome()) + "\n"
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Trace:
+        """Read a trace that was saved as .json. Raises `WeftError` for a file that is none."""
+        found = read_json(path, WeftError, "trace")
+        return from_data(found.get("weft_trace") if isinstance(found, dict) else None)
+
+
+def to_data(trace: Trace) -> dict[str, Any]:
+    """The trace as plain data, ready for JSON; the critical path as numbers of spans."""
+    numbers = {span: number for number, span in enumerate(trace.spans)}
+    return {
+        "version": VERSION,
+        "name": trace.name,
+        "simulated": trace.simulated,
+        "lanes": [list(lane) for lane in trace.lanes],
+        "spans": [list(span) for span in trace.spans],
+        "memory": [list(sample) for sample in trace.memory],
+        "critical_path": [numbers[span] for span in trace.critical_path],
+    }
+
+
+def from_data(found: object) -> Trace:
+    """The trace of plain data. Raises `WeftError` for data that is none."""
+    if not isinstance(found, Mapping) or found.get("version") != VERSION:
+        raise WeftError(f"file: this is not a Weft trace of version {VERSION}.", rule="file")
+    try:
+        spans = tuple(map(_span, found["spans"]))
+        lanes = tuple((str(lane), str(device)) for lane, device in found["lanes"])
+        memory = tuple((_number(at_s), int(_number(live))) for at_s, live in found["memory"])
+        path = tuple(spans[number] for number in found["critical_path"])
+        return Trace(str(found["name"]), spans, memory, found["simulated"] is True, path, lanes)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as cause:
+        raise WeftError(f"file: this Weft trace is damaged: {clip(cause)}.", rule="file") from None
+
+
+def _span(found: list[Any]) -> Span:
+    *words, parts, start_s, end_s, busy_s = found
+    if len(words) != 6 or not all(isinstance(word, str) for word in words) or words[0] not in SPANS:
+        raise ValueError(f"{clip(found)} is no span")
+    if parts is not None:
+        first, last = parts
+        parts = (int(first), int(last))
+    if not _number(start_s) <= _number(end_s):
+        raise ValueError(f"span {clip(words[1])} ends before it starts")
+    return Span(*words, parts, float(start_s), float(end_s), float(_number(busy_s)))
+
+
+def _number(found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ValueError(f"{clip(found)} is no time and no size")
+    return found
+
+
+def _fill(span: Span) -> str:
+    if span.kind in ("wait", "complete"):
+        return "·"
+    return "▒" if span.kind == "issue" else _FILL.get(span.uses, "█")
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _name(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _union(spans: Iterable[Span]) -> list[Interval]:
+    """The time that the spans cover, as intervals apart from each other."""
+    joined: list[Interval] = []
+    for start, end in sorted((span.start_s, span.end_s) for span in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _common_s(first: list[Interval], second: list[Interval]) -> float:
+    """Seconds that lie in both."""
+    total, at = 0.0, 0
+    for start, end in first:
+        while at < len(second) and second[at][1] <= start:
+            at += 1
+        ahead = at
+        while ahead < len(second) and second[ahead][0] < end:
+            total += min(end, second[ahead][1]) - max(start, second[ahead][0])
+            ahead += 1
+    return total

@@ -1,0 +1,275 @@
+"""The toucher: what each step does to the bytes of its rank, checked access by access."""
+
+from __future__ import annotations
+
+from torchweft.graph import Graph, Op
+from torchweft.plan import Plan, Range, Step, bracket
+from torchweft.verify.cells import Access, Cell, Clock, Location, Store
+from torchweft.verify.finding import Finding
+from torchweft.verify.reference import Touch, reference
+
+MIXED = -(10**9)
+"""The version of a copy whose sources had different versions: no reader expects it."""
+
+
+class Toucher:
+    """Applies steps to a rank's memory and reports every access that breaks a rule."""
+
+    def __init__(self, rank: int, plan: Plan, graph: Graph, findings: list[Finding]) -> None:
+        self.rank, self.plan, self.graph, self.findings = rank, plan, graph, findings
+        self.store = Store(plan, graph)
+        self.reference = reference(graph, plan.num_parts)
+        self.made_on: dict[str, str] = {}
+        self.step = plan.steps[0] if plan.steps else Step("wait", "")
+        self.access, self.clock = Access(0, 0, 0), list[int]()
+
+    def run(self, step: Step, access: Access, clock: Clock) -> None:
+        """A run or an issue: all its ops, one after another."""
+        self.step, self.access, self.clock = step, access, clock
+        device = self.plan.lane[step.lane].device
+        inside: dict[str, Location] = {}
+        for name in step.names:
+            op = self.graph.op[name]
+            for touch in self.reference.touches[name]:
+                if touch.made:
+                    self.make(touch, device, inside)
+                else:
+                    self.use(op, touch, device, inside)
+            for made in op.makes:
+                if self.graph.value[made].alias_of is not None:
+                    self.made_on.setdefault(made, device)
+                    for part in range(*self.store.cells_of(made, step.parts)):
+                        self.write(self.store.handle(made, device, part), None, made, part)
+
+    def make(self, touch: Touch, device: str, inside: dict[str, Location]) -> None:
+        """Write a root that the op makes: into its place, or as a new loose piece."""
+        root, store = touch.root, self.store
+        cells = store.cells_of(root, self.step.parts if touch.by_part else None)
+        before, after = touch.versions(*(self.step.parts or (0, self.plan.num_parts)))
+        placed = root in store.places
+        loose = placed and not self.graph.value[root].placeable
+        if before is not None:  # a further part of a sum
+            found = store.loose.get((root, device), []) if loose else store.found.get((root, device), [])
+            location = found[0] if found else None
+            if location is None:
+                self.report("race", f"{self.step.label} adds to {root!r} ahead of part 0.")
+                return
+            self.read(location.cells[0], before, root, 0)
+            self.write(location.cells[0], after, root, 0, location)
+            inside[root] = location
+            return
+        location = store.place(root, device) if placed and not loose else None
+        if location is None:
+            location = None if placed and not loose else store.piece(root, device, cells, loose=loose)
+        if location is None:
+            self.report("memory", f"{self.step.label} makes {root!r} where it cannot be: see its place.")
+            return
+        self.made_on.setdefault(root, device)
+        inside[root] = location
+        for part, cell in enumerate(location.take(*cells), cells[0]):
+            self.write(cell, after, root, part, location)
+
+    def use(self, op: Op, touch: Touch, device: str, inside: dict[str, Location]) -> None:
+        """Read, and perhaps change, a root through the names that the op has for it."""
+        parts = self.step.parts if touch.by_part else None
+        before, after = touch.versions(*(self.step.parts or (0, self.plan.num_parts)))
+        names = []
+        for name in touch.names:
+            copied = None
+            if name != touch.root and not touch.writes:
+                copied = self.store.where(name, device, self.store.cells_of(name, parts))
+            if copied is None:
+                names.append(name)
+            else:
+                cells = self.store.cells_of(name, parts)
+                for part, cell in enumerate(copied.take(*cells), cells[0]):
+                    self.read(cell, before, name, part)
+        if not names:
+            return
+        for name in names:
+            self.view(name, parts, device)
+        cells = self.store.cells_of(touch.root, parts)
+        location = inside.get(touch.root) or self.store.where(touch.root, device, cells)
+        if location is None:
+            self.missing(touch.root, cells, device)
+            return
+        for part, cell in enumerate(location.take(*cells), cells[0]):
+            self.read(cell, before, names[0], part)
+            if touch.writes:
+                self.write(cell, after, names[0], part, location)
+
+    def view(self, name: str, parts: Range | None, device: str) -> None:
+        """Read the handle of a view: an alias that an op made, or a part of a split input."""
+        is_input = name in self.graph.inputs
+        if is_input:
+            device = self.store.home
+            if parts is None or self.store.num_cells(name) == 1:
+                return
+        elif self.graph.value[name].alias_of is None:
+            return
+        for part in range(*self.store.cells_of(name, parts)):
+            cell = self.store.handle(name, device, part)
+            if cell.write is None:
+                how = f"splits {name!r}" if is_input else f"makes the view {name!r} on {device!r}"
+                self.report("race", f"{self.step.label} comes before anything {how}.", f"split {name}")
+                return
+            self.read(cell, None, name, part)
+
+    def move(self, step: Step, access: Access, clock: Clock) -> None:
+        """A split, merge, copy or free."""
+        self.step, self.access, self.clock = step, access, clock
+        device, name = self.plan.lane[step.lane].device, step.names[0]
+        cells = self.store.cells_of(name, step.parts)
+        if step.kind == "split":
+            for part in range(*cells):
+                self.write(self.store.handle(name, self.store.home, part), None, name, part)
+        elif step.kind == "merge":
+            self.merge(name, cells, device)
+        elif step.kind == "free":
+            self.free(name, cells, device)
+        else:
+            self.copy(name, cells, device)
+
+    def merge(self, name: str, cells: Range, device: str) -> None:
+        """Hand out an output: all of it, in one location, in its final version."""
+        root = self.graph.root[name]
+        self.view(name, None, device)
+        whole = self.store.cells_of(root, None)
+        location = self.store.where(root, device, whole)
+        if location is None:
+            self.missing(root, whole, device)
+            return
+        self.made_on[name] = device
+        for part, cell in enumerate(location.take(*whole), whole[0]):
+            self.read(cell, self.reference.final[root], name, part)
+
+    def free(self, name: str, cells: Range, device: str) -> None:
+        """Destroy cells, wherever on the device they are."""
+        for part in range(*cells):
+            location = self.store.where(name, device, (part, part + 1))
+            if location is None:
+                self.missing(name, (part, part + 1), device)
+                return
+            cell = location.take(part, part + 1)[0]
+            if cell.lost is not None:
+                self.report("memory", f"{self.step.label}, but {self.plan.steps[cell.lost].label} came first.")
+            if cell.version is None:
+                self.report("order", f"{self.step.label} comes before anything makes it.")
+            self.write(cell, cell.version, name, part, location)
+            cell.lost = self.access.step
+
+    def copy(self, name: str, cells: Range, device: str) -> None:
+        """Copy cells into their place, or to another device."""
+        store, root = self.store, self.graph.root[name]
+        if self.step.on is None:
+            pieces = [p for p in store.loose.get((name, device), ()) if p.holds(*cells)]
+            source, target = (pieces[0] if pieces else None), store.place(name, device)
+            source_cells = cells
+        else:
+            source, source_cells = store.where(name, device, cells), cells
+            if source is None and name != root:
+                source_cells = store.cells_of(root, self.step.parts if store.num_cells(name) > 1 else None)
+                source = store.where(root, device, source_cells)
+            self.view(name, self.step.parts, device)
+            target = store.piece(name, self.step.on, cells)
+        if source is None:
+            self.missing(name, cells, device)
+            return
+        if target is None:
+            self.report("coverage", f"{self.step.label}: it is there already, or its place is elsewhere.")
+            return
+        versions = []
+        for part, cell in enumerate(source.take(*source_cells), source_cells[0]):
+            self.read(cell, None, name, part)
+            versions.append(MIXED if cell.version is None else cell.version)
+        if len(versions) != cells[1] - cells[0]:
+            versions = [versions[0] if len(set(versions)) == 1 else MIXED] * (cells[1] - cells[0])
+        for part, cell in enumerate(target.take(*cells), cells[0]):
+            if self.step.on is None and cell.version is not None:
+                self.report("coverage", f"{self.step.label}: it is there already.")
+            self.write(cell, versions[part - cells[0]], name, part, target)
+
+    def finish(self) -> None:
+        """After the last step: outputs and changed inputs have their final versions."""
+        graph, store = self.graph, self.store
+        inputs = [name for name in graph.inputs if graph.root[name] == name]
+        ends = dict.fromkeys([*graph.outputs, *(name for name in inputs if name in graph.mutated)])
+        for name in ends:
+            root = graph.root[name]
+            device = store.home if name in graph.inputs else self.made_on.get(name, store.home)
+            location = store.where(root, device, store.cells_of(root, None))
+            for cell in location.cells if location else [Cell()]:
+                if cell.lost is None and cell.version == self.reference.final[root]:
+                    continue
+                if cell.lost is not None:
+                    lost = self.plan.steps[cell.lost].label
+                    self.findings.append(
+                        Finding("memory", f"{lost} destroys {name!r}, which is handed out.", cell.lost, "", self.rank)
+                    )
+                else:
+                    text = f"at the end {name!r} is not what the graph makes it: a copy or an order is wrong."
+                    self.findings.append(Finding("order", text, None, "", self.rank))
+                break
+
+    def read(self, cell: Cell, version: int | None, name: str, part: int) -> None:
+        """Check one read: something is there, nobody is writing it, and it is the right version."""
+        where = self.at(name, part)
+        other = cell.unordered(self.access, self.clock, writing=False)
+        if cell.lost is not None:
+            lost = self.plan.steps[cell.lost].label
+            cure = "Free it later, or give one of the two another place."
+            self.report("memory", f"{self.step.label} reads {where}, whose bytes {lost} has destroyed.", cure)
+        elif other is not None:
+            self.race("reads", where, other)
+        elif cell.version is None and cell.write is None:
+            self.report("race", f"{self.step.label} reads {where} before anything makes it.")
+        elif version is not None and cell.version != version:
+            self.report(
+                "order",
+                f"{self.step.label} reads {where} when {cell.version} changes have been made to it; "
+                f"in program order there are {version}.",
+            )
+        cell.note(self.access, writing=False)
+
+    def write(
+        self, cell: Cell, version: int | None, name: str, part: int, location: Location | None = None
+    ) -> None:
+        """Check one write: nobody else is at these bytes; whatever overlapped them is lost."""
+        other = cell.unordered(self.access, self.clock, writing=True)
+        if other is not None:
+            self.race("writes", self.at(name, part), other)
+        if location is not None and location.buffer is not None:
+            for near in self.store.neighbours(location, cell):
+                other = near.unordered(self.access, self.clock, writing=True)
+                if other is not None:
+                    self.race("writes over the bytes of", self.at(name, part), other)
+                if near.lost is None:
+                    near.lost = self.access.step
+        cell.version = version
+        cell.note(self.access, writing=True)
+
+    def at(self, name: str, part: int) -> str:
+        return f"{name!r} of part {part}" if self.store.num_cells(name) > 1 else repr(name)
+
+    def race(self, does: str, where: str, other: Access) -> None:
+        step = self.plan.steps[other.step]
+        text = (
+            f"{self.step.label} on lane {self.step.lane!r} {does} {where}, "
+            f"but nothing orders it behind {step.label} on lane {step.lane!r}."
+        )
+        end = f"complete {step.label[6:]}" if step.kind == "issue" else step.label
+        self.report("race", text, f"Run lower(plan), or put before it: wait {end}")
+
+    def missing(self, name: str, cells: Range, device: str) -> None:
+        """Say why cells are not to be had on a device in one piece."""
+        which = name + (bracket(cells) if self.store.num_cells(name) > 1 else "")
+        pieces = [f"{key[1]}: {piece.start}-{piece.stop - 1}" for key, found in self.store.found.items()
+                  for piece in found if key[0] == name]  # fmt: skip
+        if pieces:
+            text = f"{self.step.label} needs {which} in one piece on {device!r}; parts are on {', '.join(pieces)}."
+            self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
+        else:
+            self.report("race", f"{self.step.label} needs {which} before anything makes it there.")
+
+    def report(self, rule: str, text: str, cure: str = "") -> None:
+        self.findings.append(Finding(rule, text, self.access.step, cure, self.rank))
