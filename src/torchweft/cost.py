@@ -1,23 +1,18 @@
 """`Costs`: how many seconds an op takes on a device.
 
-Measured seconds come first, formulas fill in where nothing was measured:
+Measured seconds (a `CostTable`) come first, formulas fill in where nothing was measured:
 
-    CostTable   (body, device) -> ((rows, seconds), ...)       measured; the key of an op is
-                                                               `op.body or op.name`, of a kernel its name
     between two measured rows   linear
     beyond the measured rows    the nearest entry, scaled as the formula grows
-    nothing measured            the formula
+    nothing measured            compute, memory   overhead_s + max(flops / flops_per_s,
+                                                                   bytes touched / bytes_per_s)
+                                network           network_latency_s + bytes moved / network_bytes_per_s
+                                io                overhead_s + bytes touched / io_bytes_per_s
 
-Formulas, with the rates of the `Device`:
-
-    compute, memory   max(flops / flops_per_s, bytes touched / bytes_per_s) + overhead_s
-    network           network_latency_s + bytes moved / network_bytes_per_s
-    io                bytes touched / io_bytes_per_s + overhead_s
-
-Bytes touched: each root once, by the largest of its names that the op reads, makes or mutates; an op
-that only makes aliases touches none. Bytes moved: what the op makes for all_gather, broadcast and
-recv, what it reads for all_reduce, reduce_scatter, all_to_all, send and the rest. The rate is thus
-what the caller sees per byte handed over, with the number of ranks already in it.
+Bytes touched: each root once, by the largest of its names that the op reads, makes or mutates; an
+op that only makes aliases touches none. Bytes moved: what the op makes for all_gather, broadcast
+and recv; what it reads for all_reduce, reduce_scatter, all_to_all, send and the rest. So the network
+rate is what the caller sees per byte handed over, with the number of ranks already in it.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from torchweft.errors import MachineError, clip, unknown
@@ -35,6 +31,7 @@ from torchweft.graph import Graph, Op
 from torchweft.machine import Device, Machine
 
 VERSION = 1
+MAX_S = 1e9
 Env = Mapping[str, int]
 Points = tuple[tuple[int, float], ...]
 _MAKES = ("all_gather", "broadcast", "recv")
@@ -49,12 +46,11 @@ class CostTable:
     def __post_init__(self) -> None:
         for key, device, points in self.entries:
             where = f"costs: op {clip(key)} on device {clip(device)}"
-            rows = [point[0] for point in points]
-            if not rows or rows[0] < 0 or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
-                raise MachineError(f"{where}: rows must be there and ascend; found {clip(rows)}.")
-            for num_rows, seconds in points:
-                if not 0 <= seconds < math.inf:
-                    raise MachineError(f"{where}: {num_rows} rows cannot take {seconds} seconds.")
+            if not points or any(a >= b for (a, _), (b, _) in pairwise(((-1, 0.0), *points))):
+                raise MachineError(f"{where}: rows must ascend from 0 or more.")
+            for rows, seconds in points:
+                if not 0 <= seconds < MAX_S:  # false for NaN, too
+                    raise MachineError(f"{where}: {rows} rows cannot take {seconds} seconds.")
         if len(self.seconds) < len(self.entries):
             raise MachineError("costs: two entries for one op on one device; join their rows.")
 
@@ -71,36 +67,29 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table as a JSON file."""
-        entries = [
-            {"op": key, "device": device, "seconds": points} for key, device, points in self.entries
-        ]
-        write_json(path, {"weft_costs": VERSION, "entries": entries})
+        write_json(path, {"weft_costs": VERSION, "entries": self.entries})
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """Read a cost file. Raises `MachineError` for a file that is not one."""
-        found = read_json(path, MachineError, "cost")
-        if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
-            raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
-        entries = found.get("entries")
-        if set(found) != {"weft_costs", "entries"} or not isinstance(entries, list):
-            raise MachineError(f"file: {path} has no list of 'entries', or more than that.")
-        return CostTable(tuple(map(_entry, entries)))
+        match read_json(path, MachineError, "cost"):
+            case {"weft_costs": int(version), "entries": list(entries)} if version == VERSION:
+                return CostTable(tuple(map(_entry, entries)))
+        raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
 
 
 def _entry(found: object) -> tuple[str, str, Points]:
     match found:
-        case {"op": str(key), "device": str(device), "seconds": list(points), **rest} if not rest:
+        case [str(key), str(device), list(points)]:
             return key, device, tuple(map(_point, points))
-    raise MachineError(f"file: {clip(found)} is no cost entry {{op, device, seconds}}.")
+    raise MachineError(f"file: {clip(found)} is no entry [op, device, [[rows, seconds], ...]].")
 
 
 def _point(found: object) -> tuple[int, float]:
     match found:
-        case [int(rows), int() | float() as seconds] if not isinstance(rows, bool):
-            if not isinstance(seconds, bool) and abs(seconds) <= 1e12:  # NaN is refused here, too
-                return rows, float(seconds)
-    raise MachineError(f"file: {clip(found)} is no pair of [rows, seconds].")
+        case [int(rows), int() | float() as seconds] if bool not in (type(rows), type(seconds)):
+            return rows, float(seconds) if abs(seconds) < MAX_S else math.inf
+    raise MachineError(f"file: {clip(found)} is no pair [rows, seconds].")
 
 
 @dataclass(frozen=True)
@@ -115,10 +104,8 @@ class Costs:
 
     def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds of one run of an op. Of a network op: from its start to its end."""
-        rates = self._device(device)
-        return self._seconds(
-            op.body or op.name, device, graph, env, lambda e: _formula(graph, op, e, rates)
-        )
+        rates, key = self._device(device), op.body or op.name
+        return self._seconds(key, device, graph, env, lambda env: _formula(graph, op, env, rates))
 
     def transfer_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds a two-phase op is in flight between its issue and its complete."""
@@ -127,15 +114,16 @@ class Costs:
     def group_s(
         self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
     ) -> float:
-        """Seconds of a user's kernel in the place of `ops`: measured under its own name, or as long
-        as the longer of its network ops and its other ops."""
+        """Seconds of a user's kernel in the place of `ops`.
+
+        Measured under its own name, else the longer of its network ops and its other ops.
+        """
 
         def formula(env: Env) -> float:
-            network = sum(self.run_s(graph, op, env, device) for op in ops if op.uses == "network")
-            return max(
-                network,
-                sum(self.run_s(graph, op, env, device) for op in ops if op.uses != "network"),
-            )
+            seconds = {True: 0.0, False: 0.0}
+            for op in ops:
+                seconds[op.uses == "network"] += self.run_s(graph, op, env, device)
+            return max(seconds.values())
 
         return self._seconds(by, device, graph, env, formula)
 

@@ -4,8 +4,8 @@
     compute  ▐█attn0[0]██▐█attn0[1]█···········▐█mlp0[0]█    74 %
     network               ╞═══reduce0[0]══════                45 %
 
-A row has a name, bars, and a note behind it. A bar shorter than half a column shows as one column if
-nothing else is there. A label stands in its bar where it fits.
+A row has a name, bars, and a note behind it. A bar shorter than half a column shows as one column
+if nothing else is there. A label stands in its bar where it fits.
 """
 
 from __future__ import annotations

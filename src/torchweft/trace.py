@@ -1,12 +1,13 @@
 """The `Trace`: what each lane did when, measured or simulated, as spans.
 
-    Span(run attn0[0] on compute, 0.0 .. 1.2 ms)     Span(transfer reduce0[0] on network, 1.2 .. 3.0 ms)
+    run       attn0[0]      on compute   0.0 .. 1.2 ms
+    transfer  reduce0[0]    on network   1.2 .. 3.0 ms
 
-Kinds of span: run, copy, issue, complete (of a step that takes time), wait (only where a lane really
-stood still) and transfer (a two-phase op in flight on its hosted lane, between issue and complete).
+Kinds of span: run, copy, issue and complete (steps that take time), wait (only where a lane stood
+still) and transfer (a two-phase op in flight on its hosted lane, between issue and complete).
 
-    trace.to_text()      a timeline to read           trace.save("run.txt")
-    trace.to_chrome()    for Perfetto                 trace.save("run.json"), read back by Trace.load
+    trace.to_text()      a timeline to read       trace.save("run.txt")
+    trace.to_chrome()    for Perfetto             trace.save("run.json"), Trace.load reads it back
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
 _KEY = {**{fill: uses for uses, fill in _FILL.items()}, "▒": "issue", "·": "waiting"}
-Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
@@ -86,20 +86,32 @@ class Trace:
             raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
         return sum(span.busy_s for span in self.spans if span.lane == lane)
 
-    @cached_property
+    @property
     def network_s(self) -> float:
         """Seconds in which at least one network op is in flight."""
-        return sum(end - start for start, end in self._network)
+        return self._network[0]
 
-    @cached_property
+    @property
     def exposed_network_s(self) -> float:
         """Seconds in which a network op is in flight and no compute or memory step runs."""
-        work = _union(
-            span
-            for span in self.spans
-            if span.kind in ("run", "copy") and span.uses in ("compute", "memory")
-        )
-        return max(0.0, self.network_s - _common_s(self._network, work))
+        return self._network[1]
+
+    @cached_property
+    def _network(self) -> tuple[float, float]:
+        changes: list[tuple[float, bool, int]] = []
+        for span in self.spans:
+            if span.kind in ("run", "copy", "transfer") and span.uses != "io":
+                network = span.uses == "network"
+                changes += [(span.start_s, network, 1), (span.end_s, network, -1)]
+        under_way = {True: 0, False: 0}
+        total_s = exposed_s = last_s = 0.0
+        for at_s, network, change in sorted(changes):
+            if under_way[True]:
+                total_s += at_s - last_s
+                exposed_s += 0.0 if under_way[False] else at_s - last_s
+            last_s = at_s
+            under_way[network] += change
+        return total_s, exposed_s
 
     @property
     def overlap_share(self) -> float:
@@ -111,82 +123,66 @@ class Trace:
         """The most bytes alive at once."""
         return max((live for _, live in self.memory), default=0)
 
-    @cached_property
-    def _network(self) -> list[Interval]:
-        return _union(
-            span
-            for span in self.spans
-            if span.uses == "network" and span.kind in ("run", "transfer")
-        )
-
     def to_text(self, width: int = 100) -> str:
         """A timeline to read: one line a lane, the share that it was busy, and a summary."""
-        end_s, rows = self.makespan_s, []
+        end_s = self.makespan_s
+        rows, used = [], {_fill(span) for span in self.spans}
         for lane, _ in self.lanes:
             spans = [span for span in self.spans if span.lane == lane]
             bars = [Bar(span.start_s, span.end_s, span.label, _fill(span)) for span in spans]
-            share = self.busy_s(lane) / end_s if end_s > 0 else 0.0
-            rows.append(Row(lane, bars, f"{share:.0%}"))
+            rows.append(Row(lane, bars, f"{self.busy_s(lane) / (end_s or 1):.0%}"))
         if self.peak_bytes:
             rows.append(Row("memory", note=format_bytes(self.peak_bytes), curve=self.memory))
-        path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
         how = "simulated" if self.simulated else "measured"
-        head = f"{self.name} ({how}): makespan {format_s(end_s)}{path}"
-        network = "no network"
-        if self.network_s > 0:
-            exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
-            network = f"network {format_s(self.network_s)} in flight, {exposed}"
-        used = {_fill(span) for span in self.spans}
-        key = "  ".join(f"{fill} {word}" for fill, word in _KEY.items() if fill in used)
-        return "\n".join([head, *draw(rows, end_s, width=width), network, key]) + "\n"
+        path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
+        exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
+        lines = [
+            f"{self.name} ({how}): makespan {format_s(end_s)}{path}",
+            *draw(rows, end_s, width=width),
+            f"network {format_s(self.network_s)} in flight, {exposed}" * (self.network_s > 0),
+            "  ".join(f"{fill} {word}" for fill, word in _KEY.items() if fill in used),
+        ]
+        return "\n".join(filter(None, lines)) + "\n"
 
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
         devices = list(dict.fromkeys(device for _, device in self.lanes))
-        ids = {lane: (devices.index(lane[1]) + 1, tid + 1) for tid, lane in enumerate(self.lanes)}
+        ids = {
+            lane: {"pid": devices.index(lane[1]) + 1, "tid": number + 1}
+            for number, lane in enumerate(self.lanes)
+        }
         events: list[dict[str, Any]] = []
-        how = " (simulated)" if self.simulated else ""
-        for pid, device in enumerate(devices, 1):
-            events.append(_name("process", device + how, pid, 0))
-        for (lane, _), (pid, tid) in ids.items():
-            events.append(_name("thread", lane, pid, tid))
+        for lane, where in ids.items():
+            device = lane[1] + " (simulated)" * self.simulated
+            for word, name in (("process_name", device), ("thread_name", lane[0])):
+                events.append({"name": word, "ph": "M", **where, "args": {"name": name}})
         for span in self.spans:
-            pid, tid = ids[span.lane, span.device]
             start, end = _us(span.start_s), _us(span.end_s)
-            args = {
-                "kind": span.kind,
-                "op": span.op,
-                "parts": span.parts,
-                "busy_us": _us(span.busy_s),
-            }
-            where = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": round(end - start, 3)}
-            events.append({"name": span.label, "cat": span.uses or "wait", **where, "args": args})
+            facts = {"name": span.label, "cat": span.uses or "wait", "ph": "X"}
+            time = {"ts": start, "dur": round(end - start, 3)}
+            args = {name: getattr(span, name) for name in ("kind", "op", "parts", "busy_s")}
+            events.append({**facts, **ids[span.lane, span.device], **time, "args": args})
         for number, (source, target) in enumerate(self._arrows()):
             start_s = (source.start_s + source.end_s) / 2
             end_s = min(target.end_s, max(start_s, (target.start_s + target.end_s) / 2))
             for phase, span, at_s in (("s", source, start_s), ("f", target, end_s)):
-                pid, tid = ids[span.lane, span.device]
-                arrow = {"name": "wait", "cat": "wait", "ph": phase, "id": number, "bp": "e"}
-                events.append({**arrow, "pid": pid, "tid": tid, "ts": _us(at_s)})
+                facts = {"name": "wait", "cat": "wait", "ph": phase, "bp": "e"}
+                where = ids[span.lane, span.device]
+                events.append({**facts, **where, "id": number, "ts": _us(at_s)})
         for at_s, live in self.memory:
-            counter = {"name": "live bytes", "ph": "C", "pid": 1, "ts": _us(at_s)}
-            events.append({**counter, "args": {"bytes": live}})
-        other = {"name": self.name, "simulated": self.simulated}
-        data = {"displayTimeUnit": "ms", "otherData": other, "weft_trace": to_data(self)}
-        return {"traceEvents": events, **data}
+            facts = {"name": "live bytes", "ph": "C"}
+            events.append({**facts, "pid": 1, "ts": _us(at_s), "args": {"bytes": live}})
+        return {"traceEvents": events, "displayTimeUnit": "ms", "weft_trace": to_data(self)}
 
     def _arrows(self) -> Iterable[tuple[Span, Span]]:
-        """What a span came after, on another lane: (issue, transfer), (transfer, complete), waits."""
+        """(issue, transfer), (transfer, complete) and (what was waited for, wait) pairs."""
         first = {(span.kind == "transfer", span.label): span for span in reversed(self.spans)}
         for span in self.spans:
+            key = span.kind == "complete", span.label.partition(" ")[2]
             if span.kind == "transfer":
-                cause = first.get((False, f"issue {span.label}"))
-            elif span.kind in ("complete", "wait"):
-                cause = first.get((span.kind == "complete", span.label.split(" ", 1)[1]))
-            else:
-                continue
-            if cause is not None and cause.start_s <= span.end_s:
-                yield cause, span
+                key = False, f"issue {span.label}"
+            if span.kind in ("transfer", "complete", "wait") and key in first:
+                yield first[key], span
 
     def save(self, path: str | Path) -> None:
         """Write the trace; the suffix says how: .json (Perfetto, and `load`) or .txt."""
@@ -241,7 +237,9 @@ def _span(found: list[Any]) -> Span:
         parts = (int(first), int(last))
     if not _number(start_s) <= _number(end_s):
         raise ValueError(f"span {clip(words[1])} ends before it starts")
-    return Span(*words, parts, float(start_s), float(end_s), float(_number(busy_s)))
+    kind, label, lane, device, uses, op = words
+    times = float(start_s), float(end_s), float(_number(busy_s))
+    return Span(kind, label, lane, device, uses, op, parts, *times)
 
 
 def _number(found: Any) -> float:
@@ -258,31 +256,3 @@ def _fill(span: Span) -> str:
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _name(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _union(spans: Iterable[Span]) -> list[Interval]:
-    """The time that the spans cover, as intervals apart from each other."""
-    joined: list[Interval] = []
-    for start, end in sorted((span.start_s, span.end_s) for span in spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _common_s(first: list[Interval], second: list[Interval]) -> float:
-    """Seconds that lie in both."""
-    total, at = 0.0, 0
-    for start, end in first:
-        while at < len(second) and second[at][1] <= start:
-            at += 1
-        ahead = at
-        while ahead < len(second) and second[ahead][0] < end:
-            total += min(end, second[ahead][1]) - max(start, second[ahead][0])
-            ahead += 1
-    return total
