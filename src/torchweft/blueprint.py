@@ -36,13 +36,23 @@ def transformer(
         talk = Collective("all_reduce", "tp")
         result = made(f"{name}_out", placeable=False)
         ops.append(
-            Op(name, (source,), (result,), uses="network", two_phase=True, collective=talk, body="all_reduce")
+            Op(
+                name,
+                (source,),
+                (result,),
+                uses="network",
+                two_phase=True,
+                collective=talk,
+                body="all_reduce",
+            )
         )
         return result
 
     for layer in range(num_layers):
         for kind, factor in (("attn", 4), ("mlp", 8)):
-            weights = weight(f"w_{kind}{layer}", factor * hidden // (2 if tensor_parallel else 1), hidden)
+            weights = weight(
+                f"w_{kind}{layer}", factor * hidden // (2 if tensor_parallel else 1), hidden
+            )
             mutates: tuple[str, ...] = ()
             if kind == "attn" and kv_cache:
                 values.append(Value(f"kv{layer}", (batch, Size.of(2 * hidden)), batch=ROWS))
@@ -50,8 +60,24 @@ def transformer(
                 mutates = (f"kv{layer}",)
             result = made(f"{kind}{layer}_out")
             flops = batch * (2 * factor * hidden * hidden // (2 if tensor_parallel else 1))
-            op = Op(f"{kind}{layer}", (last, weights), (result,), mutates, body=kind, flops=flops, mark=kind)
+            op = Op(
+                f"{kind}{layer}",
+                (last, weights),
+                (result,),
+                mutates,
+                body=kind,
+                flops=flops,
+                mark=kind,
+            )
             ops.append(op)
             last = reduce(f"reduce_{kind}{layer}", result) if tensor_parallel else result
-    ops.append(Op("head", (last, weight("w_head", hidden, hidden)), (made("y"),), body="head", flops=batch * (2 * hidden**2)))
+    ops.append(
+        Op(
+            "head",
+            (last, weight("w_head", hidden, hidden)),
+            (made("y"),),
+            body="head",
+            flops=batch * (2 * hidden**2),
+        )
+    )
     return Graph(f"transformer{num_layers}", tuple(values), tuple(ops), tuple(inputs), ("y",), "s0")

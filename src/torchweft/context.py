@@ -1,9 +1,9 @@
 """The `Context`: what is known when a call arrives, and the only thing a strategy may decide by.
 
-    batch             rows of this call (the size of the graph's batch symbol)
-    num_tokens        tokens of this call; equal to the batch unless the host knows better
-    tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
-    sizes             values of the other symbols, e.g. {"s1": 128}
+batch             rows of this call (the size of the graph's batch symbol)
+num_tokens        tokens of this call; equal to the batch unless the host knows better
+tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
+sizes             values of the other symbols, e.g. {"s1": 128}
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Context:
             object.__setattr__(self, "num_tokens", sum(self.tokens_per_request) or self.batch)
 
     def env(self, symbol: str | None, rows: int | None = None) -> dict[str, int]:
-        """Values for all symbols, with the batch symbol standing for `rows` (default: the batch)."""
+        """Values for all symbols; the batch symbol stands for `rows` (default: the batch)."""
         env = dict(self.sizes)
         if symbol is not None:
             env[symbol] = self.batch if rows is None else rows

@@ -4,25 +4,24 @@ Measured seconds (a `CostTable`) come first, formulas fill in where nothing was 
 
     between two measured rows   linear
     beyond the measured rows    the nearest entry, scaled as the formula grows
-    nothing measured            compute, memory   overhead_s + max(flops / flops_per_s,
-                                                                   bytes touched / bytes_per_s)
-                                network           network_latency_s + bytes moved / network_bytes_per_s
-                                io                overhead_s + bytes touched / io_bytes_per_s
+    nothing measured            the formula:
+
+    compute, memory   overhead_s + max(flops / flops_per_s, bytes touched / bytes_per_s)
+    network           network_latency_s + bytes moved / network_bytes_per_s
+    io                overhead_s + bytes touched / io_bytes_per_s
 
 Bytes touched: each root once, by the largest of its names that the op reads, makes or mutates; an
 op that only makes aliases touches none. Bytes moved: what the op makes for all_gather, broadcast
-and recv; what it reads for all_reduce, reduce_scatter, all_to_all, send and the rest. So the network
-rate is what the caller sees per byte handed over, with the number of ranks already in it.
+and recv; what it reads for all_reduce, reduce_scatter, all_to_all, send and the rest. So the
+network rate is what the caller sees per byte handed over, with the number of ranks in it.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 from torchweft.errors import MachineError, clip, unknown
@@ -45,12 +44,16 @@ class CostTable:
 
     def __post_init__(self) -> None:
         for key, device, points in self.entries:
-            where = f"costs: op {clip(key)} on device {clip(device)}"
-            if not points or any(a >= b for (a, _), (b, _) in pairwise(((-1, 0.0), *points))):
-                raise MachineError(f"{where}: rows must ascend from 0 or more.")
+            where, last = f"costs: op {clip(key)} on device {clip(device)}", -1
             for rows, seconds in points:
-                if not 0 <= seconds < MAX_S:  # false for NaN, too
-                    raise MachineError(f"{where}: {rows} rows cannot take {seconds} seconds.")
+                if type(rows) is not int or rows <= last:
+                    raise MachineError(f"{where}: rows must ascend from 0; found {clip(rows)}.")
+                good = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+                if not good or not 0 <= seconds < MAX_S:  # NaN is not, either
+                    raise MachineError(f"{where}: {rows} rows cannot take {clip(seconds)} seconds.")
+                last = rows
+            if last < 0 or not isinstance(key, str) or not isinstance(device, str):
+                raise MachineError(f"{where}: an entry needs two names, and rows.")
         if len(self.seconds) < len(self.entries):
             raise MachineError("costs: two entries for one op on one device; join their rows.")
 
@@ -72,24 +75,14 @@ class CostTable:
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """Read a cost file. Raises `MachineError` for a file that is not one."""
-        match read_json(path, MachineError, "cost"):
-            case {"weft_costs": int(version), "entries": list(entries)} if version == VERSION:
-                return CostTable(tuple(map(_entry, entries)))
-        raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
-
-
-def _entry(found: object) -> tuple[str, str, Points]:
-    match found:
-        case [str(key), str(device), list(points)]:
-            return key, device, tuple(map(_point, points))
-    raise MachineError(f"file: {clip(found)} is no entry [op, device, [[rows, seconds], ...]].")
-
-
-def _point(found: object) -> tuple[int, float]:
-    match found:
-        case [int(rows), int() | float() as seconds] if bool not in (type(rows), type(seconds)):
-            return rows, float(seconds) if abs(seconds) < MAX_S else math.inf
-    raise MachineError(f"file: {clip(found)} is no pair [rows, seconds].")
+        found = read_json(path, MachineError, "cost")
+        if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
+            raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
+        try:
+            items = [(key, device, [*map(tuple, rows)]) for key, device, rows in found["entries"]]
+            return CostTable(tuple((key, device, tuple(rows)) for key, device, rows in items))
+        except (KeyError, TypeError, ValueError) as cause:
+            raise MachineError(f"file: cost file {path} is damaged: {clip(cause)}.") from None
 
 
 @dataclass(frozen=True)
@@ -114,16 +107,14 @@ class Costs:
     def group_s(
         self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
     ) -> float:
-        """Seconds of a user's kernel in the place of `ops`.
-
-        Measured under its own name, else the longer of its network ops and its other ops.
-        """
+        """Seconds of a user's kernel in the place of ops: as measured by its name, or as long as
+        the longer of its network ops and its other ops."""
 
         def formula(env: Env) -> float:
-            seconds = {True: 0.0, False: 0.0}
-            for op in ops:
-                seconds[op.uses == "network"] += self.run_s(graph, op, env, device)
-            return max(seconds.values())
+            seconds = [(op.uses == "network", self.run_s(graph, op, env, device)) for op in ops]
+            return max(
+                sum(s for network, s in seconds if network is kind) for kind in (True, False)
+            )
 
         return self._seconds(by, device, graph, env, formula)
 

@@ -29,9 +29,11 @@ class Cut:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.fractions) <= MAX_PARTS:
-            raise StrategyError(f"split: {len(self.fractions)} parts; 1 to {MAX_PARTS} are possible.")
+            raise StrategyError(
+                f"split: {len(self.fractions)} parts; 1 to {MAX_PARTS} are possible."
+            )
         if any(fraction <= 0 for fraction in self.fractions) or sum(self.fractions) != 1:
-            raise StrategyError(f"split: the parts {self} are not positive fractions that make one batch.")
+            raise StrategyError(f"split: the parts {clip(self)} are no fractions of one batch.")
         if self.rule is not None and self.rule not in RULES:
             raise StrategyError(f"split: {unknown('rule', self.rule, RULES)}")
 
@@ -48,7 +50,7 @@ class Cut:
     def sizes(sizes: Sequence[int]) -> Cut:
         """Parts in the proportion of `sizes`."""
         if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
-            raise StrategyError(f"split: {clip(list(sizes))} are not sizes of parts: each is 1 or more rows.")
+            raise StrategyError(f"split: {clip(list(sizes))} are no sizes: each is 1 or more rows.")
         return Cut(tuple(Fraction(size, sum(sizes)) for size in sizes))
 
     @property
@@ -69,11 +71,17 @@ class Cut:
         inner = [round(end * num_rows) for end in ends]
         if self.rule == "requests":
             if sum(requests) != num_rows:
-                raise StrategyError(f"split: requests of {sum(requests)} rows in a batch of {num_rows}.")
+                raise StrategyError(
+                    f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
+                )
             borders = list(accumulate(requests))[:-1]
-            inner = [min(borders, key=lambda at, want=want: abs(at - want), default=0) for want in inner]
+            inner = [_nearest(borders, want) for want in inner]
         bounds = (0, *inner, num_rows)
         if any(end <= start for start, end in pairwise(bounds)):
             what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"
             raise StrategyError(f"split: {what} cannot make {self.num_parts} parts ({self}).")
         return bounds
+
+
+def _nearest(borders: Sequence[int], want: int) -> int:
+    return min(borders, key=lambda border: abs(border - want), default=0)

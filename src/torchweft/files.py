@@ -38,10 +38,10 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink()
         raise
 
 
@@ -52,7 +52,7 @@ def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
         found: object = json.loads(text)
     except json.JSONDecodeError as cause:
         raise error(
-            f"file: {what} file {path} is not JSON (line {cause.lineno}: {cause.msg}); is it cut off?"
+            f"file: {what} file {path} is no JSON (line {cause.lineno}: {cause.msg}): cut off?"
         ) from None
     except RecursionError:
         raise error(f"file: {what} file {path} is nested too deeply.") from None

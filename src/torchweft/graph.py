@@ -46,7 +46,7 @@ def check_name(name: object, what: str) -> str:
     if isinstance(name, str) and NAME.fullmatch(name):
         return name
     raise GraphError(
-        f"name: {what} {clip(name)} is not a name. Use letters, digits, '_', '.' and '$' (200 at most)."
+        f"name: {what} {clip(name)} is not a name: up to 200 letters, digits, '_', '.' and '$'."
     )
 
 
@@ -179,7 +179,9 @@ class Graph:
     def structure(self) -> Mapping[str, int]:
         """A number for each op's structure: equal numbers, equal code, weights as inputs."""
         numbers: dict[object, int] = {}
-        return {op.name: numbers.setdefault(_structure_key(self, op), len(numbers)) for op in self.ops}
+        return {
+            op.name: numbers.setdefault(_structure_key(self, op), len(numbers)) for op in self.ops
+        }
 
     @cached_property
     def digest(self) -> str:
@@ -207,7 +209,11 @@ def _structure_key(graph: Graph, op: Op) -> object:
         value = graph.value[name]
         return value.shape, value.dtype, value.batch
 
-    collective = op.collective and (op.collective.kind, op.collective.communicator, op.collective.peer)
+    collective = op.collective and (
+        op.collective.kind,
+        op.collective.communicator,
+        op.collective.peer,
+    )
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.
@@ -228,7 +234,11 @@ def _check(graph: Graph) -> None:
         seen.add(value.name)
         _check_value(graph, value)
     names = [check_name(op.name, "op") for op in graph.ops]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
+    if (
+        twice := {name for name in names if names.count(name) > 1}
+        if len(set(names)) < len(names)
+        else None
+    ):
         raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
     defined: set[str] = set()
     for name in graph.inputs:
@@ -243,14 +253,16 @@ def _check(graph: Graph) -> None:
     for name in graph.outputs:
         if name not in defined:
             raise GraphError(f"output: no op makes {clip(name)}, and it is no input.")
-        if name in graph.maker and not graph.maker[name].whole:
-            if graph.value[name].alias_of is not None:
-                raise GraphError(
-                    f"output: {name!r} is an alias, so its parts cannot be merged into one; "
-                    f"declare op {graph.maker[name].name!r} 'mixing', then it runs over all parts."
-                )
+        maker = graph.maker.get(name)
+        if maker and not maker.whole and graph.value[name].alias_of is not None:
+            raise GraphError(
+                f"output: {name!r} is an alias, so its parts cannot be merged into one; "
+                f"declare op {maker.name!r} 'mixing', then it runs over all parts."
+            )
     if orphans := [value.name for value in graph.values if value.name not in defined]:
-        raise GraphError(f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input.")
+        raise GraphError(
+            f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
+        )
 
 
 def _check_value(graph: Graph, value: Value) -> None:
@@ -259,7 +271,9 @@ def _check_value(graph: Graph, value: Value) -> None:
         raise GraphError(f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}")
     if value.batch is not None:
         if graph.batch is None:
-            raise GraphError(f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol.")
+            raise GraphError(
+                f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
+            )
         if not 0 <= value.batch.dim < max(1, len(value.shape)):
             raise GraphError(f"batch: {where} has no dim {value.batch.dim}.")
     chain, alias = {value.name}, value.alias_of
@@ -290,7 +304,9 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
             raise GraphError(f"makes: {where} makes {name!r} a second time.")
         alias = graph.value[name].alias_of
         if alias is not None and alias not in op.reads + op.mutates + op.makes:
-            raise GraphError(f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it.")
+            raise GraphError(
+                f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
+            )
     if op.collective is not None:
         check_name(op.collective.communicator, "communicator")
         if op.collective.tag:
@@ -306,13 +322,19 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
 
     touched = op.reads + op.mutates
     if op.rows == "batch-free" and batched(touched + op.makes):
-        raise GraphError(f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}.")
+        raise GraphError(
+            f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}."
+        )
     if op.rows == "row-wise" and len(batched(op.makes)) < len(op.makes):
-        raise GraphError(f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'.")
+        raise GraphError(
+            f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'."
+        )
     if op.rows == "row-wise" and not batched(touched + op.makes):
         raise GraphError(f"rows: {where} is row-wise but touches no batch; use 'batch-free'.")
     if op.rows == "additive" and (batched(op.makes) or op.mutates or not op.makes):
-        raise GraphError(f"rows: {where} is additive: it makes sums without a batch and mutates nothing.")
+        raise GraphError(
+            f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
+        )
     for name in op.makes:
         alias = graph.value[name].alias_of
         if alias is not None and op.rows == "additive":
@@ -321,7 +343,9 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
 
 def _text(graph: Graph) -> str:
     """The graph as numbered lines: inputs, one line an op, outputs."""
-    lines = [f"graph {graph.name} {graph.digest}  level {graph.level}  batch {graph.batch or 'none'}"]
+    lines = [
+        f"graph {graph.name} {graph.digest}  level {graph.level}  batch {graph.batch or 'none'}"
+    ]
     lines += [f"  input  {_value_text(graph, name)}" for name in graph.inputs]
     wide = max((len(op.name) for op in graph.ops), default=0)
     for number, op in enumerate(graph.ops):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchweft.errors import GraphError, SizeError, clip
 from torchweft.files import read_json, write_json
-from torchweft.graph import Batch, Collective, Graph, Op, Value
+from torchweft.graph import Batch, Collective, Graph, Op, Value, check_name
 from torchweft.sizes import ONE, ZERO, Size
 
 VERSION = 1
@@ -74,22 +74,30 @@ def read_graph(found: object) -> Graph:
         raise GraphError("file: this is not a graph: the field 'weft_graph' is missing.")
     if found["weft_graph"] != VERSION:
         raise GraphError(
-            f"version: graph format {clip(found['weft_graph'])}; this torchweft reads version {VERSION}."
+            f"version: graph format {clip(found['weft_graph'])}; this torchweft reads {VERSION}."
         )
     read = _Reader(found, "graph")
-    ranks = read.take("communicators", dict, {})
-    graph = dict(
+    graph = Graph(
         name=read.take("name", str),
         batch=read.take("batch", str, None),
         level=read.take("level", str, "none"),
         inputs=read.names("inputs"),
         outputs=read.names("outputs"),
-        communicators=tuple((str(name), tuple(int(r) for r in group)) for name, group in ranks.items()),
+        communicators=_read_communicators(read.take("communicators", dict, {})),
         values=tuple(_read_value(item) for item in read.take("values", list)),
         ops=tuple(_read_op(item) for item in read.take("ops", list)),
     )
     read.done({"weft_graph"})
-    return Graph(**graph)
+    return graph
+
+
+def _read_communicators(found: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    groups = []
+    for name, ranks in found.items():
+        if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
+            raise GraphError(f"file: communicator {clip(name)}: {clip(ranks)} are no ranks.")
+        groups.append((check_name(name, "communicator"), tuple(ranks)))
+    return tuple(groups)
 
 
 class _Reader:

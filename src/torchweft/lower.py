@@ -34,7 +34,9 @@ def issue_early(plan: Plan) -> Plan:
     The issue goes right behind the last step of the issuing lane that it needs; the complete right
     before the first step that needs it.
     """
-    hosted = {i for i, step in enumerate(plan.steps) if step.kind == "run" and plan.lane[step.lane].via}
+    hosted = {
+        i for i, step in enumerate(plan.steps) if step.kind == "run" and plan.lane[step.lane].via
+    }
     if not hosted:
         return plan
     before = conflicts(plan)
@@ -59,7 +61,9 @@ def issue_early(plan: Plan) -> Plan:
         host = plan.lane[step.lane].via or ""
         first = min((at[user] for user in users[index]), default=(len(plan.steps), 0, 0))
         keys.append((at[index], step._replace(kind="issue", lane=host, on=step.lane)))
-        keys.append(((*first[:2], first[2] - 0.5, index), step._replace(kind="complete", lane=host)))
+        keys.append(
+            ((*first[:2], first[2] - 0.5, index), step._replace(kind="complete", lane=host))
+        )
     keys.sort(key=lambda item: item[0])
     return plan.then(f"issue: {len(hosted)} two-phase ops", steps=tuple(step for _, step in keys))
 
@@ -82,7 +86,9 @@ class _Sender:
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan, self.graph, self.num_copies = plan, graph, 0
         home = plan.lanes[0].device
-        self.pieces: dict[str, list[tuple[Range | None, str]]] = {n: [(None, home)] for n in graph.inputs}
+        self.pieces: dict[str, list[tuple[Range | None, str]]] = {
+            n: [(None, home)] for n in graph.inputs
+        }
         self.sent: set[tuple[str, Range | None, str]] = set()
         self.lanes = {lane.device: lane.name for lane in reversed(plan.lanes) if lane.via is None}
 
@@ -102,7 +108,7 @@ class _Sender:
             for name in graph.op[op].mutates:
                 if any(other[0] == name for other in self.sent) or self._foreign(name, device):
                     raise MemoryPlanError(
-                        f"send: op {op!r} on device {device!r} changes {name!r}, which is on several devices."
+                        f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
                     )
         self.num_copies += len(found)
         return found
@@ -110,7 +116,11 @@ class _Sender:
     def _send(self, name: str, step: Step, device: str) -> list[Step]:
         found = []
         for parts, where in self.pieces.get(name, ()):
-            if where == device or (name, parts, device) in self.sent or not _meet(parts, step.parts):
+            if (
+                where == device
+                or (name, parts, device) in self.sent
+                or not _meet(parts, step.parts)
+            ):
                 continue
             self.sent.add((name, parts, device))
             found.append(Step("copy", self.lanes[where], (name,), parts, on=device))

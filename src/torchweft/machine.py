@@ -110,9 +110,13 @@ def _check(machine: Machine) -> None:
     for device in machine.devices:
         for spec in fields(device):
             number = getattr(device, spec.name)
-            least = 0 if spec.name.endswith(("_s", "_share")) and "per_s" not in spec.name else 1e-12
+            least = (
+                0 if spec.name.endswith(("_s", "_share")) and "per_s" not in spec.name else 1e-12
+            )
             if isinstance(number, int | float) and not least <= number < float("inf"):
-                raise MachineError(f"machine: device {device.name!r}: {spec.name} cannot be {number}.")
+                raise MachineError(
+                    f"machine: device {device.name!r}: {spec.name} cannot be {number}."
+                )
     for lane in machine.lanes:
         where = f"machine: lane {lane.name!r}"
         if lane.device not in machine.device:
@@ -124,7 +128,9 @@ def _check(machine: Machine) -> None:
                 raise MachineError(f"{where}: {unknown('resource', uses, USES)}")
     for link in machine.links:
         if not {link.source, link.target} <= set(machine.device) or link.bytes_per_s <= 0:
-            raise MachineError(f"machine: link {link.source!r} -> {link.target!r} joins no two devices.")
+            raise MachineError(
+                f"machine: link {link.source!r} -> {link.target!r} joins no two devices."
+            )
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:

@@ -64,13 +64,19 @@ def lives(plan: Plan) -> list[Life]:
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
             continue
-        makes = {n for op in step.names for n in graph.op[op].makes} if step.kind in ("run", "issue") else ()
+        makes = (
+            {n for op in step.names for n in graph.op[op].makes}
+            if step.kind in ("run", "issue")
+            else ()
+        )
         opened: dict[str, Life] = {}
         for name, part, _ in ledger.touched(step):
             life = where.get((name, part))
             if life is None and name in makes:
                 if name not in opened:
-                    parts = None if name in placed or graph.value[name].batch is None else step.parts
+                    parts = (
+                        None if name in placed or graph.value[name].batch is None else step.parts
+                    )
                     opened[name] = Life(name, parts, index)
                     found.append(opened[name])
                 life = opened[name]
@@ -190,7 +196,9 @@ class _Shelf:
         def over(block: Block) -> bool:
             # A writer's own clock counts the writer itself, which comes behind the block's users.
             return all(
-                clock.get(lane, 0) >= count for clock in writers for lane, count in block.needs.items()
+                clock.get(lane, 0) >= count
+                for clock in writers
+                for lane, count in block.needs.items()
             )
 
         fitting = [block for block in self.blocks if block.num_units >= num_units and over(block)]

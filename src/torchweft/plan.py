@@ -9,7 +9,7 @@
     history write overlap(parts=2)
     steps
       compute  split x                    x[0] and x[1] become views of x
-      compute  attn0[0]                   run op attn0 on part 0; [0:2] parts 0 and 1 together; none: all
+      compute  attn0[0]                   run op attn0 on part 0; [0:2]: parts 0 and 1; none: all
       compute  issue reduce0[0] on network     start a two-phase op; `complete reduce0[0]` ends it
       network  wait attn0[0]              go on when that step is done
       compute  (norm0 add0)[0] by fused   a user's kernel in the place of two ops
@@ -120,7 +120,9 @@ class Plan:
     places: tuple[Place, ...] = ()
     history: tuple[str, ...] = ()
     bound: Graph | None = field(default=None, compare=False, repr=False)
-    kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict, compare=False, repr=False)
+    kernels: Mapping[str, Callable[..., Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def num_parts(self) -> int:
@@ -167,7 +169,11 @@ class Plan:
         return "\n".join(difflib.unified_diff(*pair, "before", "after", lineterm=""))
 
     def __str__(self) -> str:
-        lines = [f"weft plan {VERSION}", f"graph {self.graph_name} {self.digest}", f"parts {self.cut}"]
+        lines = [
+            f"weft plan {VERSION}",
+            f"graph {self.graph_name} {self.digest}",
+            f"parts {self.cut}",
+        ]
         for lane in self.lanes:
             via = f" via {lane.via}" if lane.via else ""
             lines.append(f"lane {lane.name} on {lane.device} uses {','.join(lane.uses)}{via}")
@@ -208,7 +214,9 @@ _LINES = {
     "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at (\d+))"),
     "history": re.compile(r"history (\S.*)"),
 }
-_ACT = rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
+_ACT = (
+    rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
+)
 _STEP = re.compile(rf"({_NAME})\s+{_ACT}(?: to ({_NAME}))?(?: by ({_NAME}))?(?: on ({_NAME}))?")
 _WAIT = re.compile(rf"({_NAME})\s+wait ({_ACT}(?: to {_NAME})?)")
 
@@ -231,9 +239,14 @@ class _Parser:
         if version[:2] != ["weft", "plan"]:
             self.fail("syntax", "this is not a plan; a plan starts with 'weft plan 1'.")
         if version[2:] != [str(VERSION)]:
-            self.fail("version", f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.")
+            self.fail(
+                "version",
+                f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
+            )
         if len(self.lines) > MAX_STEPS:
-            self.fail("syntax", f"a plan has at most {MAX_STEPS} lines; this one has {len(self.lines)}.")
+            self.fail(
+                "syntax", f"a plan has at most {MAX_STEPS} lines; this one has {len(self.lines)}."
+            )
         head: dict[str, list[tuple[str | Any, ...]]] = {word: [] for word in _LINES}
         self.at = 1
         while self.here() != "steps":
@@ -279,7 +292,9 @@ class _Parser:
         if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
             self.fail("syntax", f"'{'to' if to else 'by'}' does not go with a {kind} step.")
         if bool(on) != (kind == "issue") or (names and kind not in ("run", "issue", "complete")):
-            self.fail("syntax", "an issue step, and no other, says 'on LANE'; only ops stand in ( ).")
+            self.fail(
+                "syntax", "an issue step, and no other, says 'on LANE'; only ops stand in ( )."
+            )
         parts = None
         if start is not None:
             parts = (int(start), int(stop) if stop is not None else int(start) + 1)
@@ -290,16 +305,27 @@ class _Parser:
     def build(self, head: Mapping[str, list[tuple[Any, ...]]], steps: tuple[Step, ...]) -> Plan:
         for word in ("graph", "parts"):
             if len(head[word]) != 1:
-                self.fail("syntax", f"a plan has exactly one {word!r} line; this one has {len(head[word])}.")
+                self.fail(
+                    "syntax",
+                    f"a plan has exactly one {word!r} line; this one has {len(head[word])}.",
+                )
         fractions, rule = head["parts"][0]
         try:
             return Plan(
-                *head["graph"][0],
+                head["graph"][0][0],
+                head["graph"][0][1],
                 Cut(tuple(Fraction(item) for item in fractions.split()), rule),
-                tuple(Lane(name, on, tuple(uses.split(",")), via) for name, on, uses, via in head["lane"]),
+                tuple(
+                    Lane(name, on, tuple(uses.split(",")), via)
+                    for name, on, uses, via in head["lane"]
+                ),
                 steps,
-                tuple(Buffer(name, device, Size.parse(unit)) for name, device, unit in head["buffer"]),
-                tuple(Place(name, buffer, int(offset or 0)) for name, buffer, offset in head["place"]),
+                tuple(
+                    Buffer(name, device, Size.parse(unit)) for name, device, unit in head["buffer"]
+                ),
+                tuple(
+                    Place(name, buffer, int(offset or 0)) for name, buffer, offset in head["place"]
+                ),
                 tuple(note for (note,) in head["history"]),
             )
         except (WeftError, ZeroDivisionError) as error:

@@ -1,6 +1,6 @@
 """The precedence of ops: which op must come before which, because they touch the same bytes.
 
-    Precedence.before["mlp0"] == (("reduce0", True), ...)    True: part by part, False: all parts first
+    Precedence.before["mlp0"] == (("reduce0", True), ...)     True: part by part, False: all first
 
 Three kinds of dependency, all through roots, so aliases count: read after write, write after read,
 write after write. A *serial* op changes bytes that all parts share, so its parts go in part order.
@@ -39,7 +39,9 @@ def precedence(graph: Graph) -> Precedence:
             maker = graph.maker.get(name)
             if maker is not None and graph.value[name].alias_of is not None:
                 # Read after write of the view itself.
-                after((maker, not maker.whole), not op.whole and graph.value[name].batch is not None)
+                after(
+                    (maker, not maker.whole), not op.whole and graph.value[name].batch is not None
+                )
         for root, (by_part, writes) in touches(graph, op).items():
             if root in writer:
                 after(writer[root], by_part)

@@ -31,7 +31,9 @@ MAX_IDLE_CALLS = 10_000
 class Scheduler:
     """Records the steps of one plan. `graph`, `context` and `machine` are there to look at."""
 
-    def __init__(self, graph: Graph, context: Context, machine: Machine, costs: Costs | None = None) -> None:
+    def __init__(
+        self, graph: Graph, context: Context, machine: Machine, costs: Costs | None = None
+    ) -> None:
         self.graph, self.context, self.machine = graph, context, machine
         self.costs = costs or Costs(machine)
         self.cut = Cut()
@@ -65,7 +67,9 @@ class Scheduler:
         else:
             cut = Cut(Cut.sizes(how).fractions, at)
             if sum(how) != self.context.batch:
-                self._fail("split", f"parts of {sum(how)} rows; the batch has {self.context.batch}.")
+                self._fail(
+                    "split", f"parts of {sum(how)} rows; the batch has {self.context.batch}."
+                )
         cut.bounds(self.context.batch, self.context.tokens_per_request)
         self.cut = cut
         self._reset()
@@ -78,9 +82,14 @@ class Scheduler:
         self._open("ready")
         self._idle += 1
         if self._idle > MAX_IDLE_CALLS:
-            self._fail("loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between.")
+            self._fail(
+                "loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between."
+            )
         ops = self.graph.ops
-        pairs = [(ops[i], None if ops[i].whole or self.num_parts == 1 else p) for i, p in sorted(self._ready)]
+        pairs = [
+            (ops[i], None if ops[i].whole or self.num_parts == 1 else p)
+            for i, p in sorted(self._ready)
+        ]
         if part is None:
             return pairs
         self._range((part,))
@@ -98,8 +107,7 @@ class Scheduler:
         A tuple of ops with `replace=kernel` puts the kernel in their place.
         """
         self._open("run")
-        several = not isinstance(op, Op | str)
-        ops = [self._op(item) for item in (op if several else (op,))]  # type: ignore[union-attr]
+        ops = [self._op(item) for item in ((op,) if isinstance(op, Op | str) else op)]
         if not ops or (len(ops) > 1 and replace is None):
             self._fail("run", "several ops in one run need a kernel: replace=kernel.")
         given = self._range(parts)
@@ -107,7 +115,10 @@ class Scheduler:
         if wholes == {True, False} and given is not None and self.num_parts > 1:
             self._fail("run", f"{ops[0].name!r} and the others do not run on the same parts.")
         if True in wholes and given is not None:
-            self._fail("run", f"{ops[0].name!r} is {ops[0].rows}: it runs once for all parts, not for {given}.")
+            self._fail(
+                "run",
+                f"{ops[0].name!r} is {ops[0].rows}: it runs once for all parts, not for {given}.",
+            )
         for item in ops:
             self._schedule(item, given)
         where = self._lane(ops, lane)
@@ -153,9 +164,17 @@ class Scheduler:
         graph, lane = self.graph, self.machine.lanes[0].name
         heads, tails = [], []
         if self.num_parts > 1:
-            ranged = {n for s in self.steps if s.parts for op in s.names for n in graph.op[op].reads + graph.op[op].mutates}
+            ranged = {
+                n
+                for s in self.steps
+                if s.parts
+                for op in s.names
+                for n in graph.op[op].reads + graph.op[op].mutates
+            }
             batched = {name for name in graph.value if graph.value[name].batch is not None}
-            heads = [Step("split", lane, (name,)) for name in graph.inputs if name in ranged & batched]
+            heads = [
+                Step("split", lane, (name,)) for name in graph.inputs if name in ranged & batched
+            ]
             outputs = dict.fromkeys(graph.outputs)
             tails = [Step("merge", lane, (name,)) for name in outputs if name in batched]
         lanes = tuple(self.machine.lanes)
@@ -185,7 +204,10 @@ class Scheduler:
                 for part in range(1, self._count[number]):
                     self._missing[number][part] += 1
         self._ready = {
-            (number, part) for number in range(len(ops)) for part, n in enumerate(self._missing[number]) if n == 0
+            (number, part)
+            for number in range(len(ops))
+            for part, n in enumerate(self._missing[number])
+            if n == 0
         }
 
     def _schedule(self, op: Op, parts: Range | None) -> None:
@@ -209,7 +231,11 @@ class Scheduler:
             self._ready.add((number, part))
 
     def _needs(self, op: Op, part: int) -> str:
-        if op.name in self._order.serial and part and part - 1 not in self._done[self._index[op.name]]:
+        if (
+            op.name in self._order.serial
+            and part
+            and part - 1 not in self._done[self._index[op.name]]
+        ):
             return self._name(op, part - 1)
         for name, same in self._order.before[op.name]:
             number = self._index[name]
@@ -241,7 +267,9 @@ class Scheduler:
             return None
         for number in numbers:
             if not isinstance(number, int) or not 0 <= number < self.num_parts:
-                self._fail("part", f"there is no part {number!r}; parts are 0 to {self.num_parts - 1}.")
+                self._fail(
+                    "part", f"there is no part {number!r}; parts are 0 to {self.num_parts - 1}."
+                )
         start, stop = numbers[0], numbers[-1] + 1
         if len(numbers) != len(parts) or stop - start != len(numbers):
             self._fail("part", f"{list(parts)} are not adjacent parts.")
@@ -256,9 +284,15 @@ class Scheduler:
                 self._fail("lane", unknown("lane", name, self.machine.lane))
             found = self.machine.lane[name]
         if len(ops) == 1 and ops[0].uses not in found.uses:
-            self._fail("lane", f"lane {found.name!r} does not take ops that use {ops[0].uses} ({ops[0].name}).")
+            self._fail(
+                "lane",
+                f"lane {found.name!r} does not take ops that use {ops[0].uses} ({ops[0].name}).",
+            )
         if found.via is not None and not any(op.two_phase for op in ops):
-            self._fail("lane", f"lane {found.name!r} has no thread; {ops[0].name!r} has one phase and needs one.")
+            self._fail(
+                "lane",
+                f"lane {found.name!r} has no thread; {ops[0].name!r} has one phase and needs one.",
+            )
         return found
 
     def _kernel(self, kernel: Kernel | str) -> str:

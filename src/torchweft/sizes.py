@@ -12,7 +12,7 @@ Parsing accepts integers, symbols, + - * // % and max/min/mod calls; nothing is 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,7 +41,7 @@ class Size:
     def parse(text: str) -> Size:
         """Read a size from text. Raises `SizeError` for anything but integer arithmetic."""
         if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise SizeError(f"size: not an expression of at most {MAX_TEXT} characters: {clip(text)}.")
+            raise SizeError(f"size: no expression of at most {MAX_TEXT} characters: {clip(text)}.")
         return _parse(text)
 
     def __add__(self, other: SizeLike) -> Size:
@@ -74,7 +74,9 @@ class Size:
         for atoms, factor in self.terms:
             for atom in atoms:
                 value = env.get(atom)
-                factor *= _evaluate(ast.parse(atom, mode="eval").body, env) if value is None else value
+                if value is None:
+                    value = _evaluate(ast.parse(atom, mode="eval").body, env)
+                factor *= value
             total += factor
         return total
 
@@ -135,7 +137,9 @@ def _build(node: ast.expr, text: str) -> Size:
             return _build(left, text) - _build(right, text)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _build(left, text) * _build(right, text)
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= 8:
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))):
+            if not 0 <= power <= 8:
+                raise SizeError(f"size: a power in {clip(text)} is not from 0 to 8.")
             result = ONE
             for _ in range(power):
                 result = result * _build(left, text)
@@ -143,13 +147,19 @@ def _build(node: ast.expr, text: str) -> Size:
         case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as operator, right=right):
             sign = "//" if isinstance(operator, ast.FloorDiv) else "%"
             return _atom(f"(({_build(left, text)}){sign}({_build(right, text)}))")
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name.lower() in _CALLS and args:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+            if name.lower() not in _CALLS or not args or (name.lower() == "mod" and len(args) != 2):
+                raise SizeError(f"size: {clip(text)} calls something else than max, min or mod.")
             inside = ", ".join(str(_build(arg, text)) for arg in args)
             return _atom(f"{name.lower()}({inside})")
     raise SizeError(f"size: {clip(text)} is not integer arithmetic over symbols.")
 
 
-_CALLS = {"max": max, "min": min, "mod": lambda a, b: a % b}
+def _mod(left: int, right: int) -> int:
+    return left % right
+
+
+_CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min, "mod": _mod}
 
 
 def _atom(text: str) -> Size:

@@ -33,7 +33,9 @@ class Strategy:
         known = option_defaults(self.function)
         for name in options:
             if name not in known:
-                raise StrategyError(f"strategy {self.name!r}: {unknown('option', name, known)}", rule="option")
+                raise StrategyError(
+                    f"strategy {self.name!r}: {unknown('option', name, known)}", rule="option"
+                )
         return replace(self, options={**self.options, **options})
 
     def __str__(self) -> str:
@@ -72,7 +74,9 @@ def as_strategy(what: str | Strategy | Callable[..., None]) -> Strategy:
         name = "unnamed"
     parameters = list(inspect.signature(what).parameters.values())
     if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        raise StrategyError(f"strategy {name!r}: its first argument is the scheduler.", rule="signature")
+        raise StrategyError(
+            f"strategy {name!r}: its first argument is the scheduler.", rule="signature"
+        )
     if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise StrategyError(f"strategy {name!r}: every option needs a default.", rule="signature")
     return Strategy(name, what)

@@ -1,7 +1,8 @@
 """The `Trace`: what each lane did when, measured or simulated, as spans.
 
-    run       attn0[0]      on compute   0.0 .. 1.2 ms
-    transfer  reduce0[0]    on network   1.2 .. 3.0 ms
+             |0 ms         |1            |2
+    compute  ▐█attn0[0]██▐█attn0[1]█···········▐█mlp0[0]█    74%
+    network               ╞═══reduce0[0]════════             45%
 
 Kinds of span: run, copy, issue and complete (steps that take time), wait (only where a lane stood
 still) and transfer (a two-phase op in flight on its hosted lane, between issue and complete).
@@ -23,12 +24,12 @@ from typing import Any, NamedTuple
 from torchweft.errors import WeftError, clip, unknown
 from torchweft.files import read_json, write_text
 from torchweft.plan import Range
-from torchweft.timeline import Bar, Row, draw, format_bytes, format_s
 
 VERSION = 1
 SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
+_EDGE = {"█": "▐", "▓": "▐", "═": "╞", "─": "╟"}
 _KEY = {**{fill: uses for uses, fill in _FILL.items()}, "▒": "issue", "·": "waiting"}
 
 
@@ -125,24 +126,23 @@ class Trace:
 
     def to_text(self, width: int = 100) -> str:
         """A timeline to read: one line a lane, the share that it was busy, and a summary."""
-        end_s = self.makespan_s
-        rows, used = [], {_fill(span) for span in self.spans}
-        for lane, _ in self.lanes:
-            spans = [span for span in self.spans if span.lane == lane]
-            bars = [Bar(span.start_s, span.end_s, span.label, _fill(span)) for span in spans]
-            rows.append(Row(lane, bars, f"{self.busy_s(lane) / (end_s or 1):.0%}"))
-        if self.peak_bytes:
-            rows.append(Row("memory", note=format_bytes(self.peak_bytes), curve=self.memory))
+        wide = min(24, max((len(lane) for lane, _ in self.lanes), default=0)) + 2
+        columns, end_s = max(20, width - wide - 6), self.makespan_s or 1e-6
         how = "simulated" if self.simulated else "measured"
         path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
-        exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
-        lines = [
-            f"{self.name} ({how}): makespan {format_s(end_s)}{path}",
-            *draw(rows, end_s, width=width),
-            f"network {format_s(self.network_s)} in flight, {exposed}" * (self.network_s > 0),
-            "  ".join(f"{fill} {word}" for fill, word in _KEY.items() if fill in used),
-        ]
-        return "\n".join(filter(None, lines)) + "\n"
+        lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
+        lines.append(" " * wide + _axis(end_s, columns))
+        for lane, _ in self.lanes:
+            cells = _cells([span for span in self.spans if span.lane == lane], end_s, columns)
+            lines.append(f"{lane[: wide - 2]:<{wide}}{cells} {self.busy_s(lane) / end_s:>5.0%}")
+        if self.network_s > 0:
+            exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
+            lines.append(f"network {format_s(self.network_s)} in flight, {exposed}")
+        if self.memory:
+            lines.append(f"memory peak {self.peak_bytes / 2**20:.4g} MiB")
+        used = {_fill(span) for span in self.spans}
+        lines.append("  ".join(f"{fill} {word}" for fill, word in _KEY.items() if fill in used))
+        return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
@@ -189,9 +189,8 @@ class Trace:
         suffix = Path(path).suffix
         if suffix not in SUFFIXES:
             raise WeftError(f"trace: {unknown('suffix', suffix, SUFFIXES)}", rule="suffix")
-        write_text(
-            path, self.to_text() if suffix == ".txt" else json.dumps(self.to_chrome()) + "\n"
-        )
+        chrome = suffix == ".json"
+        write_text(path, json.dumps(self.to_chrome()) + "\n" if chrome else self.to_text())
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -203,15 +202,10 @@ class Trace:
 def to_data(trace: Trace) -> dict[str, Any]:
     """The trace as plain data, ready for JSON; the critical path as numbers of spans."""
     numbers = {span: number for number, span in enumerate(trace.spans)}
-    return {
-        "version": VERSION,
-        "name": trace.name,
-        "simulated": trace.simulated,
-        "lanes": [list(lane) for lane in trace.lanes],
-        "spans": [list(span) for span in trace.spans],
-        "memory": [list(sample) for sample in trace.memory],
-        "critical_path": [numbers[span] for span in trace.critical_path],
-    }
+    facts = ("name", "simulated", "lanes", "spans", "memory")
+    path = [numbers[span] for span in trace.critical_path]
+    plain = {name: getattr(trace, name) for name in facts}
+    return {"version": VERSION, **plain, "critical_path": path}
 
 
 def from_data(found: object) -> Trace:
@@ -228,18 +222,14 @@ def from_data(found: object) -> Trace:
         raise WeftError(f"file: this Weft trace is damaged: {clip(cause)}.", rule="file") from None
 
 
-def _span(found: list[Any]) -> Span:
-    *words, parts, start_s, end_s, busy_s = found
-    if len(words) != 6 or not all(isinstance(word, str) for word in words) or words[0] not in SPANS:
+def _span(found: Any) -> Span:
+    span = Span(*found)
+    words, parts, times = span[:6], span.parts, span[7:]
+    if not all(isinstance(word, str) for word in words) or span.kind not in SPANS:
         raise ValueError(f"{clip(found)} is no span")
-    if parts is not None:
-        first, last = parts
-        parts = (int(first), int(last))
-    if not _number(start_s) <= _number(end_s):
-        raise ValueError(f"span {clip(words[1])} ends before it starts")
-    kind, label, lane, device, uses, op = words
-    times = float(start_s), float(end_s), float(_number(busy_s))
-    return Span(kind, label, lane, device, uses, op, parts, *times)
+    if not _number(times[0]) <= _number(times[1]) or _number(times[2]) < 0:
+        raise ValueError(f"span {span.label!r} ends before it starts")
+    return span._replace(parts=None if parts is None else (int(parts[0]), int(parts[1])))
 
 
 def _number(found: Any) -> float:
@@ -248,11 +238,51 @@ def _number(found: Any) -> float:
     return found
 
 
+def format_s(seconds: float) -> str:
+    """Seconds to read: `1.24 ms`."""
+    factor, unit = _scale(seconds)
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    scales = ((1.0, "s"), (1e3, "ms"))
+    return next((scale for scale in scales if seconds * scale[0] >= 1), (1e6, "us"))
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
 def _fill(span: Span) -> str:
     if span.kind in ("wait", "complete"):
         return "·"
     return "▒" if span.kind == "issue" else _FILL.get(span.uses, "█")
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+def _axis(end_s: float, columns: int) -> str:
+    """Ticks at 1, 2 or 5 times a power of ten, at least 12 columns apart."""
+    least_s, (factor, unit) = 12 * end_s / columns, _scale(end_s)
+    power = 10.0 ** math.floor(math.log10(least_s))
+    step_s = next(power * times for times in (1, 2, 5, 10, 20) if power * times >= least_s)
+    line = f"|0 {unit}"
+    for tick in range(1, math.floor(end_s / step_s) + 1):
+        line = line.ljust(round(tick * step_s / end_s * columns))
+        line += f"|{tick * step_s * factor:.6g}"
+    return line if len(line) <= columns else line[: line.rindex("|")]
+
+
+def _cells(spans: Iterable[Span], end_s: float, columns: int) -> str:
+    """The spans of one lane as bars, with their labels where they fit."""
+    cells = [" "] * columns
+    for span in spans:
+        first, last = (round(at_s / end_s * columns) for at_s in (span.start_s, span.end_s))
+        fill = _fill(span)
+        bar = [_EDGE.get(fill, fill), *fill * (last - first - 1)]
+        if fill in _EDGE and len(span.label) < len(bar):
+            before = (len(bar) - len(span.label) + 1) // 2
+            bar[before : before + len(span.label)] = span.label
+        if last > first:
+            cells[first:last] = bar
+        elif cells[min(first, columns - 1)] == " ":  # too short for a column, but alone in it
+            cells[min(first, columns - 1)] = fill
+    return "".join(cells)

@@ -17,7 +17,6 @@ scarcest resource lets it. One rank is simulated; the others are taken to be as 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -55,16 +54,13 @@ def _check(plan: Plan, machine: Machine) -> None:
             raise MachineError(f"lane: {unknown('device', lane.device, machine.device)}")
     for number, step in enumerate(plan.steps):
         ops = step.kind in ("run", "issue", "complete")
-        what, names = ("op", plan.graph.op) if ops else ("value", plan.graph.value)
-        asked: list[tuple[str, object, Collection[str]]] = [("lane", step.lane, plan.lane)]
-        asked.append(("kind of step", step.kind, KINDS))
-        asked += [("lane", step.on, plan.lane)] if step.kind == "issue" else []
-        asked += [(what, name, names) for name in step.names]
-        wrong = [unknown(what, name, known) for what, name, known in asked if name not in known]
-        if step.parts and not 0 <= step.parts[0] < step.parts[1] <= plan.num_parts:
-            wrong.append(f"the plan has {plan.num_parts} parts only.")
-        if wrong:
-            text = f"name: {wrong[0]}\n{plan.excerpt(number)}"
+        names = plan.graph.op if ops else plan.graph.value
+        first, last = step.parts or (0, plan.num_parts)
+        good = step.kind in KINDS and step.lane in plan.lane and 0 <= first < last <= plan.num_parts
+        good = good and (step.kind != "issue" or step.on in plan.lane)
+        if not good or not all(name in names for name in step.names):
+            why = "its kind, lane, part, op or value does not exist; verify(plan) says which."
+            text = f"name: step {number}: {why}\n{plan.excerpt(number)}"
             raise PlanError(text, rule="name", lane=step.lane, step=number)
 
 
@@ -74,6 +70,9 @@ class _Price(NamedTuple):
     busy_s: float = 0.0
     demands: tuple[tuple[str, float], ...] = ()
     uses: str = ""
+
+
+_NOTHING = _Price()
 
 
 class _Prices:
@@ -106,11 +105,11 @@ class _Prices:
         if step.kind == "complete":
             return _Price(self.costs.complete_s(device), uses="network")
         if step.kind not in ("run", "copy", "issue"):
-            return _Price()
-        work = self._copy if step.kind == "copy" else self._run
-        key = work is self._copy, step.names, self.rows(step.parts), step.on, step.by, device
+            return _NOTHING
+        copy, rows = step.kind == "copy", self.rows(step.parts)
+        key = copy, step.names, rows, step.on, step.by, device
         if key not in self.known:
-            self.known[key] = work(step, device)
+            self.known[key] = self._copy(step, device) if copy else self._run(step, device)
         return self.known[key]
 
     def _copy(self, step: Step, device: str) -> _Price:
@@ -135,102 +134,92 @@ class _Prices:
         return _Price(seconds, tuple(asked.items()), uses)
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Bytes of some cells of a root, alive until all of them are freed."""
+
+    cells: set[int]
+    num_bytes: int
+    placed: bool
+
+
 class _Memory:
     """Live bytes: loose pieces and places alone until they are freed, buffers all the time."""
 
     def __init__(self, plan: Plan, prices: _Prices) -> None:
         self.graph, self.prices, self.num_parts = plan.graph, prices, plan.num_parts
-        self.places = {place.value: place for place in plan.places}
-        self.loose: dict[tuple[str, str, int], int] = {}
-        self.alone: dict[tuple[str, str], set[int]] = {}  # places alone, with their live cells
-        self.family: dict[str, list[str]] = {}
-        for name, root in self.graph.root.items():
-            self.family.setdefault(root, []).append(name)
-        env, ends = (
-            prices.context.env(self.graph.batch),
-            {buffer.name: 0 for buffer in plan.buffers},
-        )
-        units = {buffer.name: buffer.unit.evaluate(env) for buffer in plan.buffers}
-        for value, buffer, offset in plan.places:
-            if buffer in units:
-                end = offset * units[buffer] + prices.num_bytes(value)
-                ends[buffer] = max(ends[buffer], end)
-        self.total = sum(ends.values())
+        self.places = {place.value: place.buffer for place in plan.places}
+        self.pieces: dict[tuple[str, str], list[_Piece]] = {}
+        self.total = 0
+        for buffer in plan.buffers:
+            unit = buffer.unit.evaluate(prices.context.env(self.graph.batch))
+            inside = [place for place in plan.places if place.buffer == buffer.name]
+            ends = [place.offset * unit + prices.num_bytes(place.value) for place in inside]
+            self.total += max(ends, default=0)
         self.samples = [(0.0, self.total)]
 
     def start(self, step: Step, device: str, now_s: float) -> None:
         """Count what a step makes, from its start."""
         if step.kind == "copy":
-            self._make(step.names[0], step, step.on or device, placed=step.on is None)
+            self._make(step.on or device, step.names[0], step.parts, placed=step.on is None)
         elif step.kind in ("run", "issue"):
             for name in (name for op in step.names for name in self.graph.op[op].makes):
                 value = self.graph.value[name]
                 if value.alias_of is None:
                     placed = name in self.places and value.placeable
-                    self._make(name, step, device, placed=placed)
+                    self._make(device, name, step.parts, placed=placed)
         self._sample(now_s)
 
     def end(self, step: Step, device: str, now_s: float) -> None:
         """Drop what a free frees, and the loose piece that a copy has put in its place."""
-        name = step.names[0] if step.names else ""
-        moved = step.kind == "copy" and step.on is None
-        for member in self.family[name] if step.kind == "free" else [name] * moved:
-            for cell in self._cells(member, step.parts):
-                self.total -= self.loose.pop((device, member, cell), 0)
-        if step.kind == "free" and (device, name) in self.alone:
-            cells = self.alone[device, name]
-            cells.difference_update(self._cells(name, step.parts))
-            if not cells:
-                del self.alone[device, name]
-                self.total -= self.prices.num_bytes(name)
+        if step.kind != "free" and (step.kind != "copy" or step.on is not None):
+            return
+        root = self.graph.root[step.names[0]]
+        pieces = self.pieces.pop((device, root), [])
+        for piece in pieces:
+            if step.kind == "free" or not piece.placed:
+                piece.cells -= self._cells(root, step.parts)
+                self.total -= 0 if piece.cells else piece.num_bytes
+        self.pieces[device, root] = [piece for piece in pieces if piece.cells]
         self._sample(now_s)
 
-    def _make(self, name: str, step: Step, device: str, *, placed: bool) -> None:
-        if placed:
-            alone = name in self.places and self.places[name].buffer is None
-            if alone and (device, name) not in self.alone:
-                self.alone[device, name] = set(self._cells(name, None))
-                self.total += self.prices.num_bytes(name)
-            return
-        batched = self.graph.value[name].batch is not None
-        for cell in self._cells(name, step.parts):
-            if (device, name, cell) not in self.loose:  # parts of an additive op share one piece
-                num_bytes = self.prices.num_bytes(name, (cell, cell + 1) if batched else None)
-                self.loose[device, name, cell] = num_bytes
-                self.total += num_bytes
+    def _make(self, device: str, name: str, parts: Range | None, *, placed: bool) -> None:
+        root = self.graph.root[name]
+        parts = None if placed else parts
+        pieces, cells = self.pieces.setdefault((device, root), []), self._cells(root, parts)
+        # A place is made once for all parts, and the parts of an additive op add to one piece.
+        if not any(piece.placed == placed and piece.cells & cells for piece in pieces):
+            in_buffer = placed and self.places.get(name) is not None
+            batched = self.graph.value[name].batch is not None
+            num_bytes = 0 if in_buffer else self.prices.num_bytes(name, parts if batched else None)
+            pieces.append(_Piece(cells, num_bytes, placed))
+            self.total += num_bytes
 
-    def _cells(self, name: str, parts: Range | None) -> range:
-        batched = self.graph.value[name].batch is not None
-        return range(*(parts or (0, self.num_parts))) if batched else range(1)
+    def _cells(self, root: str, parts: Range | None) -> set[int]:
+        batched = self.graph.value[root].batch is not None
+        return set(range(*(parts or (0, self.num_parts)))) if batched else {0}
 
     def _sample(self, now_s: float) -> None:
         if self.total != self.samples[-1][1]:
             self.samples.append((now_s, self.total))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Line:
-    """A lane at work: where it stands, since when, and the last node that ended on it."""
+    """A lane at work: node `at` of its queue is next, or (busy) under way."""
 
+    name: str
     device: str
     queue: list[int] = field(default_factory=list)
     at: int = 0
-    since_s: float = 0.0
-    tail: int = _MISSING
+    tail: int = _MISSING  # the last node that ended here
+    since_s: float = 0.0  # when it came to this node
     busy: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Activity:
-    """A node under way: `left_s` at full rate were left at `since_s`."""
-
-    node: int
-    lane: str
-    price: _Price
-    left_s: float
-    since_s: float
-    end_s: float
+    price: _Price = _NOTHING
+    left_s: float = 0.0  # at full rate, at the time paced_s
+    paced_s: float = 0.0
     rate: float = 1.0
+    end_s: float = 0.0
 
 
 class _Simulation:
@@ -238,39 +227,32 @@ class _Simulation:
 
     def __init__(self, plan: Plan, prices: _Prices, contention: bool) -> None:
         self.plan, self.prices, self.contention = plan, prices, contention
+        self.num_steps, self.labels = len(plan.steps), [step.label for step in plan.steps]
         self.memory = _Memory(plan, prices)
-        self.lines = {lane.name: _Line(lane.device) for lane in plan.lanes}
         self.capacity = {
             f"{device.name} {uses}": device.capacity
             for device in prices.machine.devices
             for uses in ("compute", "memory", "io")
         }
-        self.labels = [step.label for step in plan.steps]
-        self.cause = self._causes()
+        self.lines = {lane.name: _Line(lane.name, lane.device) for lane in plan.lanes}
+        self.ready = deque(self.lines.values())
+        self.active: list[_Line] = []
+        self.waiting: dict[int, list[_Line]] = {}
         self.now_s = 0.0
-        self.ready = deque(self.lines)
-        self.active: list[_Activity] = []
-        self.waiting: dict[int, list[str]] = {}
+        self.cause: dict[int, int] = {}  # what must have ended before a wait, complete or flight
         self.before: dict[int, int] = {}  # ended nodes, each with the one before it in its chain
         self.reach_s = {_MISSING: 0.0}  # seconds at full rate of the longest chain to a node
         self.spans: dict[int, Span] = {}
-
-    def _causes(self) -> dict[int, int]:
-        """Fill the lanes; for each wait, complete and flight, the node that must have ended."""
-        first: dict[str, int] = {}
-        for number, (step, label) in enumerate(zip(self.plan.steps, self.labels, strict=True)):
+        first = {label: number for number, label in reversed(list(enumerate(self.labels)))}
+        for number, step in enumerate(plan.steps):
             self.lines[step.lane].queue.append(number)
-            first.setdefault(label, number)
-        causes, num_steps = {}, len(self.plan.steps)
-        for number, step in enumerate(self.plan.steps):
             if step.kind == "wait":
-                causes[number] = first.get(step.target or "", _MISSING)
+                self.cause[number] = first.get(step.target or "", _MISSING)
             elif step.kind == "complete":
                 issue = first.get(self.labels[number].replace("complete", "issue", 1))
-                causes[number] = _MISSING if issue is None else issue + num_steps
+                self.cause[number] = _MISSING if issue is None else issue + self.num_steps
             elif step.kind == "issue":
-                causes[number + num_steps] = number
-        return causes
+                self.cause[number + self.num_steps] = number
 
     def run(self) -> Trace:
         """Let the lanes go until nothing is under way any more."""
@@ -281,14 +263,13 @@ class _Simulation:
                 break
             if self.contention:
                 self._share()
-            activity = min(self.active, key=lambda activity: activity.end_s)
-            self.active.remove(activity)
-            self.now_s = max(self.now_s, activity.end_s)
-            self.lines[activity.lane].busy = False
-            self._end(activity.node, activity.lane, activity.price)
-            self.ready.append(activity.lane)
-        if any(line.at < len(line.queue) for line in self.lines.values()):
-            self._deadlock()
+            line = min(self.active, key=lambda line: line.end_s)
+            self.active.remove(line)
+            self.now_s, line.busy = max(self.now_s, line.end_s), False
+            self._end(line)
+            self.ready.append(line)
+        if stuck := [line for line in self.lines.values() if line.at < len(line.queue)]:
+            self._deadlock(stuck)
         path, node = [], max(self.reach_s, key=lambda node: self.reach_s[node])
         while node != _MISSING:
             path += [self.spans[node]] if node in self.spans else []
@@ -296,85 +277,74 @@ class _Simulation:
         spans = sorted(self.spans.values(), key=lambda span: (span.start_s, span.end_s))
         name = " ".join([self.plan.graph_name, *self.plan.history[:1]])
         lanes = tuple((lane.name, lane.device) for lane in self.plan.lanes)
-        samples = tuple(self.memory.samples)
-        return Trace(name, tuple(spans), samples, True, tuple(reversed(path)), lanes)
+        return Trace(name, tuple(spans), tuple(self.memory.samples), True, tuple(path[::-1]), lanes)
 
-    def _go(self, lane: str) -> None:
+    def _go(self, line: _Line) -> None:
         """Take the nodes of a lane until one takes time or has to wait."""
-        line, num_steps = self.lines[lane], len(self.plan.steps)
         while line.at < len(line.queue) and not line.busy:
             node = line.queue[line.at]
             cause = self.cause.get(node)
             if cause is not None and cause not in self.before:
-                self.waiting.setdefault(cause, []).append(lane)
+                self.waiting.setdefault(cause, []).append(line)
                 return
-            step, flight = self.plan.steps[node % num_steps], node >= num_steps
-            price = self.prices.of(step, line.device, flight=flight)
+            step, flight = self.plan.steps[node % self.num_steps], node >= self.num_steps
+            line.price = price = self.prices.of(step, line.device, flight=flight)
             if step.kind in ("split", "merge", "free", "wait"):
-                self._end(node, lane, price)
+                self._end(line)
                 continue
             if flight:
                 line.since_s = self.now_s
             else:
                 self.memory.start(step, line.device, self.now_s)
-            end_s = self.now_s + price.busy_s
-            self.active.append(_Activity(node, lane, price, price.busy_s, self.now_s, end_s))
-            line.busy = True
+            line.left_s, line.paced_s, line.rate = price.busy_s, self.now_s, 1.0
+            line.busy, line.end_s = True, self.now_s + price.busy_s
+            self.active.append(line)
 
     def _share(self) -> None:
         """Set every rate by what is asked of each resource now."""
         asked: dict[str, float] = {}
-        for activity in self.active:
-            for resource, amount in activity.price.demands:
+        for line in self.active:
+            for resource, amount in line.price.demands:
                 asked[resource] = asked.get(resource, 0.0) + amount
         shares = {name: self.capacity.get(name, 1.0) / amount for name, amount in asked.items()}
-        for activity in self.active:
-            rate = min([1.0] + [shares[resource] for resource, _ in activity.price.demands])
-            if rate != activity.rate:
-                done_s = (self.now_s - activity.since_s) * activity.rate
-                activity.left_s = max(0.0, activity.left_s - done_s)
-                activity.since_s, activity.rate = self.now_s, rate
-                activity.end_s = self.now_s + activity.left_s / rate
+        for line in self.active:
+            rate = min([1.0] + [shares[resource] for resource, _ in line.price.demands])
+            if rate != line.rate:
+                line.left_s = max(0.0, line.left_s - (self.now_s - line.paced_s) * line.rate)
+                line.paced_s, line.rate = self.now_s, rate
+                line.end_s = self.now_s + line.left_s / rate
 
-    def _end(self, node: int, lane: str, price: _Price) -> None:
-        """Write down that a node has ended, and after what; wake whoever waits for it."""
-        line, num_steps = self.lines[lane], len(self.plan.steps)
-        step, flight = self.plan.steps[node % num_steps], node >= num_steps
+    def _end(self, line: _Line) -> None:
+        """Write down that a lane's node has ended, and after what; wake whoever waits for it."""
+        node, price = line.queue[line.at], line.price
+        step, label = self.plan.steps[node % self.num_steps], self.labels[node % self.num_steps]
         cause = self.cause.get(node, _MISSING)
         if self.reach_s[line.tail] >= self.reach_s[cause]:
             cause = line.tail
         self.before[node], self.reach_s[node] = cause, self.reach_s[cause] + price.busy_s
-        if price.uses or self.now_s > line.since_s:
-            kind, label = step.kind, self.labels[node % num_steps]
-            if flight:
-                kind, label = "transfer", label.removeprefix("issue ")
-            op = " ".join(step.names) if kind not in ("copy", "wait") else ""
-            where = kind, label, lane, line.device, price.uses, op, step.parts
-            self.spans[node] = Span(*where, line.since_s, self.now_s, price.busy_s)
-        if not flight:
+        kind = step.kind
+        if node >= self.num_steps:
+            kind, label = "transfer", label.removeprefix("issue ")
+        else:
             self.memory.end(step, line.device, self.now_s)
-        if step.kind == "issue" and not flight and step.on is not None:
-            self.lines[step.on].queue.append(node + num_steps)
-            self.ready.append(step.on)
+        if price.uses or self.now_s > line.since_s:
+            op = "" if kind in ("copy", "wait") else " ".join(step.names)
+            where = kind, label, line.name, line.device, price.uses, op, step.parts
+            self.spans[node] = Span(*where, line.since_s, self.now_s, price.busy_s)
+        if kind == "issue" and step.on is not None:
+            self.lines[step.on].queue.append(node + self.num_steps)
+            self.ready.append(self.lines[step.on])
         line.at, line.tail, line.since_s = line.at + 1, node, self.now_s
         self.ready.extend(self.waiting.pop(node, ()))
 
-    def _deadlock(self) -> NoReturn:
-        lines, where = [], []
-        for name, line in self.lines.items():
-            if line.at < len(line.queue):
-                number = line.queue[line.at]
-                missing = self.cause[number] == _MISSING
-                why = "which is not in the plan" if missing else "which cannot end before it"
-                lines.append(
-                    f"  lane {name!r} stands at step {number}: {self.labels[number]}, {why}"
-                )
-                where.append((name, number))
-        (lane, step), shown = where[0], "\n".join(lines)
-        raise PlanError(
-            f"deadlock: no lane can go on.\n{shown}\n{self.plan.excerpt(step)}\n"
-            "  Let what is waited for come first, on its own lane or before a wait of that lane.",
-            rule="deadlock",
-            lane=lane,
-            step=step,
-        )
+    def _deadlock(self, stuck: list[_Line]) -> NoReturn:
+        lines, lane, step = [], stuck[0].name, stuck[0].queue[stuck[0].at]
+        for line in stuck:
+            number = line.queue[line.at]
+            missing = self.cause[number] == _MISSING
+            why = "for a step that is not there" if missing else "for what cannot end before it"
+            lines.append(f"  lane {line.name!r} waits {why}: step {number}, {self.labels[number]}")
+        shown = "\n".join([*lines, self.plan.excerpt(step)])
+        cure = "  Let what is waited for come first, in the order of its own lane."
+        text = f"deadlock: no lane can go on.\n{shown}\n{cure}"
+        raise PlanError(text, rule="deadlock", lane=lane, step=step)

@@ -1,8 +1,8 @@
 """A cell: the bytes of one part of a value in one location, and who touched them last.
 
-    Store (a rank's memory) -> Location (caller's bytes, a loose piece, a place, a handle) -> Cell
+    Store (a rank's memory) -> Location (caller's bytes, a loose piece, a place) -> Cell
 
-Every access is checked when the walk makes it: it must be ordered behind the accesses it conflicts
+Every access is checked when the walk makes it: it must be ordered behind all that it conflicts
 with. The walk goes through the steps in an order that lanes and waits allow, so of two accesses that
 nothing orders, the later one is caught here, whichever it is.
 """
@@ -114,7 +114,9 @@ class Store:
                 return location
         return None
 
-    def piece(self, name: str, device: str, cells: Range, *, loose: bool = False) -> Location | None:
+    def piece(
+        self, name: str, device: str, cells: Range, *, loose: bool = False
+    ) -> Location | None:
         """A new loose piece; None if some of its cells are on the device already."""
         pieces = (self.loose if loose else self.found).setdefault((name, device), [])
         if any(piece.start < cells[1] and cells[0] < piece.stop for piece in pieces):

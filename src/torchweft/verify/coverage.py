@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torchweft.errors import unknown
 from torchweft.graph import USES, Graph, Op
+from torchweft.machine import Lane
 from torchweft.plan import Plan, Step, bracket
 from torchweft.verify.finding import Finding
 
@@ -70,7 +71,7 @@ def _step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
         yield unknown("lane", step.lane, plan.lane)
         return
     if lane.via is not None:
-        yield f"lane {lane.name!r} has no thread of its own; lane {lane.via!r} must issue {step.label}."
+        yield f"lane {lane.name!r} has no thread; lane {lane.via!r} must issue {step.label}."
     if step.parts is not None:
         start, stop = step.parts
         if not 0 <= start < stop <= plan.num_parts:
@@ -93,21 +94,22 @@ def _op_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
             continue
         if op.whole and step.parts is not None:
             yield f"op {name!r} is {op.rows}: it runs once, without a range."
-        if step.kind == "run" and not _takes(plan.lane[step.lane].uses, op, step):
-            yield f"lane {step.lane!r} takes {', '.join(plan.lane[step.lane].uses)}, but {name!r} uses {op.uses}."
-        if step.kind != "run" and not any(graph.op[item].two_phase for item in step.names if item in graph.op):
+        if step.kind == "run" and not _takes(plan.lane[step.lane], op, step):
+            yield f"lane {step.lane!r} does not take {name!r}, which uses {op.uses}."
+        phases = [graph.op[item].two_phase for item in step.names if item in graph.op]
+        if step.kind != "run" and not any(phases):
             yield f"op {name!r} has one phase: run it, do not issue or complete it."
         if step.kind == "issue":
             hosted = plan.lane.get(step.on or "")
             if hosted is None or hosted.via != step.lane:
-                yield f"lane {step.lane!r} cannot issue {name!r} on {step.on!r}: that lane does not go via it."
-            elif not _takes(hosted.uses, op, step):
-                yield f"lane {step.on!r} takes {', '.join(hosted.uses)}, but {name!r} uses {op.uses}."
+                yield f"lane {step.lane!r} cannot issue on {step.on!r}, which does not go via it."
+            elif not _takes(hosted, op, step):
+                yield f"lane {step.on!r} does not take {name!r}, which uses {op.uses}."
 
 
-def _takes(uses: tuple[str, ...], op: Op, step: Step) -> bool:
-    # A kernel in the place of several ops is the user's own: its lane need only fit one of them.
-    return op.uses in uses or len(step.names) > 1
+def _takes(lane: Lane, op: Op, step: Step) -> bool:
+    # A kernel in the place of several ops is the user's own: any lane may take it.
+    return op.uses in lane.uses or len(step.names) > 1
 
 
 def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
@@ -125,9 +127,9 @@ def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
         yield f"{step.label}: {value.name!r} has no batch, so it has no parts."
     if step.kind == "free" and (value.alias_of is not None or value.name in graph.inputs):
         yield f"{step.label}: only what an op made can be freed, and not through an alias."
-    if step.kind == "copy" and step.on is None:
-        if value.name not in {place.value for place in plan.places} or value.placeable:
-            yield f"{step.label}: {value.name!r} has no place that its maker cannot write by itself."
+    placed = any(place.value == value.name for place in plan.places)
+    if step.kind == "copy" and step.on is None and (not placed or value.placeable):
+        yield f"{step.label}: {value.name!r} has no place that its maker cannot write itself."
     if step.kind == "copy" and step.on is not None:
         devices = {lane.device for lane in plan.lanes}
         if step.on not in devices:
@@ -150,7 +152,8 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
                 for phase in phases:
                     key = (phase, name, part)
                     if key in runs:
-                        text = f"{name}{bracket((part, part + 1))} runs twice: first as step {runs[key]}."
+                        which = f"{name}{bracket((part, part + 1))}"
+                        text = f"{which} runs twice: first as step {runs[key]}."
                         yield Finding("coverage", text, index, "Drop one of the two.")
                         break
                     runs[key] = index
@@ -165,7 +168,9 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
     if plan.num_parts > 1:
         for name in dict.fromkeys(graph.outputs):
             if graph.value[name].batch is not None and f"merge {name}" not in counts:
-                yield Finding("coverage", f"output {name!r} is never merged.", cure=f"Add: merge {name}")
+                yield Finding(
+                    "coverage", f"output {name!r} is never merged.", cure=f"Add: merge {name}"
+                )
 
 
 def _pairs(plan: Plan) -> Iterator[Finding]:

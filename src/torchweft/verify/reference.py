@@ -72,7 +72,9 @@ def _roots(graph: Graph, op: Op) -> dict[str, list[str]]:
     return found
 
 
-def _touch(graph: Graph, op: Op, root: str, names: list[str], version: int, num_parts: int) -> Touch:
+def _touch(
+    graph: Graph, op: Op, root: str, names: list[str], version: int, num_parts: int
+) -> Touch:
     batched = all(graph.value[name].batch is not None for name in [root, *names])
     by_part = batched and not op.whole
     made = root in op.makes

@@ -49,7 +49,11 @@ class Toucher:
         placed = root in store.places
         loose = placed and not self.graph.value[root].placeable
         if before is not None:  # a further part of a sum
-            found = store.loose.get((root, device), []) if loose else store.found.get((root, device), [])
+            found = (
+                store.loose.get((root, device), [])
+                if loose
+                else store.found.get((root, device), [])
+            )
             location = found[0] if found else None
             if location is None:
                 self.report("race", f"{self.step.label} adds to {root!r} ahead of part 0.")
@@ -60,9 +64,13 @@ class Toucher:
             return
         location = store.place(root, device) if placed and not loose else None
         if location is None:
-            location = None if placed and not loose else store.piece(root, device, cells, loose=loose)
+            location = (
+                None if placed and not loose else store.piece(root, device, cells, loose=loose)
+            )
         if location is None:
-            self.report("memory", f"{self.step.label} makes {root!r} where it cannot be: see its place.")
+            self.report(
+                "memory", f"{self.step.label} makes {root!r} where it cannot be: see its place."
+            )
             return
         self.made_on.setdefault(root, device)
         inside[root] = location
@@ -111,7 +119,9 @@ class Toucher:
             cell = self.store.handle(name, device, part)
             if cell.write is None:
                 how = f"splits {name!r}" if is_input else f"makes the view {name!r} on {device!r}"
-                self.report("race", f"{self.step.label} comes before anything {how}.", f"split {name}")
+                self.report(
+                    "race", f"{self.step.label} comes before anything {how}.", f"split {name}"
+                )
                 return
             self.read(cell, None, name, part)
 
@@ -152,7 +162,10 @@ class Toucher:
                 return
             cell = location.take(part, part + 1)[0]
             if cell.lost is not None:
-                self.report("memory", f"{self.step.label}, but {self.plan.steps[cell.lost].label} came first.")
+                self.report(
+                    "memory",
+                    f"{self.step.label}, but {self.plan.steps[cell.lost].label} came first.",
+                )
             if cell.version is None:
                 self.report("order", f"{self.step.label} comes before anything makes it.")
             self.write(cell, cell.version, name, part, location)
@@ -168,7 +181,9 @@ class Toucher:
         else:
             source, source_cells = store.where(name, device, cells), cells
             if source is None and name != root:
-                source_cells = store.cells_of(root, self.step.parts if store.num_cells(name) > 1 else None)
+                source_cells = store.cells_of(
+                    root, self.step.parts if store.num_cells(name) > 1 else None
+                )
                 source = store.where(root, device, source_cells)
             self.view(name, self.step.parts, device)
             target = store.piece(name, self.step.on, cells)
@@ -176,7 +191,9 @@ class Toucher:
             self.missing(name, cells, device)
             return
         if target is None:
-            self.report("coverage", f"{self.step.label}: it is there already, or its place is elsewhere.")
+            self.report(
+                "coverage", f"{self.step.label}: it is there already, or its place is elsewhere."
+            )
             return
         versions = []
         for part, cell in enumerate(source.take(*source_cells), source_cells[0]):
@@ -204,10 +221,16 @@ class Toucher:
                 if cell.lost is not None:
                     lost = self.plan.steps[cell.lost].label
                     self.findings.append(
-                        Finding("memory", f"{lost} destroys {name!r}, which is handed out.", cell.lost, "", self.rank)
+                        Finding(
+                            "memory",
+                            f"{lost} destroys {name!r}, which is handed out.",
+                            cell.lost,
+                            "",
+                            self.rank,
+                        )
                     )
                 else:
-                    text = f"at the end {name!r} is not what the graph makes it: a copy or an order is wrong."
+                    text = f"at the end {name!r} is not what the graph makes it."
                     self.findings.append(Finding("order", text, None, "", self.rank))
                 break
 
@@ -218,7 +241,11 @@ class Toucher:
         if cell.lost is not None:
             lost = self.plan.steps[cell.lost].label
             cure = "Free it later, or give one of the two another place."
-            self.report("memory", f"{self.step.label} reads {where}, whose bytes {lost} has destroyed.", cure)
+            self.report(
+                "memory",
+                f"{self.step.label} reads {where}, whose bytes {lost} has destroyed.",
+                cure,
+            )
         elif other is not None:
             self.race("reads", where, other)
         elif cell.version is None and cell.write is None:
@@ -226,13 +253,18 @@ class Toucher:
         elif version is not None and cell.version != version:
             self.report(
                 "order",
-                f"{self.step.label} reads {where} when {cell.version} changes have been made to it; "
-                f"in program order there are {version}.",
+                f"{self.step.label} reads {where} after {cell.version} changes; "
+                f"in program order it comes after {version}.",
             )
         cell.note(self.access, writing=False)
 
     def write(
-        self, cell: Cell, version: int | None, name: str, part: int, location: Location | None = None
+        self,
+        cell: Cell,
+        version: int | None,
+        name: str,
+        part: int,
+        location: Location | None = None,
     ) -> None:
         """Check one write: nobody else is at these bytes; whatever overlapped them is lost."""
         other = cell.unordered(self.access, self.clock, writing=True)
@@ -263,10 +295,10 @@ class Toucher:
     def missing(self, name: str, cells: Range, device: str) -> None:
         """Say why cells are not to be had on a device in one piece."""
         which = name + (bracket(cells) if self.store.num_cells(name) > 1 else "")
-        pieces = [f"{key[1]}: {piece.start}-{piece.stop - 1}" for key, found in self.store.found.items()
-                  for piece in found if key[0] == name]  # fmt: skip
-        if pieces:
-            text = f"{self.step.label} needs {which} in one piece on {device!r}; parts are on {', '.join(pieces)}."
+        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
+        if any(found.values()):
+            there = ", ".join(f"{len(pieces)} on {where!r}" for where, pieces in found.items())
+            text = f"{self.step.label} needs {which} in one piece on {device!r}; it has {there}."
             self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
         else:
             self.report("race", f"{self.step.label} needs {which} before anything makes it there.")

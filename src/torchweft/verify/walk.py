@@ -36,7 +36,9 @@ class Lane:
 
     __slots__ = ("at", "begun", "clock", "name", "number", "rank", "steps", "talks")
 
-    def __init__(self, number: int, rank: Rank, name: str, steps: list[int], num_lanes: int) -> None:
+    def __init__(
+        self, number: int, rank: Rank, name: str, steps: list[int], num_lanes: int
+    ) -> None:
         self.number, self.rank, self.name, self.steps = number, rank, name, steps
         self.clock: Clock = [0] * num_lanes
         self.at, self.begun = 0, False
@@ -51,7 +53,9 @@ class Rank:
         self.labels = [step.label for step in plan.steps]
         self.targets = {step.target for step in plan.steps if step.kind == "wait"}
         self.ends: dict[str, Clock] = {}
-        self.flying: dict[tuple[tuple[str, ...], Range | None], tuple[Access, int, int, list[Talk]]] = {}
+        self.flying: dict[
+            tuple[tuple[str, ...], Range | None], tuple[Access, int, int, list[Talk]]
+        ] = {}
         self.said: dict[Channel, list[Talk]] = {}
         self.toucher = Toucher(number, plan, graph, findings)
 
@@ -111,7 +115,9 @@ class Walk:
         if ended is None:
             if step.target in lane.rank.labels:
                 return False
-            self.report(lane, "deadlock", f"{step} waits for a step that is not in the plan.", index)
+            self.report(
+                lane, "deadlock", f"{step} waits for a step that is not in the plan.", index
+            )
             return True
         _merge(lane.clock, ended)
         return True
@@ -155,20 +161,27 @@ class Walk:
             said = rank.said.setdefault(channel, [])
             if said and lane.clock[said[-1].lane] < said[-1].event:
                 other = rank.labels[said[-1].step]
-                text = f"nothing orders {step.label} and {other} on communicator {talk.communicator!r}."
-                self.report(lane, "order", text, index, "One lane must issue both, or wait for the other.")
+                where = f"communicator {talk.communicator!r}"
+                text = f"nothing orders {step.label} and {other} on {where}."
+                self.report(
+                    lane, "order", text, index, "One lane must issue both, or wait for the other."
+                )
             kind = "" if talk.peer is not None else talk.kind
             said.append(Talk(channel, len(said), (kind, *says), lane, index))
             talks.append(said[-1])
         return talks
 
     def heard(self, lane: Lane, index: int) -> bool:
-        """Whether all other members have started the lane's collectives; then it knows what they knew."""
+        """Whether all members have started the lane's collectives; then it knows what they knew."""
         if len(self.ranks) > 1:
             peers = []
             for talk in lane.talks:
                 for number in self.members(lane.rank, talk):
-                    said = self.ranks[number].said.get(talk.channel, ()) if number < len(self.ranks) else ()
+                    said = (
+                        self.ranks[number].said.get(talk.channel, ())
+                        if number < len(self.ranks)
+                        else ()
+                    )
                     if len(said) <= talk.number:
                         return False
                     peers.append((talk, number, said[talk.number]))
@@ -177,7 +190,8 @@ class Walk:
                 if other.says != talk.says and number > lane.rank.number:
                     theirs = self.ranks[number].labels[other.step]
                     mine = lane.rank.labels[talk.step]
-                    text = f"collective {talk.number} of {talk.channel[0]!r} is {mine}, but {theirs} on rank {number}."
+                    which = f"collective {talk.number} of {talk.channel[0]!r}"
+                    text = f"{which} is {mine}, but {theirs} on rank {number}."
                     self.report(lane, "order", text, talk.step, "All ranks must run one order.")
         lane.talks = []
         return True
@@ -204,7 +218,9 @@ class Walk:
             lines.append(f"{rank}lane {lane.name!r} {why}")
         first = stuck[0]
         text = "nothing can go on: " + "; ".join(lines) + "."
-        self.report(first, "deadlock", text, first.steps[first.at], "Break the circle: drop or move a wait.")
+        self.report(
+            first, "deadlock", text, first.steps[first.at], "Break the circle: drop or move a wait."
+        )
 
     def report(self, lane: Lane, rule: str, text: str, index: int, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, index, cure, lane.rank.number))

@@ -1,0 +1,118 @@
+"""The `Content`: what stands in every cell of every location while a plan runs.
+
+A cell of a location is a tuple: ("caller", x, 0), ("loose", device, v, 1), ("place", v, 0),
+("made", device, v, 0) for a loose piece that must still be copied into its place, and the handles
+("view", device, alias, part), ("split", x), ("merged", y). It holds (piece, version), or nothing.
+
+An action (a run, a copy, an issue with its complete, ...) is a list of moves on cells:
+
+    together   the cells are in one piece                 see     a cell has this version (None: any)
+    raise      a cell gets the next version               make    a cell was empty and is filled
+    copy       as make, with the version of the source    clear   of these cells some are full; all go
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+Cell = tuple[str | int | None, ...]
+Piece = tuple[str | int, ...]
+Content = dict[Cell, tuple[Piece, int]]
+
+
+class Unsafe(Exception):
+    """A reason why a plan is not safe."""
+
+
+class Move(NamedTuple):
+    """One thing that an action does to cells; `cells` are (source, target) for a copy."""
+
+    kind: str
+    cells: tuple[Cell, ...]
+    piece: Piece = ()
+    version: int | None = None
+
+
+class Talk(NamedTuple):
+    """A collective, send or receive: who matches it (`key`), and what must then agree."""
+
+    key: tuple[str | int, ...]
+    members: tuple[int, ...]
+    facts: tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """What happens from the start of step `first` to the end of step `last` of a rank's plan."""
+
+    rank: int
+    first: int
+    last: int
+    label: str
+    moves: tuple[Move, ...]
+    talks: tuple[Talk, ...] = ()
+
+    @cached_property
+    def writes(self) -> frozenset[Cell]:
+        """The cells that it changes."""
+        found: set[Cell] = set()
+        for move in self.moves:
+            if move.kind in ("raise", "make", "clear"):
+                found.update(move.cells)
+            elif move.kind == "copy":
+                found.add(move.cells[1])
+        return frozenset(found)
+
+    @cached_property
+    def touches(self) -> frozenset[Cell]:
+        """The cells that it reads or changes."""
+        return frozenset(cell for move in self.moves for cell in move.cells)
+
+
+Overlaps = dict[Cell, tuple[Cell, ...]]
+
+
+def conflict(one: Action, two: Action, overlaps: Overlaps) -> Cell | None:
+    """A cell that both touch and at least one changes, or None."""
+    for writer, other in ((one, two), (two, one)):
+        for cell in writer.writes:
+            if cell in other.touches or any(near in other.touches for near in overlaps.get(cell, ())):
+                return cell
+    return None
+
+
+def perform(action: Action, content: Content, overlaps: Overlaps) -> None:
+    """Do an action's moves in order, in place. Raises `Unsafe` where one of them is impossible."""
+    for kind, cells, piece, version in action.moves:
+        if kind == "see":
+            found = content.get(cells[0])
+            if found is None:
+                raise Unsafe(f"{action.label}: nothing is in {cells[0]}")
+            if version is not None and found[1] != version:
+                raise Unsafe(f"{action.label}: {cells[0]} has version {found[1]}, not {version}")
+        elif kind == "together":
+            if len({content[cell][0] if cell in content else () for cell in cells}) > 1:
+                raise Unsafe(f"{action.label}: {cells} are in several pieces")
+        elif kind == "clear":
+            if not any([content.pop(cell, None) for cell in cells]):
+                raise Unsafe(f"{action.label}: nothing is in {cells}")
+        else:
+            _write(action, content, overlaps, Move(kind, cells, piece, version))
+
+
+def _write(action: Action, content: Content, overlaps: Overlaps, move: Move) -> None:
+    target = move.cells[-1]
+    found = content.get(target)
+    if move.kind == "raise":
+        assert found is not None, "an action sees what it raises"
+        content[target] = (found[0], found[1] + 1)
+    else:
+        if found is not None:
+            raise Unsafe(f"{action.label}: {target} is full already")
+        version = content[move.cells[0]][1] if move.kind == "copy" else move.version
+        assert version is not None, "what is made has a version"
+        content[target] = (move.piece, version)
+    for near in overlaps.get(target, ()):
+        content.pop(near, None)

@@ -1,0 +1,175 @@
+"""Row rules for look-ups and windows: embedding, index, gather, scatter, convolution, pooling.
+
+A table without rows may be read at places that a row names; a row's own entries may be read at
+places that all rows share, or that the same row names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweft.capture.aten_call import AtenCall, Found
+from torchweft.capture.axes import Axis, Mixes, agreed, wrap
+
+
+def embedding(call: AtenCall) -> Found:
+    if call.axis("weight") is not None:
+        raise Mixes("its table has the batch in it")
+    return call.axis("indices")
+
+
+def take(call: AtenCall) -> Found:
+    """A table without rows, read at any places: take, bucketize, searchsorted, isin."""
+    table = next((n for n in ("boundaries", "sorted_sequence", "test_elements") if n in call.args), None)
+    places = {"boundaries": "self", "test_elements": "elements"}.get(table or "", "self")
+    if table is None:
+        table, places = "self", "index"
+    if call.axis(table) is not None:
+        raise Mixes("it looks for rows among rows")
+    return call.axis(places)
+
+
+def index(call: AtenCall) -> Found:
+    """x[i, :, j]: where the rows are after indexing with tensors."""
+    tensor, indices = call.args["self"], list(call.args["indices"])
+    own = call.axis_of(tensor)
+    given = [(dim, item) for dim, item in enumerate(indices) if isinstance(item, torch.Tensor)]
+    if any(item.dtype in (torch.bool, torch.uint8) for _, item in given):
+        raise Mixes("a mask picks entries of the batch")
+    rank = max(item.dim() for _, item in given)
+    places = agreed([_broadcast(call.axis_of(item), item.dim(), rank) for _, item in given])
+    if own is not None and any(dim == own.dim for dim, _ in given):
+        raise Mixes("it picks rows of the batch by index")
+    if own is not None and places is not None:
+        raise Mixes("it pairs rows with places that other rows name")
+    numbers = [dim for dim, _ in given]
+    adjacent = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    front = numbers[0] if adjacent else 0
+    if places is not None:
+        return places.at(front + places.dim)
+    if own is None:
+        return None
+    kept = [dim for dim in range(tensor.dim()) if dim not in numbers]
+    position = kept.index(own.dim)
+    return own.at(position + rank if position >= front else position)
+
+
+def _broadcast(axis: Axis | None, rank: int, wanted: int) -> Axis | None:
+    return axis and axis.at(axis.dim + wanted - rank)
+
+
+def index_put(call: AtenCall) -> Found:
+    """x[:, i] = v with the same places for all rows."""
+    own = call.axis("self")
+    indices = [item for item in call.args["indices"] if isinstance(item, torch.Tensor)]
+    if own is None or any(call.axis_of(item) for item in indices):
+        raise Mixes("rows write to places that other rows may write to")
+    places = [dim for dim, item in enumerate(call.args["indices"]) if isinstance(item, torch.Tensor)]
+    if own.dim in places or any(item.dtype == torch.bool for item in indices):
+        raise Mixes("it writes to rows of the batch by index")
+    values = call.args["values"]
+    rank = max(item.dim() for item in indices)
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    kept = [dim for dim in range(call.rank("self")) if dim not in places]
+    front = places[0] if adjacent else 0
+    position = kept.index(own.dim)
+    wanted = own.at(position + rank if position >= front else position)
+    full = len(kept) + rank
+    axis = call.axis_of(values)
+    if axis is not None and axis.at(axis.dim + full - values.dim()) != wanted:
+        raise Mixes("what it writes has its rows elsewhere")
+    return own
+
+
+def gather(call: AtenCall) -> Found:
+    """gather, take_along_dim: the index has the shape of the result."""
+    own, places = call.axis("self"), call.axis("index")
+    dim = wrap(call.args["dim"], call.rank("self"))
+    if own is None and places is not None and places.dim == dim:
+        return places
+    if own is None or own != places or own.dim == dim:
+        raise Mixes("it gathers across rows")
+    return own
+
+
+def scatter(call: AtenCall) -> Found:
+    """scatter and its kin: self, index and src must have their rows in one place."""
+    own, places = call.axis("self"), call.axis("index")
+    source = call.args.get("src")
+    dim = wrap(call.args["dim"], call.rank("self"))
+    if own is None or own != places or own.dim == dim:
+        raise Mixes("it scatters across rows")
+    if isinstance(source, torch.Tensor) and source.dim() and call.axis_of(source) != own:
+        raise Mixes("what it scatters has its rows elsewhere")
+    return own
+
+
+def index_select(call: AtenCall) -> Found:
+    own, places = call.axis("self"), call.axis("index")
+    dim = wrap(call.args["dim"], call.rank("self"))
+    if own is None:
+        return places and places.at(dim)
+    if places is not None or own.dim == dim:
+        raise Mixes("it picks rows of the batch by index")
+    return own
+
+
+def index_write(call: AtenCall) -> Found:
+    """index_add, index_copy, index_fill: places that all rows share."""
+    own = call.axis("self")
+    source = call.args.get("source", call.args.get("value"))
+    if own is None or call.axis("index") or wrap(call.args["dim"], call.rank("self")) == own.dim:
+        raise Mixes("rows write to places that other rows may write to")
+    if isinstance(source, torch.Tensor) and source.dim() and call.axis_of(source) != own:
+        raise Mixes("what it writes has its rows elsewhere")
+    return own
+
+
+def slice_scatter(call: AtenCall) -> Found:
+    own, dim = call.axis("self"), wrap(call.args["dim"], call.rank("self"))
+    if own is None or own.dim == dim:
+        raise Mixes("it writes to a piece of the batch")
+    source = call.axis("src")
+    if source is not None and call.name == "select_scatter":
+        source = source.at(source.dim + (dim <= source.dim))
+    if source not in (None, own):
+        raise Mixes("what it writes has its rows elsewhere")
+    return own
+
+
+def convolution(call: AtenCall) -> Found:
+    axis = call.axis("input")
+    if axis is None or call.axis("weight") or call.axis("bias"):
+        raise Mixes("its weight has the batch in it")
+    if axis.dim != 0:
+        raise Mixes("it convolves across the batch")
+    return axis
+
+
+def windows(num_dims: int) -> Any:
+    """A rule for pooling, resizing and padding of the last dims."""
+
+    def find(call: AtenCall) -> Found:
+        name = "self" if "self" in call.args else "input"
+        axis = call.axis(name)
+        if axis is not None and axis.dim >= call.rank(name) - num_dims:
+            raise Mixes(f"{call.name} works across the batch")
+        return axis
+
+    return find
+
+
+def grid_sample(call: AtenCall) -> Found:
+    axis = call.axis("input")
+    if axis is None or axis.dim != 0 or call.axis("grid") != axis:
+        raise Mixes("it samples across rows")
+    return axis
+
+
+def fft(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is not None and axis.dim in (call.dims("dim", call.rank("self")) or []):
+        raise Mixes("it transforms along the batch")
+    return axis

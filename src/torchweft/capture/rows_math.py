@@ -1,0 +1,178 @@
+"""Row rules for arithmetic: pointwise calls, matrix products, reductions, norms, attention.
+
+A pointwise call keeps rows where they are; a reduction or a product over the batch mixes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweft.capture.aten_call import AtenCall, Found
+from torchweft.capture.axes import Axis, Mixes, agreed
+
+
+def pointwise(call: AtenCall) -> Found:
+    """Entry by entry, with broadcasting from the right."""
+    rank = max((result.dim() for result in call.results), default=0)
+    axes: list[Axis | None] = []
+    for tensor in call.tensors:
+        axis = call.axis_of(tensor)
+        axes.append(axis and axis.at(axis.dim + rank - tensor.dim()))
+    return agreed(axes)
+
+
+def foreach(call: AtenCall) -> Found:
+    """Lists of tensors, each with its own axis; the results stand in the same order."""
+    raise Mixes("its lists of tensors are not looked into")
+
+
+def along(call: AtenCall) -> Found:
+    """Works along one or several dims and keeps them: softmax, cumsum, sort, flip, roll."""
+    axis = call.axis("self")
+    if axis is None:
+        return None
+    name = "dims" if "dims" in call.args else "dim"
+    dims = call.dims(name, call.rank("self"))
+    if dims is None or axis.dim in dims:
+        raise Mixes(f"{call.name} works along the batch")
+    return axis
+
+
+def reduce(call: AtenCall) -> Found:
+    """Takes dims away (or to size one): sum, mean, max, var, norm."""
+    axis, rank = call.axis("self"), call.rank("self")
+    if axis is None:
+        return None
+    dims = call.dims("dim", rank)
+    if dims is None or axis.dim in dims:
+        raise Mixes(f"{call.name} over the batch")
+    dropped = 0 if call.args.get("keepdim") else sum(dim < axis.dim for dim in set(dims))
+    return axis.at(axis.dim - dropped)
+
+
+def last_dims(num_dims: int) -> Any:
+    """A rule for calls that work on the last dims and treat those before one by one."""
+
+    def find(call: AtenCall) -> Found:
+        axes = [call.axis_of(tensor) for tensor in call.tensors]
+        axis = agreed(axes)
+        rank = max(tensor.dim() for tensor in call.tensors)
+        if axis is None:
+            return None
+        if any(t.dim() != rank for t, found in zip(call.tensors, axes, strict=True) if found):
+            raise Mixes("its operands have different numbers of dims")
+        if axis.dim >= rank - num_dims:
+            raise Mixes(f"{call.name} works across the batch")
+        return axis
+
+    return find
+
+
+def matmul(call: AtenCall) -> Found:
+    """mm, bmm and their forms with a bias: rows may be a batch or one free side, never summed over."""
+    left, right = ("mat1", "mat2") if "mat1" in call.args else ("self", "mat2")
+    if "batch1" in call.args:
+        left, right = "batch1", "batch2"
+    elif "vec2" in call.args or "vec" in call.args:
+        return _matvec(call)
+    rank = call.rank(left)
+    first, second = call.axis(left), call.axis(right)
+    if (first and first.dim == rank - 1) or (second and second.dim == rank - 2):
+        raise Mixes("the product sums over the batch")
+    if first and second and not (first == second and first.dim < rank - 2):
+        raise Mixes("the product pairs rows of one batch with rows of another")
+    if (first or second) and (not first or not second) and (first or second).dim < rank - 2:  # type: ignore[union-attr]
+        raise Mixes("the product pairs rows with entries that have none")
+    axis = first or second
+    if "self" in call.args and left != "self" and (bias := call.axis("self")) is not None:
+        moved = bias.at(bias.dim + call.results[0].dim() - call.rank("self"))
+        axis = agreed([axis, moved])
+    return axis
+
+
+def _matvec(call: AtenCall) -> Found:
+    matrix = "mat" if "mat" in call.args else "self"
+    vector = "vec" if "vec" in call.args else "vec2"
+    axis = call.axis(matrix)
+    if call.axis(vector) is not None or (axis is not None and axis.dim != 0):
+        raise Mixes("the product sums over the batch")
+    if matrix != "self" and call.axis("self") is not None:
+        return agreed([axis, call.axis("self")])
+    return axis
+
+
+def linear(call: AtenCall) -> Found:
+    axis = call.axis("input")
+    if call.axis("weight") or call.axis("bias"):
+        raise Mixes("its weight has the batch in it")
+    if axis is not None and axis.dim == call.rank("input") - 1:
+        raise Mixes("the product sums over the batch")
+    return axis
+
+
+def layer_norm(call: AtenCall) -> Found:
+    axis = call.axis("input")
+    rank = call.rank("input")
+    if call.axis("weight") or call.axis("bias"):
+        raise Mixes("its weight has the batch in it")
+    if axis is not None and axis.dim >= rank - len(call.args["normalized_shape"]):
+        raise Mixes("it normalises over the batch")
+    return axis
+
+
+def group_norm(call: AtenCall) -> Found:
+    axis = call.axis("input")
+    if axis is None or axis.dim != 0 or call.axis("weight") or call.axis("bias"):
+        raise Mixes("it normalises over the batch")
+    return axis
+
+
+def batch_norm(call: AtenCall) -> Found:
+    """Row-wise when it uses running statistics, or when the batch lies in the channels."""
+    axis = call.axis("input")
+    training = call.args.get("training", call.args.get("train", call.name.endswith("_no_training") is False))
+    if call.name == "_native_batch_norm_legit_no_training":
+        training = False
+    if axis is None:
+        raise Mixes("its statistics have the batch in them")
+    others = [call.args.get(n) for n in ("weight", "bias", "running_mean", "running_var")]
+    if axis.dim == 1:
+        for other in others:
+            if isinstance(other, torch.Tensor) and call.axis_of(other) != axis.at(0):
+                raise Mixes("its statistics are shared by all rows")
+        axes: list[Axis | None] = [axis]
+        return axes + [axis.at(0) if result.numel() != 0 else None for result in call.results[1:]]
+    if training:
+        raise Mixes("batch norm in training takes its statistics over the batch")
+    if any(isinstance(other, torch.Tensor) and call.axis_of(other) for other in others):
+        raise Mixes("its statistics have the batch in them")
+    return [axis] + [None] * (len(call.results) - 1)
+
+
+def attention(call: AtenCall) -> Found:
+    """Scaled dot product attention: dims left of the last two are treated one by one."""
+    query = call.axis("query")
+    if query is None or query.dim >= call.rank("query") - 2:
+        raise Mixes("attention looks across rows")
+    if call.axis("key") != query or call.axis("value") != query:
+        raise Mixes("its keys and values have their rows elsewhere")
+    mask = call.args.get("attn_mask", call.args.get("attn_bias"))
+    if isinstance(mask, torch.Tensor) and (axis := call.axis_of(mask)) is not None:
+        if axis.at(axis.dim + call.rank("query") - mask.dim()) != query:
+            raise Mixes("its mask has rows elsewhere")
+    found: list[Axis | None] = []
+    for result in call.results:
+        found.append(query if call.symbols.fits(query, result) else None)
+    return found
+
+
+def cross_entropy(call: AtenCall) -> Found:
+    """nll_loss and other losses with `reduction`: row-wise only where nothing is summed."""
+    if call.args.get("reduction", 1) != 0 or call.axis("weight"):
+        raise Mixes("a loss over the batch")
+    axis = agreed([call.axis("self"), call.axis("target")])
+    if axis is None or axis.dim != 0:
+        raise Mixes("a loss over the batch")
+    return [axis] + [None] * (len(call.results) - 1)

@@ -1,0 +1,223 @@
+"""Row rules for operators that move, repeat or make entries: views, cat, repeat, creation.
+
+Each rule answers: given where the rows were, where are they now? A view keeps rows whole if the
+batch stays one factor of one dim: what stands left of it (outer) and right of it (inner) must be
+whole numbers on both sides.
+
+    [s0, S, H] (dim 0)  --view-->  [s0*S, H]   outer 1, inner S
+    [S, s0, H] (dim 1)  --view-->  [S*s0, H]   outer S, inner 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchweft.capture.aten_call import AtenCall, Found
+from torchweft.capture.axes import Axis, Mixes, agreed, exact, product, same, wrap
+
+
+def view(call: AtenCall) -> Found:
+    """view, reshape: the batch must stay one factor of one dim."""
+    axis = call.axis("self")
+    result = call.results[0]
+    if axis is None:
+        raise Mixes("it gives the shape of a batch to entries that have no rows")
+    old, new = call.symbols.shape(call.args["self"]), call.symbols.shape(result)
+    dims = call.symbols.dims(result)
+    if len(dims) != 1:
+        raise Mixes("the view spreads the batch over several dims")
+    dim = dims[0]
+    outer = exact(product(old[: axis.dim]) * axis.outer, product(new[:dim]))
+    inner = exact(product(old[axis.dim + 1 :]) * axis.inner, product(new[dim + 1 :]))
+    if outer is None or inner is None:
+        raise Mixes("the view mixes the batch with another dim")
+    return Axis(dim, outer, inner)
+
+
+def expand(call: AtenCall) -> Found:
+    """expand: dims of size one are repeated, for every row alike."""
+    axis, result = call.axis("self"), call.results[0]
+    if axis is None:
+        return call.symbols.uniform(result)
+    return axis.at(axis.dim + result.dim() - call.rank("self"))
+
+
+def repeat(call: AtenCall) -> Found:
+    """repeat: whole copies stand one after another, outside of what was there."""
+    axis, result = call.axis("self"), call.results[0]
+    if axis is None:
+        return call.symbols.uniform(result)
+    dim = axis.dim + result.dim() - call.rank("self")
+    times = call.symbols.expr(call.args["repeats"][dim])
+    return Axis(dim, axis.outer * times, axis.inner)
+
+
+def permute(call: AtenCall) -> Found:
+    axis, rank = call.axis("self"), call.rank("self")
+    if axis is None:
+        return None
+    order = [wrap(dim, rank) for dim in call.args["dims"]]
+    return axis.at(order.index(axis.dim))
+
+
+def transpose(call: AtenCall) -> Found:
+    axis, rank = call.axis("self"), call.rank("self")
+    if axis is None:
+        return None
+    if call.name in ("t", "t_", "numpy_T", "mT", "adjoint"):
+        first, second = (0, 1) if rank == 2 else (0, 0)
+    else:
+        first, second = wrap(call.args["dim0"], rank), wrap(call.args["dim1"], rank)
+    return axis.at({first: second, second: first}.get(axis.dim, axis.dim))
+
+
+def unsqueeze(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is None:
+        return None
+    dim = wrap(call.args["dim"], call.rank("self") + 1)
+    return axis.at(axis.dim + (dim <= axis.dim))
+
+
+def squeeze(call: AtenCall) -> Found:
+    axis, rank = call.axis("self"), call.rank("self")
+    if axis is None:
+        return None
+    dims = call.dims("dim", rank)
+    if dims is None or axis.dim in dims:
+        raise Mixes("squeeze would drop the batch of a part with a single row; name the dims")
+    shape = call.symbols.shape(call.args["self"])
+    dropped = [dim for dim in set(dims) if dim < axis.dim and shape[dim] == 1]
+    return axis.at(axis.dim - len(dropped))
+
+
+def slice_(call: AtenCall) -> Found:
+    """slice, narrow, diff: a piece of a dim; of the batch only the whole of it."""
+    axis = call.axis("self")
+    dim = wrap(call.args["dim"], call.rank("self"))
+    bounds = [call.args.get(name) for name in ("start", "end", "length")]
+    if axis is None or (dim != axis.dim and call.symbols.inside(bounds)):
+        raise Mixes("where it cuts depends on the batch size")
+    if dim == axis.dim:
+        old, new = call.args["self"].shape[dim], call.results[0].shape[dim]
+        if not same(call.symbols.expr(old), call.symbols.expr(new)) or call.args.get("step", 1) != 1:
+            raise Mixes("it takes a piece of the batch")
+    return axis
+
+
+def select(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is None:
+        return None
+    dim = wrap(call.args["dim"], call.rank("self"))
+    if dim == axis.dim:
+        raise Mixes("it takes one row out of the batch")
+    return axis.at(axis.dim - (dim < axis.dim))
+
+
+def split(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is not None and wrap(call.args["dim"], call.rank("self")) == axis.dim:
+        raise Mixes("it cuts the batch itself")
+    return axis
+
+
+def unbind(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is None:
+        return None
+    dim = wrap(call.args["dim"], call.rank("self"))
+    if dim == axis.dim:
+        raise Mixes("it takes the rows of the batch apart")
+    return axis.at(axis.dim - (dim < axis.dim))
+
+
+def diagonal(call: AtenCall) -> Found:
+    axis, rank = call.axis("self"), call.rank("self")
+    if axis is None:
+        return None
+    dims = {wrap(call.args["dim1"], rank), wrap(call.args["dim2"], rank)}
+    if axis.dim in dims:
+        raise Mixes("the diagonal runs across rows")
+    return axis.at(axis.dim - sum(dim < axis.dim for dim in dims))
+
+
+def diag_embed(call: AtenCall) -> Found:
+    axis, rank = call.axis("self"), call.rank("self") + 1
+    if axis is None:
+        return None
+    if axis.dim == rank - 2 or sorted(wrap(call.args[n], rank) for n in ("dim1", "dim2")) != [rank - 2, rank - 1]:
+        raise Mixes("the diagonal runs across rows")
+    return axis
+
+
+def unfold(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is not None and wrap(call.args["dimension"], call.rank("self")) == axis.dim:
+        raise Mixes("its windows reach across rows")
+    return axis
+
+
+def cat(call: AtenCall) -> Found:
+    """cat: along any dim but the batch."""
+    tensors = call.args["tensors"]
+    axis = agreed([call.axis_of(tensor) for tensor in tensors])
+    if axis is not None and wrap(call.args["dim"], call.results[0].dim()) == axis.dim:
+        raise Mixes("it joins tensors along the batch")
+    return axis
+
+
+def stack(call: AtenCall) -> Found:
+    axis = agreed([call.axis_of(tensor) for tensor in call.args["tensors"]])
+    if axis is None:
+        return None
+    dim = wrap(call.args["dim"], call.results[0].dim())
+    return axis.at(axis.dim + (dim <= axis.dim))
+
+
+def pad(call: AtenCall) -> Found:
+    """constant_pad_nd and the like: `pad` holds pairs, from the last dim on."""
+    axis = call.axis("self")
+    if axis is None:
+        return None
+    pair = call.rank("self") - 1 - axis.dim
+    widths = call.args.get("pad", call.args.get("padding"))[2 * pair : 2 * pair + 2]
+    if any(width != 0 for width in widths):
+        raise Mixes("it pads the batch")
+    return axis
+
+
+def create(call: AtenCall) -> Found:
+    """zeros, full, empty ...: equal entries everywhere, so any place of the rows will do."""
+    return call.symbols.uniform(call.results[0])
+
+
+def like(call: AtenCall) -> Found:
+    """zeros_like and the like: as the model tensor."""
+    return call.axis("self")
+
+
+def complex_view(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    if axis is not None and axis.dim >= min(call.results[0].dim(), call.rank("self")):
+        raise Mixes("it takes rows apart")
+    return axis
+
+
+def dtype_view(call: AtenCall) -> Found:
+    axis = call.axis("self")
+    old, new = call.symbols.shape(call.args["self"]), call.symbols.shape(call.results[0])
+    if axis is not None and not (len(old) == len(new) and same(old[axis.dim], new[axis.dim])):
+        raise Mixes("it takes rows apart")
+    return axis
+
+
+def strided(call: AtenCall) -> Found:
+    """as_strided: only where it changes nothing."""
+    tensor, result = call.args["self"], call.results[0]
+    unmoved: Any = call.args.get("storage_offset") in (None, 0)
+    if list(tensor.shape) == list(result.shape) and list(tensor.stride()) == list(result.stride()) and unmoved:
+        return call.axis("self")
+    raise Mixes("as_strided may reach any row")
+
+
