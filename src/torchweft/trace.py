@@ -157,9 +157,8 @@ class Trace:
             for word, name in (("process_name", device), ("thread_name", lane[0])):
                 events.append({"name": word, "ph": "M", **where, "args": {"name": name}})
         for span in self.spans:
-            start, end = _us(span.start_s), _us(span.end_s)
             facts = {"name": span.label, "cat": span.uses or "wait", "ph": "X"}
-            time = {"ts": start, "dur": round(end - start, 3)}
+            time = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
             args = {name: getattr(span, name) for name in ("kind", "op", "parts", "busy_s")}
             events.append({**facts, **ids[span.lane, span.device], **time, "args": args})
         for number, (source, target) in enumerate(self._arrows()):
@@ -168,10 +167,10 @@ class Trace:
             for phase, span, at_s in (("s", source, start_s), ("f", target, end_s)):
                 facts = {"name": "wait", "cat": "wait", "ph": phase, "bp": "e"}
                 where = ids[span.lane, span.device]
-                events.append({**facts, **where, "id": number, "ts": _us(at_s)})
+                events.append({**facts, **where, "id": number, "ts": at_s * 1e6})
         for at_s, live in self.memory:
             facts = {"name": "live bytes", "ph": "C"}
-            events.append({**facts, "pid": 1, "ts": _us(at_s), "args": {"bytes": live}})
+            events.append({**facts, "pid": 1, "ts": at_s * 1e6, "args": {"bytes": live}})
         return {"traceEvents": events, "displayTimeUnit": "ms", "weft_trace": to_data(self)}
 
     def _arrows(self) -> Iterable[tuple[Span, Span]]:
@@ -224,12 +223,11 @@ def from_data(found: object) -> Trace:
 
 def _span(found: Any) -> Span:
     span = Span(*found)
-    words, parts, times = span[:6], span.parts, span[7:]
-    if not all(isinstance(word, str) for word in words) or span.kind not in SPANS:
+    start_s, end_s, _ = map(_number, span[7:])
+    good = span.kind in SPANS and all(isinstance(word, str) for word in span[:6])
+    if not good or start_s > end_s or (span.parts is not None and len(span.parts) != 2):
         raise ValueError(f"{clip(found)} is no span")
-    if not _number(times[0]) <= _number(times[1]) or _number(times[2]) < 0:
-        raise ValueError(f"span {span.label!r} ends before it starts")
-    return span._replace(parts=None if parts is None else (int(parts[0]), int(parts[1])))
+    return span._replace(parts=span.parts and (int(span.parts[0]), int(span.parts[1])))
 
 
 def _number(found: Any) -> float:
@@ -247,10 +245,6 @@ def format_s(seconds: float) -> str:
 def _scale(seconds: float) -> tuple[float, str]:
     scales = ((1.0, "s"), (1e3, "ms"))
     return next((scale for scale in scales if seconds * scale[0] >= 1), (1e6, "us"))
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _fill(span: Span) -> str:

@@ -6,9 +6,9 @@ A cell of a location is a tuple: ("caller", x, 0), ("loose", device, v, 1), ("pl
 
 An action (a run, a copy, an issue with its complete, ...) is a list of moves on cells:
 
-    together   the cells are in one piece                 see     a cell has this version (None: any)
-    raise      a cell gets the next version               make    a cell was empty and is filled
-    copy       as make, with the version of the source    clear   of these cells some are full; all go
+    together   the cells are full, in one piece     see     a cell has this version (None: any)
+    raise      a cell gets the next version         make    an empty cell is filled
+    copy       make, with the source's version      clear   some of the cells are full; all go
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Piece = tuple[str | int, ...]
 Content = dict[Cell, tuple[Piece, int]]
 
 
-class Unsafe(Exception):
+class UnsafeError(Exception):
     """A reason why a plan is not safe."""
 
 
@@ -78,26 +78,32 @@ def conflict(one: Action, two: Action, overlaps: Overlaps) -> Cell | None:
     """A cell that both touch and at least one changes, or None."""
     for writer, other in ((one, two), (two, one)):
         for cell in writer.writes:
-            if cell in other.touches or any(near in other.touches for near in overlaps.get(cell, ())):
+            if cell in other.touches or any(
+                near in other.touches for near in overlaps.get(cell, ())
+            ):
                 return cell
     return None
 
 
 def perform(action: Action, content: Content, overlaps: Overlaps) -> None:
-    """Do an action's moves in order, in place. Raises `Unsafe` where one of them is impossible."""
+    """Do the moves of an action in place. Raises `UnsafeError` where one is impossible."""
     for kind, cells, piece, version in action.moves:
         if kind == "see":
             found = content.get(cells[0])
             if found is None:
-                raise Unsafe(f"{action.label}: nothing is in {cells[0]}")
+                raise UnsafeError(f"{action.label}: nothing is in {cells[0]}")
             if version is not None and found[1] != version:
-                raise Unsafe(f"{action.label}: {cells[0]} has version {found[1]}, not {version}")
+                raise UnsafeError(
+                    f"{action.label}: {cells[0]} has version {found[1]}, not {version}"
+                )
         elif kind == "together":
-            if len({content[cell][0] if cell in content else () for cell in cells}) > 1:
-                raise Unsafe(f"{action.label}: {cells} are in several pieces")
+            pieces = {content[cell][0] if cell in content else None for cell in cells}
+            if None in pieces or len(pieces) > 1:
+                raise UnsafeError(f"{action.label}: {cells} are in several pieces, or missing")
         elif kind == "clear":
-            if not any([content.pop(cell, None) for cell in cells]):
-                raise Unsafe(f"{action.label}: nothing is in {cells}")
+            full = [cell for cell in cells if content.pop(cell, None) is not None]
+            if not full:
+                raise UnsafeError(f"{action.label}: nothing is in {cells}")
         else:
             _write(action, content, overlaps, Move(kind, cells, piece, version))
 
@@ -110,7 +116,7 @@ def _write(action: Action, content: Content, overlaps: Overlaps, move: Move) -> 
         content[target] = (found[0], found[1] + 1)
     else:
         if found is not None:
-            raise Unsafe(f"{action.label}: {target} is full already")
+            raise UnsafeError(f"{action.label}: {target} is full already")
         version = content[move.cells[0]][1] if move.kind == "copy" else move.version
         assert version is not None, "what is made has a version"
         content[target] = (move.piece, version)

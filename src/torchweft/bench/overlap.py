@@ -1,7 +1,7 @@
 """The `Span`: the units of a shared buffer that a value, or one part of it, takes.
 
     offset 2, 3 units, part None:   [2, 5) of the buffer, whatever the batch
-    offset 2, 3 units, part 1:      from 2 * batch + 3 * rows[0] to 2 * batch + 3 * (rows[0] + rows[1])
+    offset 2, 3 units, part 1:      the rows of part 1 in there, from 2 * batch + 3 * rows[0]
 
 Two spans overlap if they do for *some* positive numbers of rows per part. That is decided here by
 trying row counts and comparing plain integers. A finite set of row counts is enough:

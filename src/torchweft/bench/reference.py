@@ -80,7 +80,9 @@ def follow(graph: Graph, num_parts: int) -> Reference:
                 for spot in spots(graph, num_parts, value, part)
             }
             needs[name, part] = {spot: version[spot] for spot in touched}
-            changed = {spot for value in op.mutates for spot in spots(graph, num_parts, value, part)}
+            changed = {
+                spot for value in op.mutates for spot in spots(graph, num_parts, value, part)
+            }
             for spot in changed:
                 version[spot] += 1
             for value in made:

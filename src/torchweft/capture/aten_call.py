@@ -25,6 +25,7 @@ class AtenCall:
 
     name: str
     func: Any
+    given: tuple[tuple[Any, ...], Mapping[str, Any]]
     args: Mapping[str, Any]
     results: list[torch.Tensor]
     symbols: Symbols

@@ -23,11 +23,6 @@ def pointwise(call: AtenCall) -> Found:
     return agreed(axes)
 
 
-def foreach(call: AtenCall) -> Found:
-    """Lists of tensors, each with its own axis; the results stand in the same order."""
-    raise Mixes("its lists of tensors are not looked into")
-
-
 def along(call: AtenCall) -> Found:
     """Works along one or several dims and keeps them: softmax, cumsum, sort, flip, roll."""
     axis = call.axis("self")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture import rows_index, rows_math, rows_shape
+from torchweft.capture import rows_index, rows_math, rows_network, rows_shape
 from torchweft.capture.aten_call import RowRule
 
 POINTWISE = """
@@ -22,12 +22,12 @@ POINTWISE = """
     gelu silu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu selu softplus
     softshrink hardshrink threshold rrelu prelu _prelu_kernel addcmul addcdiv lerp polar complex
     log_sigmoid log_sigmoid_forward nan_to_num bitwise_not logical_not isnan isinf isfinite
-    fake_quantize_per_tensor_affine_cachemask set_data requires_grad_ floor_divide rsub to
+    fake_quantize_per_tensor_affine_cachemask floor_divide rsub to max.other min.other
     _conj_physical frexp ldexp heaviside xlogy dequantize quantize_per_tensor _fill_mem_eff_dropout_mask_
 """
 ALONG = """
     softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
-    sort topk argsort flip roll renorm glu _cummax_helper msort fliplr rot90 _weight_norm_interface
+    sort topk argsort flip roll glu _cummax_helper rot90
 """
 REDUCE = """
     sum mean amax amin max min argmax argmin prod any all var std var_mean std_mean logsumexp norm
@@ -46,7 +46,7 @@ WINDOWS = {
           replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle""",
 }
 LAST_DIMS = {
-    1: "_cdist_forward_ cosine_similarity linalg_cross cross",
+    1: "cosine_similarity",
     2: """linalg_inv_ex inverse linalg_cholesky_ex cholesky _linalg_svd _linalg_eigh linalg_qr
           linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_eig matrix_exp
           linalg_householder_product _cdist_forward _linalg_solve_ex linalg_solve_triangular
@@ -86,12 +86,13 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "as_strided": (rows_shape.strided, "size stride"),
     CREATE: (rows_shape.create, "size stride"),
     LIKE: (rows_shape.like, ""),
+    "arange linspace logspace eye": (rows_shape.position, "end steps n m size"),
 }
 OTHERS: dict[str, tuple[Any, str]] = {
     POINTWISE: (rows_math.pointwise, ""),
     ALONG: (rows_math.along, ""),
     REDUCE: (rows_math.reduce, ""),
-    "mm bmm addmm baddbmm mv addmv _int_mm _scaled_mm _addmm_activation addbmm_": (rows_math.matmul, ""),
+    "mm bmm addmm baddbmm mv addmv _int_mm _addmm_activation": (rows_math.matmul, ""),
     "linear": (rows_math.linear, ""),
     "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
     "native_group_norm": (rows_math.group_norm, "N"),
@@ -134,11 +135,12 @@ TABLE: Mapping[str, RowRule] = MappingProxyType(_table())
 def rule_for(func: Any) -> RowRule | None:
     """The rule of an operator overload; None if nobody knows how it treats rows."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace not in ("aten", "prims", "prim"):
+    if namespace == rows_network.NAMESPACE:
+        return rows_network.TABLE.get(name)
+    if namespace not in ("aten", "prims", "prim") or name.startswith("_foreach"):
         return None
-    overload = func._overloadname
-    for key in (f"{name}.{overload}", name, name.removesuffix("_")):
-        if key in TABLE and not (key == "_" or key == ""):
+    for key in (f"{name}.{func._overloadname}", name, name.removesuffix("_")):
+        if key in TABLE:
             return TABLE[key]
     if torch.Tag.pointwise in func.tags:
         return TABLE["clone"]

@@ -22,11 +22,12 @@ from typing import NamedTuple, NoReturn
 
 from torchweft.context import Context
 from torchweft.cost import Costs
-from torchweft.errors import MachineError, PlanError, unknown
+from torchweft.errors import PlanError
 from torchweft.machine import Machine
 from torchweft.plan import KINDS, Plan, Range, Step
 from torchweft.trace import Span, Trace
 
+Piece = tuple[set[int], int, bool]  # its cells that are not freed yet, its bytes, is it a place
 _MISSING = -1
 
 
@@ -42,23 +43,19 @@ def simulate(
 
     Raises `PlanError` (rule "deadlock", with where each lane stands) for a plan that cannot end.
     """
-    _check(plan, machine)
+    _check(plan)
     prices = _Prices(plan, context, machine, costs or Costs(machine))
     return _Simulation(plan, prices, contention).run()
 
 
-def _check(plan: Plan, machine: Machine) -> None:
+def _check(plan: Plan) -> None:
     """Refuse names that mean nothing here; whether the plan is safe is left to `verify`."""
-    for lane in plan.lanes:
-        if lane.device not in machine.device:
-            raise MachineError(f"lane: {unknown('device', lane.device, machine.device)}")
     for number, step in enumerate(plan.steps):
-        ops = step.kind in ("run", "issue", "complete")
-        names = plan.graph.op if ops else plan.graph.value
+        names = plan.graph.op if step.kind in ("run", "issue", "complete") else plan.graph.value
+        lanes = {step.lane, step.on if step.kind == "issue" else step.lane}
+        good = step.kind in KINDS and plan.lane.keys() >= lanes and names.keys() >= {*step.names}
         first, last = step.parts or (0, plan.num_parts)
-        good = step.kind in KINDS and step.lane in plan.lane and 0 <= first < last <= plan.num_parts
-        good = good and (step.kind != "issue" or step.on in plan.lane)
-        if not good or not all(name in names for name in step.names):
+        if not good or not 0 <= first < last <= plan.num_parts:
             why = "its kind, lane, part, op or value does not exist; verify(plan) says which."
             text = f"name: step {number}: {why}\n{plan.excerpt(number)}"
             raise PlanError(text, rule="name", lane=step.lane, step=number)
@@ -85,31 +82,27 @@ class _Prices:
         if plan.num_parts > 1:
             self.bounds = plan.cut.bounds(context.batch, context.tokens_per_request)
         self.known: dict[object, _Price] = {}
-        self.bytes: dict[tuple[str, int], int] = {}
 
     def rows(self, parts: Range | None) -> int:
         first, last = parts or (0, self.plan.num_parts)
         return self.bounds[last] - self.bounds[first]
 
     def num_bytes(self, name: str, parts: Range | None = None) -> int:
-        key = name, self.rows(parts)
-        if key not in self.bytes:
-            env = self.context.env(self.graph.batch, key[1])
-            self.bytes[key] = max(0, self.graph.value[name].bytes.evaluate(env))
-        return self.bytes[key]
+        value = self.graph.value[name]
+        env = self.context.env(self.graph.batch, self.rows(parts if value.batch else None))
+        return max(0, value.bytes.evaluate(env))
 
     def of(self, step: Step, device: str, *, flight: bool) -> _Price:
         """The price of a step on a device; `flight`: of the op that it issued."""
-        if step.kind == "issue" and not flight:
-            return _Price(self.costs.issue_s(device), uses="network")
-        if step.kind == "complete":
-            return _Price(self.costs.complete_s(device), uses="network")
-        if step.kind not in ("run", "copy", "issue"):
+        if step.kind in ("split", "merge", "free", "wait"):
             return _NOTHING
-        copy, rows = step.kind == "copy", self.rows(step.parts)
-        key = copy, step.names, rows, step.on, step.by, device
+        if step.kind in ("issue", "complete") and not flight:
+            host = self.costs.issue_s if step.kind == "issue" else self.costs.complete_s
+            return _Price(host(device), uses="network")
+        key = step.kind, step.names, self.rows(step.parts), step.on, step.by, device
         if key not in self.known:
-            self.known[key] = self._copy(step, device) if copy else self._run(step, device)
+            work = self._copy if step.kind == "copy" else self._run
+            self.known[key] = work(step, device)
         return self.known[key]
 
     def _copy(self, step: Step, device: str) -> _Price:
@@ -134,22 +127,13 @@ class _Prices:
         return _Price(seconds, tuple(asked.items()), uses)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Bytes of some cells of a root, alive until all of them are freed."""
-
-    cells: set[int]
-    num_bytes: int
-    placed: bool
-
-
 class _Memory:
     """Live bytes: loose pieces and places alone until they are freed, buffers all the time."""
 
     def __init__(self, plan: Plan, prices: _Prices) -> None:
         self.graph, self.prices, self.num_parts = plan.graph, prices, plan.num_parts
         self.places = {place.value: place.buffer for place in plan.places}
-        self.pieces: dict[tuple[str, str], list[_Piece]] = {}
+        self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by device and root
         self.total = 0
         for buffer in plan.buffers:
             unit = buffer.unit.evaluate(prices.context.env(self.graph.batch))
@@ -176,11 +160,11 @@ class _Memory:
             return
         root = self.graph.root[step.names[0]]
         pieces = self.pieces.pop((device, root), [])
-        for piece in pieces:
-            if step.kind == "free" or not piece.placed:
-                piece.cells -= self._cells(root, step.parts)
-                self.total -= 0 if piece.cells else piece.num_bytes
-        self.pieces[device, root] = [piece for piece in pieces if piece.cells]
+        for cells, num_bytes, placed in pieces:
+            if step.kind == "free" or not placed:
+                cells -= self._cells(root, step.parts)
+                self.total -= 0 if cells else num_bytes
+        self.pieces[device, root] = [piece for piece in pieces if piece[0]]
         self._sample(now_s)
 
     def _make(self, device: str, name: str, parts: Range | None, *, placed: bool) -> None:
@@ -188,11 +172,10 @@ class _Memory:
         parts = None if placed else parts
         pieces, cells = self.pieces.setdefault((device, root), []), self._cells(root, parts)
         # A place is made once for all parts, and the parts of an additive op add to one piece.
-        if not any(piece.placed == placed and piece.cells & cells for piece in pieces):
+        if not any(piece[2] == placed and piece[0] & cells for piece in pieces):
             in_buffer = placed and self.places.get(name) is not None
-            batched = self.graph.value[name].batch is not None
-            num_bytes = 0 if in_buffer else self.prices.num_bytes(name, parts if batched else None)
-            pieces.append(_Piece(cells, num_bytes, placed))
+            num_bytes = 0 if in_buffer else self.prices.num_bytes(name, parts)
+            pieces.append((cells, num_bytes, placed))
             self.total += num_bytes
 
     def _cells(self, root: str, parts: Range | None) -> set[int]:
@@ -226,7 +209,7 @@ class _Simulation:
     """The virtual clock. Node n is step n; node (number of steps + n) is the flight it issued."""
 
     def __init__(self, plan: Plan, prices: _Prices, contention: bool) -> None:
-        self.plan, self.prices, self.contention = plan, prices, contention
+        self.plan, self.prices, self.contention, self.now_s = plan, prices, contention, 0.0
         self.num_steps, self.labels = len(plan.steps), [step.label for step in plan.steps]
         self.memory = _Memory(plan, prices)
         self.capacity = {
@@ -238,7 +221,6 @@ class _Simulation:
         self.ready = deque(self.lines.values())
         self.active: list[_Line] = []
         self.waiting: dict[int, list[_Line]] = {}
-        self.now_s = 0.0
         self.cause: dict[int, int] = {}  # what must have ended before a wait, complete or flight
         self.before: dict[int, int] = {}  # ended nodes, each with the one before it in its chain
         self.reach_s = {_MISSING: 0.0}  # seconds at full rate of the longest chain to a node
@@ -289,7 +271,7 @@ class _Simulation:
                 return
             step, flight = self.plan.steps[node % self.num_steps], node >= self.num_steps
             line.price = price = self.prices.of(step, line.device, flight=flight)
-            if step.kind in ("split", "merge", "free", "wait"):
+            if price is _NOTHING:
                 self._end(line)
                 continue
             if flight:
@@ -338,13 +320,11 @@ class _Simulation:
         self.ready.extend(self.waiting.pop(node, ()))
 
     def _deadlock(self, stuck: list[_Line]) -> NoReturn:
-        lines, lane, step = [], stuck[0].name, stuck[0].queue[stuck[0].at]
+        lines, step = [], stuck[0].queue[stuck[0].at]
         for line in stuck:
             number = line.queue[line.at]
-            missing = self.cause[number] == _MISSING
-            why = "for a step that is not there" if missing else "for what cannot end before it"
-            lines.append(f"  lane {line.name!r} waits {why}: step {number}, {self.labels[number]}")
-        shown = "\n".join([*lines, self.plan.excerpt(step)])
+            why = "which is missing" if self.cause[number] == _MISSING else "which cannot end first"
+            lines.append(f"  {line.name} stands at step {number}: {self.labels[number]}, {why}")
         cure = "  Let what is waited for come first, in the order of its own lane."
-        text = f"deadlock: no lane can go on.\n{shown}\n{cure}"
-        raise PlanError(text, rule="deadlock", lane=lane, step=step)
+        text = "\n".join(["deadlock: no lane can go on.", *lines, self.plan.excerpt(step), cure])
+        raise PlanError(text, rule="deadlock", lane=stuck[0].name, step=step)

@@ -2,8 +2,8 @@
 
     Store (a rank's memory) -> Location (caller's bytes, a loose piece, a place) -> Cell
 
-Every access is checked when the walk makes it: it must be ordered behind all that it conflicts
-with. The walk goes through the steps in an order that lanes and waits allow, so of two accesses that
+Every access is checked when the walk makes it: it must be ordered behind those it conflicts
+with. The walk takes the steps in an order that lanes and waits allow, so of two accesses that
 nothing orders, the later one is caught here, whichever it is.
 """
 

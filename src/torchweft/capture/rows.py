@@ -1,0 +1,315 @@
+"""The `Rows` of an FX graph: for each call, what splitting the batch does to it, and why.
+
+The graph is run once on fake tensors. Every call falls apart into ATen operators, seen by a
+dispatch mode; the row rules say where the rows of each result are. A call takes the worst kind
+of its operators:
+
+    batch-free < row-wise < random < mixing
+
+    FX call  x.flatten(1).softmax(0)          ATen: view (rows on dim 0), _softmax along dim 0
+             row-wise, then mixing: "_softmax works along the batch"
+
+Nothing is computed and nothing of the user's is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torchweft.capture.aten_call import AtenCall, bind
+from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
+from torchweft.capture.flops import flops_of
+from torchweft.capture.rows_table import rule_for
+
+ORDER = ("batch-free", "row-wise", "random", "mixing")
+QUIET = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::is_contiguous")
+INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+
+
+@dataclass
+class Call:
+    """One call of the graph: its result on fake tensors and what was seen inside."""
+
+    node: fx.Node
+    value: Any = None
+    kind: str = "batch-free"
+    reason: str = ""
+    written: list[torch.Tensor] = field(default_factory=list)
+    only_views: bool = True
+    draws: bool = False
+    flops: Any = 0
+
+    def worsen(self, kind: str, reason: str = "") -> None:
+        """Take a kind if it is worse than what was found so far."""
+        if ORDER.index(kind) > ORDER.index(self.kind):
+            self.kind, self.reason = kind, reason
+
+
+@dataclass
+class Rows:
+    """What is known of every call, and where the rows of every fake tensor are."""
+
+    symbols: Symbols
+    calls: dict[fx.Node, Call]
+    axes: Any
+
+    def axis(self, tensor: torch.Tensor) -> Axis | None:
+        """Where the rows of a tensor are; None if it has no batch."""
+        found: Axis | None = self.axes.get(tensor)
+        return found
+
+    def value(self, node: fx.Node) -> Any:
+        """The fake result of a node."""
+        return self.calls[node].value
+
+
+def find_rows(
+    gm: fx.GraphModule, symbols: Symbols, declared: Mapping[fx.Node, str] | None = None
+) -> Rows:
+    """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for."""
+    rows = Rows(symbols, {}, WeakIdKeyDictionary())
+    fake_mode = _fake_mode(gm)
+    watcher = _Watcher(rows)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if fake_mode is not None:
+            if fake_mode.shape_env is not None:
+                stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+                stack.enter_context(fake_mode.shape_env.suppress_guards())
+            stack.enter_context(fake_mode)
+        stack.enter_context(watcher)
+        stack.enter_context(_closed_autocast())
+        _Walker(gm, rows, watcher, fake_mode, dict(declared or {})).walk()
+    return rows
+
+
+def _fake_mode(gm: fx.GraphModule) -> Any:
+    for node in gm.graph.nodes:
+        for leaf in tree_leaves(node.meta.get("example_value")):
+            if isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode"):
+                return leaf.fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _closed_autocast() -> Iterator[None]:
+    """Leave autocast as it was, even if the graph is left in the middle."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    enabled = torch.is_autocast_enabled("cpu")
+    try:
+        yield
+    finally:
+        while torch.autocast_increment_nesting() - 1 > depth:
+            torch.autocast_decrement_nesting()
+            torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled("cpu", enabled)
+
+
+class _Watcher(TorchDispatchMode):
+    """Sees each ATen operator, moves the axes along and writes into the current call."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+        self.call: Call | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if self.call is None or name.startswith(QUIET):
+            return result
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        bare = name.partition("::")[2]
+        given = (args, kwargs or {})
+        bound = bind(func, *given)
+        aten = AtenCall(bare, func, given, bound, results, self.rows.symbols, self.rows.axis)
+        self.look(aten, result)
+        return result
+
+    def look(self, aten: AtenCall, result: Any) -> None:
+        """Find the kind of one operator and the axes of its results."""
+        call = self.call
+        assert call is not None, "an operator is looked at only inside a call"
+        call.written += aten.written
+        call.flops = call.flops + flops_of(aten)
+        old = {id(tensor) for tensor in aten.tensors}
+        call.only_views = call.only_views and not aten.written and _is_view(aten)
+        axes: list[Axis | None]
+        try:
+            kind, axes = _judge(aten, result)
+        except Mixes as mixes:
+            call.worsen("mixing", str(mixes))
+            axes = [_guess(aten, tensor) for tensor in aten.results]
+        else:
+            call.worsen(kind, "it draws random numbers" if kind == "random" else "")
+        call.draws = call.draws or torch.Tag.nondeterministic_seeded in aten.func.tags
+        for tensor, axis in zip(aten.results, axes, strict=True):
+            if axis is not None and (id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags):
+                self.rows.axes[tensor] = axis
+
+
+def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
+    """The kind of one operator and the axes of its results. Raises `Mixes`."""
+    symbols, tags = aten.symbols, aten.func.tags
+    if torch.Tag.nondeterministic_seeded in tags and not _keeps_all(aten):
+        return "random", [_guess(aten, tensor) for tensor in aten.results]
+    scalars = {name: arg for name, arg in aten.args.items() if symbols.inside(arg)}
+    everything = aten.tensors + aten.results
+    shaped = any(symbols.dims(tensor) for tensor in everything)
+    if not shaped and not scalars and not any(aten.axis_of(tensor) for tensor in aten.tensors):
+        return "batch-free", [None] * len(aten.results)
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        raise Mixes("what it makes depends on the data of the whole batch")
+    if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
+        raise Mixes("it reads a value whose rows cannot be told apart")
+    rule = rule_for(aten.func)
+    if rule is None:
+        raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+    if set(scalars) - rule.sizes:
+        raise Mixes("its result depends on the batch size")
+    found = rule.find(aten)
+    axes = found if isinstance(found, list) else [found] * len(aten.results)
+    for tensor, axis in zip(aten.results, axes, strict=True):
+        if axis is None and tensor.numel() == 0:
+            continue
+        if axis is None or not symbols.fits(axis, tensor):
+            raise Mixes("its result has no clear rows")
+    return "row-wise", axes
+
+
+def _keeps_all(aten: AtenCall) -> bool:
+    """Whether an operator that could draw numbers draws none: attention without dropout."""
+    if aten.name in ("native_dropout", "dropout", "alpha_dropout", "feature_dropout"):
+        return not aten.args.get("train") or aten.args.get("p") == 0
+    return "dropout_p" in aten.args and aten.args["dropout_p"] == 0.0
+
+
+def _guess(aten: AtenCall, tensor: torch.Tensor) -> Axis | None:
+    """Rows of what a mixing operator made: any place is right, that of an operand is best."""
+    for operand in aten.tensors:
+        axis = aten.axis_of(operand)
+        if axis is not None and axis.dim < tensor.dim() and aten.symbols.fits(axis, tensor):
+            return axis
+    return aten.symbols.uniform(tensor)
+
+
+def _is_view(aten: AtenCall) -> bool:
+    storages = {id_of(tensor) for tensor in aten.tensors}
+    return bool(storages) and all(id_of(tensor) in storages for tensor in aten.results)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    """A number for the bytes of a (fake) tensor: aliases have the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass
+class _Walker:
+    """Runs the graph node by node and opens a `Call` for each."""
+
+    gm: fx.GraphModule
+    rows: Rows
+    watcher: _Watcher
+    fake_mode: Any
+    declared: dict[fx.Node, str]
+
+    def walk(self) -> None:
+        for node in self.gm.graph.nodes:
+            call = self.rows.calls[node] = Call(node)
+            if node.op == "placeholder":
+                call.value = node.meta.get("example_value")
+                self._tag_input(call.value)
+            elif node.op == "get_attr":
+                call.value = self._attribute(node)
+            elif node.op == "output":
+                call.value = self._arguments(node.args)
+            else:
+                self._run(call)
+
+    def _tag_input(self, value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                axis = self.rows.symbols.uniform(leaf)
+                if axis is not None:
+                    self.rows.axes[leaf] = axis
+
+    def _attribute(self, node: fx.Node) -> Any:
+        found: Any = self.gm
+        for name in str(node.target).split("."):
+            found = getattr(found, name)
+        if isinstance(found, torch.Tensor) and self.fake_mode is not None:
+            return self.fake_mode.from_tensor(found)
+        return found
+
+    def _arguments(self, args: Any) -> Any:
+        return fx.map_arg(args, self.rows.value)
+
+    def _run(self, call: Call) -> None:
+        node = call.node
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            return
+        self.watcher.call = call
+        try:
+            call.value = self._compute(call)
+        except (Mixes, NotImplementedError, TypeError, RuntimeError, AssertionError, ValueError) as error:
+            call.value = node.meta.get("example_value")
+            text = str(error) if isinstance(error, Mixes) else f"it cannot be looked into ({type(error).__name__})"
+            call.worsen("mixing", text)
+            call.only_views = False
+            self._tag_input(call.value)
+        finally:
+            self.watcher.call = None
+        if node in self.declared and call.kind in ("mixing", "row-wise"):
+            call.kind, call.reason = self.declared[node], ""
+
+    def _compute(self, call: Call) -> Any:
+        node = call.node
+        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+        if isinstance(node.target, HigherOrderOperator):
+            return self._higher_order(node, args, kwargs)
+        if node.op == "call_module":
+            return self.gm.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target), "a call_function node has a callable target"
+        return node.target(*args, **kwargs)
+
+    def _higher_order(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Look into the subgraph of an operator that only wraps calls; others are one mixing op."""
+        name = str(node.target)
+        graphs = [arg for arg in args if isinstance(arg, fx.GraphModule)]
+        if name not in INLINED or len(graphs) != 1:
+            raise Mixes(f"{name} is run as one op over all rows")
+        operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
+        return fx.Interpreter(graphs[0]).run(*operands)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a result is made of sizes only: a SymInt, a torch.Size, a number."""
+    leaves = tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, (*SYMBOLIC, int, float, bool)) for leaf in leaves)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node takes one result out of several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+

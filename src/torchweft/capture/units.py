@@ -1,0 +1,221 @@
+"""The `Unit`: calls of an FX graph that can only be cut together.
+
+    split -> getitem, getitem          one unit: several results and who takes them out
+    all_reduce -> wait_tensor (-> copy_)   one unit, a network op in two phases
+    vmap enter ... vmap leave          one unit
+
+A unit has the worst kind of its calls. Calls that only compute sizes, and calls that switch
+autocast or grad mode, are no units: they are put wherever they are needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.axes import SYMBOLIC
+from torchweft.capture.rows import ORDER, STATE, Call, Rows, id_of, is_getitem, is_size
+from torchweft.capture.rows_network import NAMESPACE
+from torchweft.marks import FRAME, Mark, target_name
+
+SMALL_BYTES = 1 << 16
+
+
+@dataclass
+class Unit:
+    """Calls that stay together; `reads` and `writes` are storages, by number."""
+
+    nodes: list[fx.Node]
+    kind: str
+    reason: str = ""
+    mark: Mark | None = None
+    key: object = None
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    collective: fx.Node | None = None
+    cheap: bool = False
+    draws: bool = False
+
+    @property
+    def first(self) -> fx.Node:
+        """The call that the unit is about."""
+        return self.nodes[0]
+
+
+def find_units(graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> list[Unit]:
+    """The units in program order."""
+    bound = bound_symbols(graph, rows)
+    taken: set[fx.Node] = set()
+    units: list[Unit] = []
+    block: list[fx.Node] | None = None
+    for node in graph.nodes:
+        if block is not None:
+            block.append(node)
+            if "_vmap_decrement_nesting" in target_name(node):
+                units.append(_unit(block, rows, marks))
+                block = None
+            continue
+        if node in taken or not is_work(rows.calls[node], bound):
+            continue
+        if "_vmap_increment_nesting" in target_name(node):
+            block = [node]
+            continue
+        nodes = [node, *_followers(node)]
+        taken.update(nodes)
+        units.append(_unit(nodes, rows, marks))
+    _mark_cheap(units, rows)
+    return units
+
+
+def bound_symbols(graph: fx.Graph, rows: Rows) -> frozenset[Any]:
+    """The symbols whose value the inputs tell."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            for leaf in tree_leaves(rows.value(node)):
+                for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
+                    if isinstance(size, SYMBOLIC):
+                        found |= rows.symbols.expr(size).free_symbols
+    return frozenset(found)
+
+
+def is_work(call: Call, bound: frozenset[Any]) -> bool:
+    """Whether a call is to be run as part of an op (and is no mere size, input or switch)."""
+    node = call.node
+    if node.op in ("placeholder", "get_attr", "output") or state_name(node):
+        return False
+    if is_size(call.value):
+        exprs = [leaf.node.expr for leaf in tree_leaves(call.value) if isinstance(leaf, SYMBOLIC)]
+        return not all(expr.free_symbols <= bound for expr in exprs)
+    tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call.value))
+    return tensors or bool(call.written) or bool(node.users) or _asserts(node)
+
+
+def state_name(node: fx.Node) -> str:
+    """The name of a call that switches a mode of torch, or nothing."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if name in STATE else ""
+
+
+def _asserts(node: fx.Node) -> bool:
+    return "_assert" in target_name(node)
+
+
+def _followers(node: fx.Node) -> Iterator[fx.Node]:
+    """Calls that belong to `node`: takers of its several results, the end of a collective."""
+    if is_collective(node):
+        waits = [user for user in node.users if "wait_tensor" in target_name(user)]
+        yield from waits
+        if len(waits) == 1:
+            yield from _copy_back(node, waits[0])
+        return
+    for user in node.users:
+        if is_getitem(user) and user.args[0] is node and isinstance(user.args[1], int | str):
+            if isinstance(node.meta.get("example_value"), torch.Tensor):
+                continue
+            yield user
+            yield from _followers(user)
+
+
+def _copy_back(issue: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:
+    """The copy that makes a collective work in place, if nobody touches its tensor before."""
+    for user in wait.users:
+        in_place = user.op == "call_method" and user.target == "copy_" and user.args[1] is wait
+        if in_place and user.args[0] is issue.args[0]:
+            between, node = [], issue.next
+            while node is not user:
+                between.append(node)
+                node = node.next
+            if not any(issue.args[0] in node.all_input_nodes for node in between):
+                yield user
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a call starts a talk between ranks."""
+    name = target_name(node)
+    return name.startswith(NAMESPACE + ".") and "wait_tensor" not in name
+
+
+def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> Unit:
+    calls = [rows.calls[node] for node in nodes]
+    worst = max(calls, key=lambda call: ORDER.index(call.kind))
+    unit = Unit(list(nodes), worst.kind, worst.reason, draws=any(call.draws for call in calls))
+    unit.mark, unit.key = marks.get(nodes[0], (None, None))
+    for call in calls:
+        unit.writes |= {id_of(tensor) for tensor in call.written}
+        for used in call.node.all_input_nodes:
+            unit.reads |= storages(rows.value(used))
+    if is_collective(nodes[0]):
+        unit.collective, unit.key = nodes[0], ("collective", nodes[0].name)
+        uses = unit.mark.uses if unit.mark else None
+        unit.mark = Mark(unit.mark.name, uses, unit.mark.rows) if unit.mark else None
+    return unit
+
+
+def storages(value: Any) -> set[int]:
+    """The numbers of all bytes that a result holds."""
+    found = set()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and type(leaf).__name__ in ("FakeTensor", "Parameter"):
+            found.add(id_of(leaf))
+    return found
+
+
+def _mark_cheap(units: list[Unit], rows: Rows) -> None:
+    """Batch-free calls that every op that needs them may compute for itself: views, and small
+    results that a single call needs."""
+    written = set().union(*(unit.writes for unit in units)) if units else set()
+    home = {node: unit for unit in units for node in unit.nodes}
+    readers: dict[int, set[int]] = {}
+    for unit in reversed(units):
+        users = [home[user] for node in unit.nodes for user in node.users if user in home]
+        found: set[int] = set()
+        for user in users:
+            found |= readers[id(user)] if user.cheap else {id(user)}
+        readers[id(unit)] = found
+        if _is_pure(unit, rows, written):
+            call = rows.calls[unit.first]
+            unit.cheap = call.only_views or (len(found) == 1 and _bytes(call.value) <= SMALL_BYTES)
+
+
+def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
+    """Whether computing a call again, elsewhere, gives the same and does no harm."""
+    if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
+        return False
+    if len(unit.nodes) > 1 or unit.writes or unit.draws or _asserts(unit.first):
+        return False
+    if any(user.op == "output" for user in unit.first.users):
+        return False
+    return not (unit.reads | storages(rows.value(unit.first))) & written
+
+
+def _bytes(value: Any) -> int:
+    total = 0
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            return SMALL_BYTES + 1
+        count = 1
+        for size in leaf.shape:
+            hint = size.node.hint if isinstance(size, SYMBOLIC) else size
+            count *= SMALL_BYTES + 1 if hint is None else int(hint)
+        total += count * leaf.element_size()
+    return total
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The user's line that a call comes from: `file:line in function: code`."""
+    text = str(node.meta.get("stack_trace") or "")
+    frames = list(FRAME.finditer(text))
+    if not frames:
+        return None
+    last = frames[-1]
+    code = re.sub(r"[\s^~]+$", "", text[last.end() :].strip("\n")).strip().split("\n")[0].strip()
+    return f"{last['file']}:{last['line']} in {last['name']}: {code}".strip()
+
+

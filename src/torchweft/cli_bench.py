@@ -1,0 +1,114 @@
+"""A bench by name: `torchweft bench NAME` finds its module, reads its options, shows its rows.
+
+A bench is a module `torchweft.bench.NAME` with
+
+    def run(*, plans: int = 20_000, seed: int = 0, progress: Progress = ...) -> (rows, summary)
+
+Its keyword-only arguments are the options of the command; `progress(done, total)` moves the bar.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchweft.cli_text import read_literal, say, say_json
+from torchweft.errors import WeftError, clip, unknown
+
+BENCHES = ("verify",)
+MAX_ROWS = 40
+Row = Mapping[str, Any]
+
+
+def run_bench(name: str, words: Sequence[str], *, as_json: bool) -> None:
+    """Run a bench and print its rows. Raises `WeftError` for an unknown name or option."""
+    if name not in BENCHES:
+        raise WeftError(f"bench: {unknown('bench', name, BENCHES)}", rule="bench")
+    run = importlib.import_module(f"torchweft.bench.{name}").run
+    options = read_options(run, words)
+    rows, summary = _with_bar(name, run, options)
+    if as_json:
+        say_json({"bench": name, "rows": list(rows), "summary": summary})
+    else:
+        _show(name, list(rows), summary)
+
+
+def read_options(run: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
+    """`--plans 200 --seed=1` as keyword arguments of `run`, of the kind of their defaults."""
+    known = {
+        item.name: item.default
+        for item in inspect.signature(run).parameters.values()
+        if item.kind is item.KEYWORD_ONLY and item.name != "progress"
+    }
+    found: dict[str, Any] = {}
+    rest = [part for word in words for part in _halves(word)]
+    while rest:
+        word = rest.pop(0)
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name not in known:
+            raise WeftError(f"option: {unknown('option', word, map(_flag, known))}", rule="option")
+        if isinstance(known[name], bool):
+            found[name] = True
+            continue
+        if not rest:
+            raise WeftError(f"option: {word} needs a value.", rule="option")
+        found[name] = _value(word, rest.pop(0), known[name])
+    return found
+
+
+def _halves(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--") else [word]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _value(word: str, text: str, default: object) -> Any:
+    value = text if isinstance(default, str) else read_literal(text)
+    kind = float if isinstance(default, float) else type(default)
+    good = default is None or isinstance(value, kind) or (kind is float and type(value) is int)
+    if not good or isinstance(value, bool):
+        raise WeftError(f"option: {word} cannot be {clip(text)}.", rule="option")
+    return value
+
+
+def _with_bar(name: str, run: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Run it under a progress bar on stderr, if it reports progress."""
+    if "progress" not in inspect.signature(run).parameters:
+        return run(**options)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"bench {name}", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return run(**options, progress=progress)
+
+
+def _show(name: str, rows: list[Row], summary: Row) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, title=f"bench {name}")
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*(_cell(row.get(column, "")) for column in columns))
+    if columns:
+        console.print(table)
+    if len(rows) > MAX_ROWS:
+        say(f"... and {len(rows) - MAX_ROWS} more rows; --json gives all")
+    for key, value in summary.items():
+        say(f"{key}: {_cell(value)}")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,341 @@
+"""The `Program`: a verified plan as straight-line Python, one function a lane.
+
+    plan --compile_program--> source --exec--> functions        no step is interpreted at run time
+
+The source holds only identifiers of our own (`v12_0_1`: value 12, parts 0 to 1); everything from
+graphs and plans enters as numbers or through the namespace:
+
+    def lane0(x, c, e, w, s, b, d):
+        (v0, v1,) = x                          the inputs
+        (b0, b1, b2,) = b                      the row borders of the parts
+        v0_0_1 = t0(v0, b2, b0, b1)            split
+        (v3_0_1,) = f0(v0_0_1, v1)             run
+        h1_0_1 = i1(v3_0_1)                    issue
+        (v4_0_1,) = g1(h1_0_1)                 complete
+        e[0].set()                             somebody waits for this step
+        w(e[1])                                wait
+        v3_0_1 = None                          free
+
+Values that cross lanes live in the list `c`, all others in local variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchweft.errors import PlanError
+from torchweft.plan import Plan, Range, Step
+from torchweft.runtimes.rows import putter, taker, whole_like
+
+Body = Callable[..., Sequence[Any]]
+MAX_JITTER_S = 0.002
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled lanes of one plan; `lanes[0]` runs in the caller's thread."""
+
+    plan: Plan
+    lanes: tuple[str, ...]
+    functions: tuple[Callable[..., Any], ...]
+    source: str
+    filename: str
+    step_at: Mapping[int, int]
+    num_cells: int
+    num_events: int
+    traced: bool
+
+
+def compile_program(
+    plan: Plan, bodies: Mapping[str, Body], *, traced: bool = False, jitter: bool = False
+) -> Program:
+    """Turn a plan into Python functions. The plan should have been verified.
+
+    bodies: for each op its function, reads in, makes out; a two-phase op's has `issue`, `complete`.
+    traced: every step leaves (step, start, end). jitter: every step is delayed at random.
+    """
+    return _Writer(plan, bodies, traced, jitter).program()
+
+
+class _Writer:
+    """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable."""
+
+    def __init__(self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool) -> None:
+        self.plan, self.graph, self.bodies = plan, plan.graph, bodies
+        self.traced, self.jitter = traced, jitter
+        self.index = {value.name: number for number, value in enumerate(self.graph.values)}
+        self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self.placed = {place.value for place in plan.places}
+        self.space: dict[str, Any] = {"first": _First(), "j": _delay, "now": time.perf_counter}
+        self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
+        self.events: dict[str, int] = {}
+        self.labels = [step.label for step in plan.steps]
+        for step in plan.steps:
+            if step.target is not None:
+                self.events.setdefault(step.target, len(self.events))
+        self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
+        self.made: dict[str, list[Range | None]] = {}
+        self.split: dict[str, set[Range]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.users: dict[str, set[int]] = {}
+        self.lane = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Note which pieces are made of each value, and which ranges of each input are read."""
+        for name, root in self.graph.root.items():
+            self.aliases.setdefault(root, []).append(name)
+        for step in self.plan.steps:
+            if step.kind not in ("run", "issue"):
+                continue
+            for op in step.names:
+                for name in self.graph.op[op].makes:
+                    pieces = self.made.setdefault(name, [])
+                    piece = self._piece(name, step.parts)
+                    if piece not in pieces:
+                        pieces.append(piece)
+            if step.parts is not None:
+                for name in self._reads(step):
+                    if name in self.graph.inputs:
+                        self.split.setdefault(name, set()).add(step.parts)
+
+    def program(self) -> Program:
+        """All lanes' functions. The first ends the call: it joins the others and returns."""
+        lines: list[str] = []
+        step_at: dict[int, int] = {}
+        for number, lane in enumerate(self.lanes):
+            self.lane = number
+            lines += [f"def lane{self.lane}(x, c, e, w, s, b, d):", *self._head()]
+            for index, step in enumerate(self.plan.steps):
+                if step.lane == lane:
+                    for line in self._lines(index, step):
+                        lines.append(f"    {line}")
+                        step_at[len(lines)] = index
+            if self.lane == 0:
+                lines += ["    d()"] if len(self.lanes) > 1 else []
+                lines.append(f"    return {self._outputs()}")
+        cells: dict[str, int] = {}
+        for name, lanes in self.users.items():
+            if len(lanes) > 1:
+                cells[name] = len(cells)
+        names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
+        names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
+        source = "\n".join(line.format_map(names) for line in lines) + "\n"
+        filename = f"<weft program {next(_numbers)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.space)
+        functions = tuple(self.space[f"lane{number}"] for number in range(len(self.lanes)))
+        return Program(
+            self.plan, self.lanes, functions, source, filename, step_at,
+            len(cells), len(self.events), self.traced,
+        )  # fmt: skip
+
+    def _head(self) -> list[str]:
+        names = [f"v{self.index[name]}" for name in self.graph.inputs]
+        bounds = [f"b{number}" for number in range(self.plan.num_parts + 1)]
+        head = [f"({', '.join(names)},) = x"] if names else []
+        return [f"    {line}" for line in (*head, f"({', '.join(bounds)},) = b")]
+
+    def _lines(self, index: int, step: Step) -> list[str]:
+        """One step as source lines."""
+        if step.target is not None:
+            body = [f"w(e[{self.events[step.target]}])"]
+        elif step.kind == "split":
+            body = self._split(step)
+        elif step.kind == "copy":
+            body = self._copy(step)
+        elif step.kind == "free":
+            body = self._free(step)
+        elif step.kind == "merge":
+            body = []  # the value is whole already: its parts are slices of one place
+        else:
+            body = self._op(step)
+        if len(self.lanes) > 1:
+            body = [f"s[{self.lane}] = {index}", *body]
+        if self.jitter:
+            body = ["j()", *body]
+        if self.traced:
+            body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
+        label = self.labels[index]
+        if label in self.events and self.first[label] == index:
+            body.append(f"e[{self.events[label]}].set()")
+        return body
+
+    # Ops: what they read and make, and the function that does it.
+
+    def _op(self, step: Step) -> list[str]:
+        which = self._function(step)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
+        if step.kind == "complete":
+            return self._assign(step, f"g{which}({flight})")
+        arguments = ", ".join(self._read(name, step.parts) for name in self._reads(step))
+        if step.kind == "issue":
+            return [f"{flight} = i{which}({arguments})"]
+        return self._assign(step, f"f{which}({arguments})")
+
+    def _reads(self, step: Step) -> list[str]:
+        """What the ops of a step need from outside, in order."""
+        inside: set[str] = set()
+        found: dict[str, None] = {}
+        for name in step.names:
+            op = self.graph.op[name]
+            found |= dict.fromkeys(n for n in op.reads + op.mutates if n not in inside)
+            inside.update(op.makes)
+        return list(found)
+
+    def _makes(self, step: Step) -> list[str]:
+        """What the ops of a step make; of a kernel's ops, what is used outside of them."""
+        if step.by is None:
+            return list(self.graph.op[step.names[0]].makes)
+        made = [name for op in step.names for name in self.graph.op[op].makes]
+        outside = {
+            name for name in made
+            if name in self.graph.outputs
+            or any(reader.name not in step.names for reader in self.graph.readers[name])
+        }  # fmt: skip
+        return [name for name in made if name in outside]
+
+    def _assign(self, step: Step, call: str) -> list[str]:
+        names = self._makes(step)
+        if not names:
+            return [call]
+        targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
+        adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
+        if adds and step.parts is not None and step.parts[0] > 0:
+            return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+        return [f"({', '.join(targets)},) = {call}"]
+
+    def _function(self, step: Step) -> str:
+        """Put the step's function into the namespace; the number it has there."""
+        if step.by is None:
+            which, body = f"{self.op_index[step.names[0]]}", self.bodies.get(step.names[0])
+        else:
+            kernels = sorted(self.plan.kernels)
+            body = self.plan.kernels.get(step.by)
+            which = f"_{kernels.index(step.by)}" if body is not None else ""
+        if body is None:
+            what = f"'by {step.by}'" if step.by else f"op {step.names[0]!r}"
+            raise PlanError(f"kernel: no function is known for {what}.", rule="kernel")
+        self.space[f"f{which}"] = body
+        self.space[f"i{which}"] = getattr(body, "issue", body)
+        self.space[f"g{which}"] = getattr(body, "complete", _same)
+        return which
+
+    # Values: the variable that holds a piece, and the rows to take of it.
+
+    def _piece(self, name: str, parts: Range | None) -> Range | None:
+        return None if self.graph.value[name].batch is None else parts
+
+    def _variable(self, name: str, parts: Range | None) -> str:
+        return f"v{self.index[name]}" + (f"_{parts[0]}_{parts[1]}" if parts else "")
+
+    def _use(self, variable: str) -> str:
+        self.users.setdefault(variable, set()).add(self.lane)
+        return f"{{{variable}}}"
+
+    def _read(self, name: str, parts: Range | None) -> str:
+        """The expression for a value on these parts."""
+        parts = self._piece(name, parts)
+        if name in self.graph.inputs:
+            # Every lane gets the inputs whole; their parts come from the split.
+            whole = self._variable(name, None)
+            return whole if parts is None else self._use(self._variable(name, parts))
+        if name in self.placed:
+            return self._take(name, f"p{self.index[name]}", None, parts)
+        for piece in self.made[name]:
+            if piece is None or (parts and piece[0] <= parts[0] and parts[1] <= piece[1]):
+                return self._take(name, self._variable(name, piece), piece, parts)
+        raise PlanError(f"memory: {name!r} is in no single piece for {parts}.", rule="memory")
+
+    def _take(self, name: str, variable: str, piece: Range | None, parts: Range | None) -> str:
+        held = self._use(variable)
+        if piece == parts:
+            return held
+        start, stop = piece or (0, self.plan.num_parts)
+        first, last = parts or (0, self.plan.num_parts)
+        rows = f"b{stop} - b{start}, b{first} - b{start}, b{last} - b{start}"
+        return f"{self._taker(name)}({held}, {rows})"
+
+    def _taker(self, name: str) -> str:
+        self.space[f"t{self.index[name]}"] = taker(self.graph.value[name])
+        return f"t{self.index[name]}"
+
+    def _split(self, step: Step) -> list[str]:
+        name = step.names[0]
+        whole, last = self._variable(name, None), f"b{self.plan.num_parts}"
+        lines = []
+        for start, stop in sorted(self.split.get(name, ())):
+            target = self._use(self._variable(name, (start, stop)))
+            lines.append(f"{target} = {self._taker(name)}({whole}, {last}, b{start}, b{stop})")
+        return lines
+
+    def _copy(self, step: Step) -> list[str]:
+        if step.on is not None:
+            raise PlanError(f"device: this runtime has one device; {step.label}.", rule="device")
+        name, number = step.names[0], self.index[step.names[0]]
+        value = self.graph.value[name]
+        self.space |= {f"u{number}": putter(value), f"n{number}": whole_like(value)}
+        piece = next(p for p in self.made[name] if _holds(p, step.parts))
+        part = self._take(name, self._variable(name, piece), piece, step.parts)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        last = f"b{self.plan.num_parts}"
+        place = self._use(f"p{number}")
+        others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
+        room = f"n{number}({part}, b{stop} - b{start}, {last})"
+        if len({other.lane for other in others}) > 1:
+            # Any of several lanes may come first.
+            lines = [f"first(c, {{at_p{number}}}, lambda: {room})"]
+        else:
+            lines = [f"{place} = {room}"] if others[0] is step else []
+        put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
+        dead = f"{self._use(self._variable(name, piece))} = None"
+        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+
+    def _free(self, step: Step) -> list[str]:
+        gone = []
+        for name in self.aliases[step.names[0]]:
+            if name in self.placed:
+                gone.append(f"p{self.index[name]}")
+            for piece in self.made.get(name, ()):
+                if step.parts is None or piece == step.parts:
+                    gone.append(self._variable(name, piece))
+        return [f"{self._use(variable)} = None" for variable in gone]
+
+    def _outputs(self) -> str:
+        found = [self._read(name, None) for name in self.graph.outputs]
+        return f"({', '.join(found)}{',' if found else ''})"
+
+
+def _holds(piece: Range | None, parts: Range | None) -> bool:
+    if piece is None or parts is None:
+        return piece is None
+    return piece[0] <= parts[0] and parts[1] <= piece[1]
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _delay() -> None:
+    time.sleep(random.random() * MAX_JITTER_S)
+
+
+class _First:
+    """Fills a cell once, whoever comes first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, cells: list[Any], at: int, make: Callable[[], Any]) -> None:
+        with self.lock:
+            if cells[at] is None:
+                cells[at] = make()
