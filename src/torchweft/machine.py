@@ -1,6 +1,6 @@
 """The `Machine`: the devices that work runs on, their lanes, and the links between them.
 
-    device cpu: lane compute (uses compute, memory), lane network (via compute), lane io
+    device cpu: lane compute (uses compute, memory, network), lane network (via compute), lane io
     link cpu -> gpu0: 12 GB/s, 10 us
 
 A lane is an ordered queue: its steps run one after another. A lane *via* another has no thread of
@@ -17,7 +17,7 @@ from typing import Any
 
 from torchweft.errors import MachineError, clip, unknown
 from torchweft.files import read_json
-from torchweft.graph import USES, check_name
+from torchweft.graph import USES, Op, check_name
 
 VERSION = 1
 
@@ -84,12 +84,25 @@ class Machine:
         """Lanes by name."""
         return {lane.name: lane for lane in self.lanes}
 
-    def lane_for(self, uses: str) -> Lane:
-        """The first lane that takes ops of this kind. Raises `MachineError` if none does."""
-        for lane in self.lanes:
-            if uses in lane.uses:
-                return lane
-        raise MachineError(f"lane: no lane of machine {self.name!r} takes ops that use {uses!r}.")
+    def lanes_for(self, op: Op) -> list[Lane]:
+        """The lanes that take an op, those that take little else first.
+
+        A lane without a thread takes only ops of two phases.
+        """
+        found = [lane for lane in self.lanes if op.uses in lane.uses]
+        found = [lane for lane in found if lane.via is None or op.two_phase]
+        return sorted(found, key=lambda lane: len(lane.uses))
+
+    def lane_for(self, op: Op) -> Lane:
+        """The lane that an op runs on unless a strategy says otherwise.
+
+        Raises `MachineError` if no lane takes it.
+        """
+        found = self.lanes_for(op)
+        if not found:
+            text = f"no lane of machine {self.name!r} takes op {op.name!r}, which uses {op.uses}."
+            raise MachineError(f"lane: {text}", rule="lane")
+        return found[0]
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises `MachineError` if nothing joins them."""
@@ -145,7 +158,7 @@ def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
         raise MachineError("machine: a CPU has at least one compute lane.")
     extra_lanes = [Lane(f"compute{number}") for number in range(1, num_compute_lanes)]
     lanes = (
-        Lane("compute"),
+        Lane("compute", uses=("compute", "memory", "network")),
         *extra_lanes,
         Lane("network", uses=("network",), via="compute"),
         Lane("io", uses=("io",)),

@@ -92,6 +92,7 @@ def add_frees(plan: Plan) -> Plan:
     """A free behind the last use of each location, on a lane that knows all uses to be over."""
     graph = plan.graph
     kept = {graph.root[name] for name in graph.outputs}
+    kept |= {place.value for place in plan.places if place.buffer is not None}  # dead by reuse
     ends, at = clocks(plan)
     after: dict[int, list[Step]] = {}
     rows: dict[str, list[int]] = {}

@@ -149,12 +149,12 @@ class Scheduler:
         bounds = self.cut.bounds(self.context.batch, self.context.tokens_per_request)
         start, stop = span or (0, self.num_parts)
         env = self.context.env(self.graph.batch, bounds[stop] - bounds[start])
-        device = self.machine.lane_for(item.uses).device
+        device = self.machine.lane_for(item).device
         return self.costs.run_s(self.graph, item, env, device)
 
     def lanes(self, op: Op | str) -> list[Lane]:
         """The lanes that may run an op."""
-        return [lane for lane in self.machine.lanes if self._op(op).uses in lane.uses]
+        return self.machine.lanes_for(self._op(op))
 
     def finish(self, note: str) -> Plan:
         """The recorded plan. Raises `StrategyError` if the strategy left something undone."""
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _lane(self, ops: list[Op], lane: str | Lane | None) -> Lane:
         if lane is None:
-            found = self.machine.lane_for(ops[0].uses)
+            found = self.machine.lane_for(ops[0])
         else:
             name = lane.name if isinstance(lane, Lane) else lane
             if name not in self.machine.lane:

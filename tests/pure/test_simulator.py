@@ -93,15 +93,9 @@ def test_lanes_share_the_capacity(
     text = TWO_LANES.replace("b", next(reversed(seconds)))
     trace = played(text, seconds, capacity=capacity)
     assert trace.makespan_s == pytest.approx(makespan_s)
-    assert played(text, seconds, capacity=capacity, contention=False).makespan_s == max(
-        seconds.values()
-    )
-
-
-def test_a_lane_that_ends_gives_its_share_back() -> None:
-    trace = played(TWO_LANES, {"a": 1.0, "b": 3.0})
-    assert [(span.label, span.end_s) for span in trace.spans] == [("a", 2.0), ("b", 4.0)]
-    assert trace.busy_s("compute1") == 3.0
+    free = played(text, seconds, capacity=capacity, contention=False)
+    assert free.makespan_s == max(seconds.values())
+    assert free.busy_s("compute1") == trace.busy_s("compute1") == list(seconds.values())[1]
 
 
 def test_a_transfer_in_flight_eats_its_share_of_compute() -> None:
@@ -131,11 +125,8 @@ def test_hidden_and_exposed_network_time(text: str, makespan_s: float, exposed_s
 
 def test_flights_of_one_lane_follow_each_other() -> None:
     text = """
-        compute issue r[0] on network
-        compute issue r[1] on network
-        compute complete r[1]
-        compute complete r[0]
-        compute a
+        compute issue r[0] on network\n compute issue r[1] on network
+        compute complete r[1]\n compute complete r[0]\n compute a
     """
     trace = played(text, {"r": 2.0, "a": 1.0}, num_parts=2)
     flights = [(s.label, s.start_s, s.end_s) for s in trace.spans if s.kind == "transfer"]
@@ -163,15 +154,11 @@ def test_waits_hold_a_lane_until_the_step_has_ended() -> None:
 
 def test_issue_and_complete_take_host_time() -> None:
     machine = cpu(overhead_s=0.5, network_latency_s=0.0)
-    text = "compute issue r on network\ncompute complete r"
-    plan = plan_of(flat_graph("r"), machine, text)
+    plan = plan_of(flat_graph("r"), machine, "compute issue r on network\ncompute complete r")
     trace = simulate(plan, Context(1), machine, fixed(machine, {"r": 2.0}))
     found = [(s.kind, s.start_s, s.end_s, s.busy_s) for s in trace.spans]
-    assert found == [
-        ("issue", 0.0, 0.5, 0.5),
-        ("transfer", 0.5, 2.5, 2.0),
-        ("complete", 0.5, 3.0, 0.5),
-    ]
+    assert found[:2] == [("issue", 0.0, 0.5, 0.5), ("transfer", 0.5, 2.5, 2.0)]
+    assert found[2:] == [("complete", 0.5, 3.0, 0.5)]
 
 
 def test_a_kernel_takes_the_place_of_its_ops() -> None:
@@ -228,10 +215,8 @@ def test_parts_cost_by_their_rows() -> None:
     )
     plan = Plan("rows", graph.digest, cut, machine.lanes, steps, bound=graph)
     trace = simulate(plan, Context(12), machine)
-    assert [(s.label, s.parts, s.busy_s) for s in trace.spans] == [
-        ("a[0:2]", (0, 2), 6.0),
-        ("a[2]", (2, 3), 6.0),
-    ]
+    found = [(s.label, s.parts, s.busy_s) for s in trace.spans]
+    assert found == [("a[0:2]", (0, 2), 6.0), ("a[2]", (2, 3), 6.0)]
     requests = Plan(
         "rows", graph.digest, Cut.even(2, "requests"), machine.lanes, steps[:2], bound=graph
     )
@@ -280,15 +265,9 @@ def test_live_bytes_of_loose_pieces_places_and_buffers() -> None:
     """Four rows in two parts, so a part of a value is 2 MiB."""
     graph, machine = flat_graph("a", "b", "c"), quick()
     text = """
-        compute a[0]
-        compute b[0]
-        compute copy b_out[0]
-        compute free a_out[0]
+        compute a[0]\n compute b[0]\n compute copy b_out[0]\n compute free a_out[0]
         compute c
-        compute b[1]
-        compute copy b_out[1]
-        compute free b_out[0]
-        compute free b_out[1]
+        compute b[1]\n compute copy b_out[1]\n compute free b_out[0]\n compute free b_out[1]
     """
     places = (Place("b_out"), Place("c_out", "pool", 4))
     buffers = (Buffer("pool", "cpu", S0),)
@@ -297,18 +276,10 @@ def test_live_bytes_of_loose_pieces_places_and_buffers() -> None:
     pool = 4 * 4 + 4 * MiB
     live = [num_bytes - pool for _, num_bytes in trace.memory]
     loose_c = 4  # c_out is not placeable: a loose piece, never copied
-    assert [found / MiB for found in live] == [
-        *(0, 2),  # a[0]
-        4,  # b[0], loose
-        8,  # the place of b_out, whole
-        6,  # the loose piece is copied
-        4,  # a[0] is freed
-        4 + loose_c,
-        6 + loose_c,  # b[1], loose
-        4 + loose_c,
-        loose_c,  # both parts of b_out are freed
-    ]
-    assert trace.peak_bytes == max(num_bytes for _, num_bytes in trace.memory)
+    # a[0], loose b[0], all of the place of b_out, b[0] is in it, a[0] is freed
+    begin = [0, 2, 4, 8, 6, 4]
+    # c, loose b[1], b[1] is in its place, both parts of b_out are freed
+    assert [found / MiB for found in live] == begin + [more + loose_c for more in (4, 6, 4, 0)]
 
 
 def test_what_an_additive_op_makes_counts_once() -> None:
@@ -331,15 +302,14 @@ def random_plans(draw: st.DrawFn) -> tuple[Plan, Costs]:
     flying: list[str] = []
     for name in draw(st.permutations(names)):
         lane = draw(st.sampled_from(["compute", "compute1"]))
-        if steps and draw(st.booleans()):
-            target = draw(st.sampled_from(steps)).label
-            steps.append(Step("wait", lane, target=target))
+        if len(steps) > 0 and draw(st.booleans()):
+            steps.append(Step("wait", lane, target=draw(st.sampled_from(steps)).label))
         if name.startswith("r"):
             steps.append(Step("issue", "compute", (name,), on="network"))
             flying.append(name)
         else:
             steps.append(Step("run", lane, (name,)))
-        if flying and draw(st.booleans()):
+        if len(flying) > 0 and draw(st.booleans()):
             lane = draw(st.sampled_from(["compute", "compute1"]))
             steps.append(Step("complete", lane, (flying.pop(),)))
     plan = Plan("flat", graph.digest, Cut(), machine.lanes, tuple(steps), bound=graph)
@@ -347,11 +317,12 @@ def random_plans(draw: st.DrawFn) -> tuple[Plan, Costs]:
 
 
 @given(random_plans())
-def test_makespan_lies_between_the_critical_path_and_the_sum(made: tuple[Plan, Costs]) -> None:
+def test_makespan_lies_between_critical_path_and_sum_every_time(made: tuple[Plan, Costs]) -> None:
     plan, costs = made
     context, machine = Context(1), costs.machine
     free = simulate(plan, context, machine, costs, contention=False)
     full = simulate(plan, context, machine, costs)
+    assert full == simulate(plan, context, machine, costs)  # nothing is left to chance
     total_s = sum(span.busy_s for span in free.spans)
     assert free.makespan_s == pytest.approx(free.critical_path_s)
     assert free.makespan_s <= total_s * (1 + 1e-9)
@@ -378,13 +349,6 @@ def test_no_lane_does_two_things_at_once_and_waits_hold(made: tuple[Plan, Costs]
     assert all(flight.start_s >= ends[f"issue {label}"] for label, flight in flights.items())
 
 
-@given(random_plans())
-def test_equal_calls_leave_equal_traces(made: tuple[Plan, Costs]) -> None:
-    plan, costs = made
-    first = simulate(plan, Context(1), costs.machine, costs)
-    assert simulate(plan, Context(1), costs.machine, costs) == first
-
-
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_overlap_of_a_transformer_hides_its_network(num_parts: int) -> None:
     graph, context = transformer(4), Context(batch=512)
@@ -396,20 +360,14 @@ def test_overlap_of_a_transformer_hides_its_network(num_parts: int) -> None:
     assert traces["overlap"].makespan_s < 0.8 * traces["sequential"].makespan_s
     assert traces["overlap"].overlap_share > 0.5
     assert traces["sequential"].overlap_share < 0.05
-    assert "simulated" in traces["overlap"].to_text()
 
 
 def test_timeline_of_a_small_plan_reads_as_written() -> None:
     text = """
         compute split x
-        compute a[0]
-        compute issue r[0] on network
-        compute a[1]
-        compute issue r[1] on network
-        compute complete r[0]
-        compute b[0]
-        compute complete r[1]
-        compute b[1]
+        compute a[0]\n compute issue r[0] on network\n compute a[1]
+        compute issue r[1] on network\n compute complete r[0]\n compute b[0]
+        compute complete r[1]\n compute b[1]
     """
     trace = played(text, {"a": 2.0, "b": 2.0, "r": 3.0}, num_parts=2)
     assert trace.to_text(width=70) == (

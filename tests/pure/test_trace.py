@@ -108,7 +108,7 @@ def test_text_timeline_reads_as_written() -> None:
     st.integers(1, 150),
 )
 def test_text_keeps_its_width_whatever_the_spans(items: list[Any], width: int) -> None:
-    spans = [span(*item[:3], min(item[3:]), max(item[3:])) for item in items]
+    spans = [span(k, label, lane, min(a, b), max(a, b)) for k, label, lane, a, b in items]
     printable = [item._replace(label="".join(filter(str.isalnum, item.label))) for item in spans]
     lines = Trace("t", tuple(printable), simulated=True).to_text(width).splitlines()
     assert "simulated" in lines[0]

@@ -85,6 +85,7 @@ class _FirstRun:
                         break
                     order[rank, at, True] = None
                     lane.pop()
+                    progress = True
         if any(waiting):
             rank, at = next(lane[-1] for lane in waiting if lane)
             label = self.readings[rank].plan.steps[at].label

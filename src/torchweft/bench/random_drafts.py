@@ -3,14 +3,15 @@
     Graph --draft--> Draft: split x, op0[0], op0[1], copy v0[0] to gpu0, op1[0], ..., merge y
 
 Ranges, devices, places, copies and frees are decided here; lanes, order and waits come later
-(`random_plans`). A draft is a plan with one lane a device, so the oracle's `read` can tell what each
-of its steps touches. Some draws lead nowhere (a cell that is needed in one piece but lies on two
-devices): these raise `ImpossibleError` and are drawn again.
+(`random_plans`). A draft is a plan with one lane a device, so the oracle's `read` can tell what
+each of its steps touches. Some draws lead nowhere (a cell that is needed in one piece but lies on
+two devices): these raise `ImpossibleError` and are drawn again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from torchweft.bench.overlap import Span, overlap, units_of
@@ -61,7 +62,7 @@ def random_ranges(rng: Random, graph: Graph, num_parts: int) -> Ranges:
         if not op.whole and num_parts > 1:
             cuts = [part for part in range(1, num_parts) if rng.random() >= share * 0.6]
             borders = [0, *cuts, num_parts]
-            pairs = list(zip(borders, borders[1:], strict=False))
+            pairs = list(pairwise(borders))
             found[op.name] = [*pairs] if len(pairs) > 1 else [None]
     return found
 

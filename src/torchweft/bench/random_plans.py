@@ -3,14 +3,15 @@
     Graph --draft--> steps in program order --deal--> any order that keeps conflicts, on any lane
                                                       that takes it, with a wait where lanes meet
 
-Nothing is taken from `lower`: which steps conflict is asked of the oracle's reading of the draft, pair
-by pair. Waits are either just enough or more than enough. Everything is drawn from the `Random`.
+Nothing is taken from `lower`: which steps conflict is asked of the oracle's reading of the draft,
+pair by pair. Waits are either just enough or more than enough. A seed names a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from torchweft.bench.content import Action, conflict
@@ -144,16 +145,15 @@ class _Deal:
 
     def chain(self, talked: Talked) -> None:
         """Order collectives: as another rank did, or those of one communicator by program order."""
-        at = {(step.names[0], step.parts): number for number, step in enumerate(self.draft.steps)
-              if step.kind == "run"}  # fmt: skip
-        wanted = [at[talk] for talk in talked if talk in at]
-        for early, late in zip(wanted, wanted[1:], strict=False):
+        steps = self.draft.steps
+        runs = {(s.names[0], s.parts): at for at, s in enumerate(steps) if s.kind == "run"}
+        for early, late in pairwise(runs[talk] for talk in talked if talk in runs):
             self.order[late].add(early)
 
     def shuffled(self) -> list[int]:
         """The draft's steps in a random order that keeps all conflicts."""
         chaos = self.rng.choice((0.0, 0.3, 0.7, 1.0))
-        left, found = list(range(len(self.actions))), []
+        left, found = list(range(len(self.actions))), list[int]()
         while left:
             done = set(found)
             ready = [at for at in left if not (self.before[at] | self.order[at]) - done]
@@ -230,7 +230,7 @@ class _Deal:
             threads, hosted = self.threads(device, ops), self.hosted(device, ops)
             if hosted and (not threads or self.rng.random() < 0.6):
                 lane = self.rng.choice(hosted)
-                issue = node.step._replace(kind="issue", lane=lane.via, on=lane.name)
+                issue = node.step._replace(kind="issue", lane=lane.via or "", on=lane.name)
                 found.append(_Node(issue, node.items, [], node.before, node.starts))
                 continue
             if not threads:

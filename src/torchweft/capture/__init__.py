@@ -1,0 +1,10 @@
+"""The way in: a model, traced by Dynamo, becomes a `Graph` with a body for each op.
+
+    Dynamo's graph --rows--> kinds --units, regions--> ops --assembly--> Captured
+"""
+
+from torchweft.capture.bodies import Body
+from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.reference import run_reference
+
+__all__ = ["Body", "Captured", "capture", "run_reference"]

@@ -134,12 +134,12 @@ def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
 
 
 def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:
-    """Outputs that are views of inputs or of each other (and not simply the same tensor)."""
-    inputs = {id(rows.value(node)): node for node in graph.nodes if node.op == "placeholder"}
-    owned: set[int] = set()
+    """Outputs that are views of inputs or of what another output shows (and not its maker)."""
+    maker: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            owned |= storages(rows.value(node))
+        if node.op != "output":
+            for number in storages(rows.value(node)):
+                maker.setdefault(number, node)
     output = next(node for node in graph.nodes if node.op == "output")
     tensors = {id(rows.value(node)): node for node in output.all_input_nodes if storages(rows.value(node))}
     counts: dict[int, int] = {}
@@ -147,8 +147,10 @@ def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:
         number = id_of(rows.value(node))
         counts[number] = counts.get(number, 0) + 1
     found = []
-    for number, node in tensors.items():
-        storage = id_of(rows.value(node))
-        if number not in inputs and (storage in owned or counts[storage] > 1):
+    for node in tensors.values():
+        number = id_of(rows.value(node))
+        given = maker[number].op in ("placeholder", "get_attr")
+        first = rows.value(maker[number]) is rows.value(node)
+        if not first and (given or counts[number] > 1):
             found.append(node)
     return found

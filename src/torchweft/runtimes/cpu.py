@@ -3,8 +3,9 @@
     run(program, inputs, bounds) -> outputs
 
 Lane threads take over the caller's grad, inference and autocast modes and its intra-op thread
-count, wait for nothing but events of their own call, and go home after a second without work. If one lane
-fails, the others are woken and stop, and the caller gets one `RunError` with every lane's story.
+count, wait for nothing but events of their own call, and go home after a second without work. If
+one lane fails, the others are woken and stop, and the caller gets one `RunError` with every lane's
+story.
 """
 
 from __future__ import annotations
@@ -267,11 +268,12 @@ def _trace(program: Program, marks: list[tuple[int, float, float]]) -> Trace:
         ops = step.names if step.kind in ("run", "issue", "complete") else ()
         uses = graph.op[ops[0]].uses if ops else "memory"
         if step.kind in SPANS:
+            blocked = step.kind in ("wait", "complete")
             lane_uses = "compute" if step.kind in ("issue", "complete", "wait") else uses
             spans.append(
                 Span(
                     step.kind, step.label, step.lane, device, lane_uses,
-                    " ".join(ops), step.parts, start, end, end - start,
+                    " ".join(ops), step.parts, start, end, 0.0 if blocked else end - start,
                 )
             )  # fmt: skip
         if step.kind == "issue":

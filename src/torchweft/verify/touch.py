@@ -95,7 +95,7 @@ class Toucher:
         if not names:
             return
         for name in names:
-            self.view(name, parts, device)
+            self.view(name, self.step.parts, device)
         cells = self.store.cells_of(touch.root, parts)
         location = inside.get(touch.root) or self.store.where(touch.root, device, cells)
         if location is None:

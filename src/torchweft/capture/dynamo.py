@@ -1,0 +1,235 @@
+"""What was `Captured`: a graph, a body for each op, and how calls bind to it.
+
+    def backend(gm, example_inputs):          # what Dynamo calls
+        captured = capture(gm, example_inputs)
+        ...
+
+    inputs --bind--> values, env --ops in program order--> values --rebuild--> outputs
+
+`env` gives each symbol its number at this call; `graph.batch` is the one that a split cuts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchweft.capture.assembly import RNG, Assembly, value_name
+from torchweft.capture.axes import SYMBOLIC, Symbols, size_of
+from torchweft.capture.bodies import Body
+from torchweft.capture.regions import cut, settle
+from torchweft.capture.rows import Rows, find_rows
+from torchweft.capture.units import find_units
+from torchweft.errors import CaptureError, SizeError, unknown
+from torchweft.graph import Graph
+from torchweft.marks import MarkRule, marks_of
+from torchweft.sizes import Size
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with everything that is needed to run it."""
+
+    graph: Graph
+    bodies: Mapping[str, Body]
+    reasons: Mapping[str, str]
+    num_calls: Mapping[str, int]
+    slots: Mapping[str, int]
+    constants: Mapping[str, torch.Tensor]
+    symbols: tuple[tuple[str, int, int | None], ...]
+    outputs: tuple[Any, ...]
+    same: tuple[str, ...] = ()
+    matched: frozenset[MarkRule] = field(default=frozenset())
+
+    def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
+        """Values by name and numbers by symbol, from the inputs of one call."""
+        values: dict[str, Any] = {name: inputs[slot] for name, slot in self.slots.items()}
+        values.update(self.constants)
+        if RNG in self.graph.value:
+            values[RNG] = None
+        env: dict[str, int] = {}
+        for symbol, slot, dim in self.symbols:
+            env[symbol] = int(inputs[slot] if dim is None else inputs[slot].shape[dim])
+        return values, env
+
+    def rebuild(self, values: Mapping[str, Any], env: Mapping[str, int]) -> tuple[Any, ...]:
+        """The outputs as Dynamo wants them: tensors, numbers, None."""
+        return tuple(tree_map(lambda slot: slot.take(values, env), self.outputs, is_leaf=_is_slot))
+
+    def splits(self, env: Mapping[str, int]) -> bool:
+        """Whether the symbols that were taken for one batch are equal in this call."""
+        batch = self.graph.batch
+        return batch is not None and all(env.get(name, env[batch]) == env[batch] for name in self.same)
+
+    @property
+    def row_share(self) -> float:
+        """The share of calls that stand in row-wise ops (batch-free ones count as neither)."""
+        counts = {op.name: self.num_calls[op.name] for op in self.graph.ops if op.rows != "batch-free"}
+        total = sum(counts.values())
+        row_wise = sum(counts[op.name] for op in self.graph.ops if op.rows == "row-wise")
+        return row_wise / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One leaf of the outputs: a value, a size, or a constant."""
+
+    value: str | None = None
+    size: Size | None = None
+    constant: Any = None
+
+    def take(self, values: Mapping[str, Any], env: Mapping[str, int]) -> Any:
+        if self.value is not None:
+            return values[self.value]
+        return self.constant if self.size is None else self.size.evaluate(env)
+
+
+def _is_slot(item: Any) -> bool:
+    return isinstance(item, Slot)
+
+
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] = (),
+    *,
+    rules: Sequence[MarkRule] = (),
+    batch: str | Sequence[str] | None = None,
+    name: str = "graph",
+) -> Captured:
+    """Turn Dynamo's graph into ours. `batch` names the symbol (or several that are one) to cut.
+
+    Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
+    """
+    marks, matched = marks_of(gm.graph, rules)
+    best: tuple[float, Rows, Assembly] | None = None
+    for symbols in _candidates(gm, batch):
+        declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
+        rows = find_rows(gm, symbols, declared)
+        units = find_units(gm.graph, rows, marks)
+        settle(units, rows, gm.graph)
+        assembly = Assembly(gm, rows, cut(units, rows), units)
+        assembly.build()
+        share = _share(assembly)
+        if best is None or share > best[0]:
+            best = (share, rows, assembly)
+    assert best is not None, "there is always a candidate"
+    return _captured(gm, best[1], best[2], frozenset(matched), name)
+
+
+def _share(assembly: Assembly) -> float:
+    counts = Counter({op.rows: 0 for op in assembly.ops})
+    for op in assembly.ops:
+        counts[op.rows] += assembly.num_calls[op.name]
+    return counts["row-wise"] / max(1, sum(counts.values()))
+
+
+def _candidates(gm: fx.GraphModule, batch: str | Sequence[str] | None) -> list[Symbols]:
+    """The symbols that may be the batch: those asked for, else the commonest size of dim 0."""
+    counts: Counter[Any] = Counter()
+    known: dict[str, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        for leaf in tree_leaves(node.meta.get("example_value")):
+            sizes = list(leaf.shape) if isinstance(leaf, torch.Tensor) else [leaf]
+            for dim, size in enumerate(sizes):
+                if not isinstance(size, torch.SymInt):
+                    continue
+                known.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
+                if isinstance(leaf, torch.Tensor) and dim == 0 and size.node.expr.is_symbol:
+                    counts[size.node.expr] += 1
+    if batch is not None:
+        names = [batch] if isinstance(batch, str) else list(batch)
+        for name in names:
+            if name not in known:
+                raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
+        chosen = [known[name] for name in names]
+        return [Symbols(chosen[0], frozenset(chosen[1:]))]
+    if not counts:
+        return [Symbols()]
+    most = max(counts.values())
+    return [Symbols(symbol) for symbol, count in counts.items() if count == most][:4]
+
+
+def _captured(
+    gm: fx.GraphModule, rows: Rows, built: Assembly, matched: frozenset[MarkRule], name: str
+) -> Captured:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    slot_of = {node: number for number, node in enumerate(placeholders)}
+    constants = {n: _attribute(gm, node) for n, node in built.inputs.items() if node.op == "get_attr"}
+    batch = rows.symbols.batch
+    inputs = tuple(built.inputs) + ((RNG,) if RNG in built.values else ())
+    outputs, named = _outputs(built)
+    graph = Graph(
+        name=name,
+        values=tuple(built.values.values()),
+        ops=tuple(built.ops),
+        inputs=inputs,
+        outputs=named,
+        batch=str(batch) if batch is not None else None,
+        level="torch",
+    )
+    return Captured(
+        graph=graph,
+        bodies=built.bodies,
+        reasons=built.reasons,
+        num_calls=built.num_calls,
+        slots={n: slot_of[node] for n, node in built.inputs.items() if node.op == "placeholder"},
+        constants=constants,
+        symbols=_symbol_slots(placeholders),
+        outputs=outputs,
+        same=tuple(sorted(map(str, rows.symbols.same))),
+        matched=matched,
+    )
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    found: Any = gm
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    assert isinstance(found, torch.Tensor), "only tensors are constants of a graph"
+    return found
+
+
+def _symbol_slots(placeholders: Sequence[fx.Node]) -> tuple[tuple[str, int, int | None], ...]:
+    """Where each symbol is found in the inputs: (symbol, input, dim or None for a number)."""
+    found: dict[str, tuple[str, int, int | None]] = {}
+    for slot, node in enumerate(placeholders):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            found.setdefault(str(value.node.expr), (str(value.node.expr), slot, None))
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    found.setdefault(str(size.node.expr), (str(size.node.expr), slot, dim))
+    return tuple(found.values())
+
+
+def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """A slot for each output, and the names of the values among them."""
+    named: dict[str, None] = {}
+
+    def slot(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return Slot(constant=node)
+        value = built.rows.value(node)
+        if built.is_copied(node):
+            if isinstance(value, SYMBOLIC):
+                try:
+                    return Slot(size=size_of(built.rows.symbols.expr(value)))
+                except SizeError:
+                    raise CaptureError(f"capture: output {value} is no integer expression.") from None
+            return Slot(constant=value)
+        name = value_name(built.canonical.get(node, node))
+        named[name] = None
+        return Slot(value=name)
+
+    args = built.output.args[0]
+    items = args if isinstance(args, list | tuple) else (args,)
+    return tuple(slot(item) for item in items), tuple(named)

@@ -1,0 +1,73 @@
+"""A `Tracer`: a Dynamo backend that captures every graph of a model and runs the reference.
+
+    tracer = Tracer(rules=...)
+    compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
+    compiled(x)                               # equal to model(x)
+    tracer.captures                           # one `Captured` a graph (graph breaks make several)
+    tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental import _config as fx_config
+
+from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.reference import run_reference
+from torchweft.marks import MarkRule, require_matched
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Settings of Dynamo under which the batch can be told from other dims of the same size."""
+    with (
+        fx_config.patch(use_duck_shape=False),
+        torch._dynamo.config.patch(specialize_float=True),
+    ):
+        yield
+
+
+@dataclass
+class Tracer:
+    """Captures, and runs what was captured by the reference."""
+
+    rules: Sequence[MarkRule] = ()
+    batch: str | Sequence[str] | None = None
+    cut: Callable[[int], Sequence[int]] | None = None
+    captures: list[Captured] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend that Dynamo calls."""
+        captured = capture(gm, example_inputs, rules=self.rules, batch=self.batch)
+        self.captures.append(captured)
+
+        def run(*inputs: Any) -> Any:
+            _, env = captured.bind(inputs)
+            rows = env.get(captured.graph.batch or "", 0)
+            cuts = self.cut is not None and rows > 1 and captured.splits(env)
+            bounds = self.cut(rows) if self.cut is not None and cuts else None
+            return run_reference(captured, inputs, bounds)
+
+        return run
+
+    def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+        """The model under this tracer, with dynamic sizes."""
+        compiled = torch.compile(model, backend=self, dynamic=True, fullgraph=fullgraph)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with tracing():
+                return compiled(*args, **kwargs)
+
+        return call
+
+    def require_matched(self) -> None:
+        """Raise `CaptureError` if a rule matched nothing in any captured graph."""
+        matched = [rule for captured in self.captures for rule in captured.matched]
+        names = [op.mark for captured in self.captures for op in captured.graph.ops if op.mark]
+        require_matched(self.rules, matched, names)

@@ -1,0 +1,38 @@
+"""Settings for all tests: hypothesis profiles, and the option that writes golden plans anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines that run the tests are slow and noisy: time is no part of what the laws say.
+settings.register_profile(
+    "weft",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("search", settings.get_profile("weft"), derandomize=False)
+settings.load_profile("search" if os.environ.get("HYPOTHESIS_SEARCH") else "weft")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-plans", action="store_true", help="write tests/plans anew")
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Fails a test that takes longer than ten seconds, where hanging is what it looks for."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("this took longer than ten seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 10)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,161 @@
+"""Built-in strategies: the golden plans in tests/plans, and what the registry says.
+
+`make plans` writes the golden plans anew. Read the difference before committing it: it is what
+users' plans will do from now on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchweft.blueprint import transformer
+from torchweft.context import Context
+from torchweft.errors import StrategyError
+from torchweft.graph import Batch, Graph, Op, Value
+from torchweft.lower import lower
+from torchweft.machine import Machine, cpu
+from torchweft.plan import Plan
+from torchweft.runtimes.simulator import simulate
+from torchweft.sizes import Size
+from torchweft.strategies import branches, get_strategy, overlap, sequential, strategy_names
+from torchweft.strategy import Strategy, strategy
+from torchweft.verify import verify
+from torchweft.write import write
+
+PLANS = Path(__file__).parents[1] / "plans"
+CONTEXT = Context(batch=512)
+
+
+def diamond() -> Graph:
+    """Two branches of unequal length between one op and another: q, k and v, then a join."""
+    batch, wide = Size.of("s0"), Size.of(1024)
+    names = ["x", "n", "q", "k", "v", "g", "y"]
+    values = tuple(Value(name, (batch, wide), batch=Batch(0), placeable=True) for name in names)
+    flops = batch * (2 * 1024 * 1024)
+    ops = (
+        Op("norm", ("x",), ("n",)),
+        Op("query", ("n",), ("q",), flops=flops * 2),
+        Op("key", ("n",), ("k",), flops=flops),
+        Op("value", ("n",), ("v",), flops=flops),
+        Op("gate", ("k", "v"), ("g",)),
+        Op("join", ("q", "g"), ("y",)),
+    )
+    return Graph("diamond", values, ops, ("x",), ("y",), "s0")
+
+
+GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool]] = {
+    "sequential": (sequential, transformer(2), cpu(), False),
+    "overlap2": (overlap(parts=2), transformer(2), cpu(), False),
+    "overlap4": (overlap(parts=4), transformer(2), cpu(), False),
+    "overlap2_buffers": (overlap(parts=2), transformer(2), cpu(), True),
+    "overlap2_kv_cache": (overlap(parts=2), transformer(2, kv_cache=True), cpu(), False),
+    "branches": (branches, transformer(2), cpu(2, capacity=2.0), False),
+    "branches_diamond": (branches, diamond(), cpu(2, capacity=2.0), False),
+}
+
+
+def golden_plan(name: str) -> Plan:
+    chosen, graph, machine, buffers = GOLDEN[name]
+    return verify(lower(write(chosen, graph, CONTEXT, machine), buffers=buffers))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_plan_is_the_golden_plan(name: str, request: pytest.FixtureRequest) -> None:
+    plan, path = golden_plan(name), PLANS / f"{name}.plan"
+    if request.config.getoption("--write-plans"):
+        plan.save(path)
+    golden = Plan.load(path)
+    assert not golden.diff(plan), f"{golden.diff(plan)}\nmeant so? Then run: make plans"
+    assert str(plan) == path.read_text()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plan_read_from_its_file_is_safe(name: str) -> None:
+    verify(Plan.load(PLANS / f"{name}.plan", GOLDEN[name][1]))
+
+
+def test_every_golden_file_has_a_test() -> None:
+    assert {path.stem for path in PLANS.glob("*.plan")} == set(GOLDEN)
+
+
+def test_overlap_hides_the_network_that_sequential_exposes() -> None:
+    graph, machine = transformer(2), cpu(network_bytes_per_s=5e7)
+    plain = simulate(lower(write(sequential, graph, CONTEXT, machine)), CONTEXT, machine)
+    split = simulate(lower(write(overlap, graph, CONTEXT, machine)), CONTEXT, machine)
+    assert plain.exposed_network_s == pytest.approx(plain.network_s)
+    assert split.overlap_share > 0.9
+    assert split.makespan_s < plain.makespan_s
+
+
+def test_overlap_runs_small_calls_in_one_piece_and_says_why() -> None:
+    plan = write(overlap(parts=2, min_tokens=512), transformer(1), CONTEXT)
+    assert plan.num_parts == 1
+    assert "sequential: 512 tokens are fewer than 2 x 512" in plan.history
+
+
+def test_overlap_without_a_batch_runs_in_one_piece_and_says_why() -> None:
+    value = Value("y", (Size.of(4),))
+    graph = Graph("free", (value,), (Op("make", (), ("y",), rows="batch-free"),), (), ("y",))
+    assert "sequential: the graph has no batch" in write(overlap, graph, Context()).history
+
+
+def test_branches_use_both_lanes_and_gain_by_it() -> None:
+    graph, machine = diamond(), cpu(2, capacity=2.0)
+    both = lower(write(branches, graph, CONTEXT, machine))
+    one = lower(write(sequential, graph, CONTEXT, machine))
+    assert {step.lane for step in both.steps} == {"compute", "compute1"}
+    gained = (
+        simulate(one, CONTEXT, machine).makespan_s / simulate(both, CONTEXT, machine).makespan_s
+    )
+    assert gained > 1.5
+
+
+def test_built_in_strategies_are_registered() -> None:
+    assert {"branches", "overlap", "sequential"} <= set(strategy_names())
+    assert get_strategy("overlap") is overlap
+
+
+def test_misspelt_strategy_lists_the_choices() -> None:
+    with pytest.raises(StrategyError, match="Did you mean 'overlap'\\? Known: branches, overlap"):
+        write("overlop", transformer(1), CONTEXT)
+
+
+def test_misspelt_option_lists_the_choices() -> None:
+    with pytest.raises(StrategyError, match="Did you mean 'parts'\\? Known: at, min_tokens, parts"):
+        overlap(prts=2)
+
+
+def test_options_by_call_leave_the_strategy_as_it_was() -> None:
+    four = overlap(parts=4)
+    assert str(four) == "overlap(parts=4, min_tokens=0, at=None)"
+    assert str(overlap) == "overlap(parts=2, min_tokens=0, at=None)"
+    assert write(four, transformer(1), CONTEXT).num_parts == 4
+
+
+def test_two_strategies_of_one_name_are_refused() -> None:
+    def overlap(s: object) -> None: ...
+
+    with pytest.raises(StrategyError, match="already one named 'overlap'"):
+        strategy(overlap)
+
+
+def test_option_without_a_default_is_refused() -> None:
+    def needy(s: object, *, parts: int) -> None: ...
+
+    with pytest.raises(StrategyError, match="every option needs a default"):
+        write(needy, transformer(1), CONTEXT)
+
+
+@pytest.mark.parametrize("what", [5, None, ["overlap"]])
+def test_what_is_neither_name_nor_function_is_refused(what: object) -> None:
+    with pytest.raises(StrategyError, match="neither a name nor a function"):
+        write(what, transformer(1), CONTEXT)  # type: ignore[arg-type]
+
+
+def test_requests_stay_whole_when_cut_at_requests() -> None:
+    context = Context(batch=10, tokens_per_request=(6, 1, 3))
+    plan = write(overlap(parts=2, at="requests"), transformer(1), context)
+    assert str(plan.cut) == "1/2 1/2 at requests"
+    assert plan.cut.bounds(10, context.tokens_per_request) == (0, 6, 10)
