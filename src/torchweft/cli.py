@@ -118,8 +118,12 @@ def plan_command(
     phase: Phase = None,
     machine: MachineFile = None,
     lanes: Lanes = 1,
-    bare: Annotated[bool, typer.Option(help="as the strategy wrote it: not lowered")] = False,
-    buffers: Annotated[bool, typer.Option(help="let values share planned buffers")] = False,
+    bare: Annotated[
+        bool, typer.Option("--bare", help="as the strategy wrote it: not lowered")
+    ] = False,
+    buffers: Annotated[
+        bool, typer.Option("--buffers", help="let values share planned buffers")
+    ] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -279,7 +283,7 @@ def strategies_command(as_json: Json = False) -> None:
 @app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHES)}")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"one of: {', '.join(BENCHES)}")],
     as_json: Json = False,
 ) -> None:
     """Measure one of Weft's own parts; options of the bench follow its name."""

@@ -2,9 +2,9 @@
 
 A bench is a module `torchweft.bench.NAME` with
 
-    def run(*, plans: int = 20_000, seed: int = 0, progress: Progress = ...) -> (rows, summary)
+    def run(*, num_plans: int = 20_000, seed: int = 0, progress=None) -> (rows, summary)
 
-Its keyword-only arguments are the options of the command; `progress(done, total)` moves the bar.
+Its keyword-only arguments are the options (`--plans`, `--seed`); `progress(done, total)` moves a bar.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from torchweft.cli_text import read_literal, say, say_json
 from torchweft.errors import WeftError, clip, unknown
@@ -37,25 +37,26 @@ def run_bench(name: str, words: Sequence[str], *, as_json: bool) -> None:
 
 
 def read_options(run: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
-    """`--plans 200 --seed=1` as keyword arguments of `run`, of the kind of their defaults."""
+    """`--plans 200 --seed=1` as keyword arguments of `run`: num_plans=200, seed=1."""
+    hints = get_type_hints(run)
     known = {
-        item.name: item.default
+        "--" + item.name.removeprefix("num_").replace("_", "-"): item.name
         for item in inspect.signature(run).parameters.values()
         if item.kind is item.KEYWORD_ONLY and item.name != "progress"
     }
     found: dict[str, Any] = {}
-    rest = [part for word in words for part in _halves(word)]
+    rest = [half for word in words for half in _halves(word)]
     while rest:
         word = rest.pop(0)
-        name = word.removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or name not in known:
-            raise WeftError(f"option: {unknown('option', word, map(_flag, known))}", rule="option")
-        if isinstance(known[name], bool):
+        if word not in known:
+            raise WeftError(f"option: {unknown('option', word, known)}", rule="option")
+        name = known[word]
+        if hints[name] is bool:
             found[name] = True
-            continue
-        if not rest:
+        elif not rest:
             raise WeftError(f"option: {word} needs a value.", rule="option")
-        found[name] = _value(word, rest.pop(0), known[name])
+        else:
+            found[name] = _value(word, rest.pop(0), hints[name])
     return found
 
 
@@ -63,15 +64,10 @@ def _halves(word: str) -> list[str]:
     return word.split("=", 1) if word.startswith("--") else [word]
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _value(word: str, text: str, default: object) -> Any:
-    value = text if isinstance(default, str) else read_literal(text)
-    kind = float if isinstance(default, float) else type(default)
-    good = default is None or isinstance(value, kind) or (kind is float and type(value) is int)
-    if not good or isinstance(value, bool):
+def _value(word: str, text: str, hint: Any) -> Any:
+    value = text if hint is str else read_literal(text)
+    whole = type(value) is int and hint is float
+    if isinstance(value, bool) or not (whole or isinstance(value, hint)):
         raise WeftError(f"option: {word} cannot be {clip(text)}.", rule="option")
     return value
 

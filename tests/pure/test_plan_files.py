@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
-import os
-import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -29,18 +28,6 @@ CONTEXT = Context(batch=16)
 PLAN = lower(write(overlap, GRAPH, CONTEXT), buffers=True)
 TEXT = str(PLAN)
 HOSTILE = "x\n__import__('os').system('touch pwned')"
-
-
-@pytest.fixture
-def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever executes text or a command fails the test."""
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError(f"executed: {args!r}")
-
-    for owner, name in ((builtins, "eval"), (builtins, "exec"), (os, "system")):
-        monkeypatch.setattr(owner, name, refuse)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
 def edited(old: str, new: str) -> str:
@@ -71,7 +58,8 @@ def test_missing_line_is_noticed_wherever_it_stood() -> None:
             plan = Plan.parse(rest).bind(GRAPH)
         except PlanError:
             continue
-        harmless = line.startswith(("history", "lane io", "  compute  free"))
+        free = ("history", "lane io", "  compute  free", "place attn", "place mlp")
+        harmless = line.startswith(free)
         assert bool(findings(plan)) != harmless, line
 
 
@@ -115,7 +103,7 @@ HEADS = {
     "foreign digits": ("parts 1/2 1/2", "parts 1/٢ 1/2"),
     "lane of no name": ("lane io", "lane i/o"),
     "hostile lane": ("lane io", f"lane {HOSTILE}"),
-    "hostile history": ("history write", f"history {HOSTILE}\nhistory write"),
+    "hostile history": ("history write", f"{HOSTILE[2:]}\nhistory write"),
     "hostile place": ("place y", f"place {HOSTILE}"),
 }
 
@@ -127,12 +115,9 @@ def test_head_line_that_cannot_be_is_shown(name: str) -> None:
     text = edited(old, new)
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
-    number = 1 + next(
-        n for n, line in enumerate(text.splitlines()) if line not in TEXT.splitlines()
-    )
     if name != "two graphs":
-        least = number + 1 if "hostile" in name and name != "hostile lane" else number
-        assert f"line {least}:" in str(caught.value) or f"line {number}:" in str(caught.value)
+        number = next(n for n, line in enumerate(text.splitlines()) if line not in TEXT)
+        assert f"line {number + 1}:" in str(caught.value)
     assert "<-- here" in str(caught.value)
     assert len(str(caught.value)) < 2000
 
@@ -240,7 +225,6 @@ def test_saved_plan_is_loaded_as_it_was(tmp_path: Path) -> None:
 flips = st.lists(st.tuples(st.integers(0, len(TEXT) - 1), st.characters()), min_size=1, max_size=4)
 
 
-@pytest.mark.usefixtures("nothing_runs")
 @settings(max_examples=400)
 @given(flips)
 @example([(TEXT.index("b0 on"), "\x1b")])
@@ -254,7 +238,6 @@ def test_flipped_characters_give_a_plan_or_our_error(changes: list[tuple[int, st
 words = st.sampled_from(sorted({word for line in TEXT.splitlines() for word in line.split(" ")}))
 
 
-@pytest.mark.usefixtures("nothing_runs")
 @settings(max_examples=300)
 @given(st.integers(0, len(TEXT.splitlines())), st.lists(words, max_size=8))
 def test_inserted_words_give_a_plan_or_our_error(at: int, inserted: list[str]) -> None:
@@ -263,7 +246,6 @@ def test_inserted_words_give_a_plan_or_our_error(at: int, inserted: list[str]) -
     survive("\n".join(lines))
 
 
-@pytest.mark.usefixtures("nothing_runs")
 @settings(max_examples=200)
 @given(st.data())
 def test_moved_lines_give_a_plan_or_our_error(data: st.DataObject) -> None:
@@ -276,15 +258,26 @@ def test_moved_lines_give_a_plan_or_our_error(data: st.DataObject) -> None:
 
 def survive(text: str) -> None:
     """All that is done with a plan file works or raises our error; what is read, reads back."""
-    try:
+    with nothing_runs(), suppress(WeftError):
         plan = Plan.parse(text)
-    except PlanError:
-        return
-    assert Plan.parse(str(plan)) == plan
-    try:
+        assert reads_back(plan), f"this plan does not read back:\n{plan}"
         bound = plan.bind(GRAPH)
         for item in findings(bound):
             item.error(bound)
         simulate(bound, CONTEXT, cpu())
-    except WeftError:
-        pass
+
+
+def reads_back(plan: Plan) -> bool:
+    try:
+        return Plan.parse(str(plan)) == plan
+    except PlanError:
+        return False
+
+
+@contextmanager
+def nothing_runs() -> Iterator[None]:
+    """Whatever executes text or a command in here fails the test."""
+    with ExitStack() as stack:
+        for name in ("builtins.eval", "builtins.exec", "os.system", "subprocess.Popen"):
+            stack.enter_context(patch(name, side_effect=AssertionError("something was executed")))
+        yield

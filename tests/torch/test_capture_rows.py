@@ -26,6 +26,7 @@ class Case:
     mixing: tuple[str, ...] = ()
     exact: bool = True
     seeded: bool = False
+    batch: int | None = None
 
 
 def rand(*sizes: int) -> torch.Tensor:
@@ -58,7 +59,7 @@ def cases() -> list[Case]:
         Case("view batch-major", lambda x: x.view(x.shape[0] * 5, 4).exp().view(x.shape[0], 5, 4), x),
         Case("view sequence-major", lambda x: x.transpose(0, 1).reshape(-1, 4).exp() * 2, x),
         Case("view sequence-major and back",
-             lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, -1, 4).sum(0), x),
+             lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, -1, 4).sum(0), x, exact=False),
         Case("view mixing batch", lambda x: x.view(3, -1, 4).sum(1), x, ("view",)),
         Case("view minus one", lambda x: x.reshape(-1, 2, 2).sum(-1), x),
         Case("flatten all", lambda x: x.flatten() * 2, x),
@@ -73,7 +74,7 @@ def cases() -> list[Case]:
         Case("roll along rows", lambda x: x.roll(1, 1) + x, x),
         Case("roll flattened", lambda x: x.roll(1) + x, x, ("roll",)),
         Case("flip", lambda x: x.flip(0) * 2, x, ("flip",)),
-        Case("permuted rows", lambda x: x.index_select(0, torch.arange(x.shape[0]).flip(0)) + x, x, ("flip",)),
+        Case("permuted rows", lambda x: x.index_select(0, torch.arange(x.shape[0]).flip(0)) + x, x, ("arange",)),
         Case("first row", lambda x: x + x[0], x, ("getitem",)),
         Case("last row", lambda x: x + x[-1:], x, ("getitem",)),
         Case("half of the batch", lambda x: x[: x.shape[0] // 2] * 2, x, ("getitem",)),
@@ -106,11 +107,11 @@ def cases() -> list[Case]:
         Case("dropout in eval", lambda x: F.dropout(x + 1, 0.5, training=False) * 2, x),
         Case("rand", lambda x: x + torch.rand(x.shape[0], 1, 1) * torch.rand_like(x), x, ("rand",), seeded=True),
         Case("two draws", lambda x: (torch.randn(3), x + torch.rand_like(x)), x, ("randn",), seeded=True),
-        Case("masked select", lambda x: x[x > 0] * 2, x, ("getitem",)),
+        Case("masked select", lambda x: x[x > 0] * 2, x),
         Case("where", lambda x: torch.where(x > 0, x, -x), x),
         Case("one hot", lambda x: F.one_hot(x.argmax(-1), 4), x),
         Case("gather", lambda x: x.gather(1, x.argsort(1)), x),
-        Case("gather over batch", lambda x: x.gather(0, x.argsort(0)), x, ("argsort", "gather")),
+        Case("gather over batch", lambda x: x.gather(0, x.argsort(0)), x, ("argsort",)),
         Case("topk", lambda x: x.topk(2, -1)[0] * 2, x),
         Case("scatter", lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x), x),
         Case("row numbers as index", lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)], x, ("arange",)),
@@ -121,14 +122,16 @@ def cases() -> list[Case]:
         Case("embedding bag", lambda i: F.embedding_bag(i, torch.arange(40.0).view(10, 4)),
              lambda: (torch.randint(0, 10, (6, 5)),), ("embedding_bag",)),
         Case("count", lambda i: torch.bincount(i.flatten(), minlength=10), lambda: (torch.randint(0, 10, (6, 5)),),
-             ("bincount",)),
+             ("flatten",)),
         Case("attention", lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True), x,
              exact=False),
         Case("several outputs", lambda x: {"a": x * 2, "b": (x.sum(1), None, 3), "c": [x]}, x),
         Case("sizes as outputs", lambda x: (x * 2, x.shape[0], x.shape[1] * 2), x),
         Case("no batch at all", lambda: torch.arange(4) + 1, tuple),
         Case("batch second", lambda h: (h.reshape(-1, 4) @ torch.ones(4, 4)).view(h.shape).softmax(0),
-             lambda: (rand(5, 6, 4),), exact=False),
+             lambda: (rand(5, 6, 4),), exact=False, batch=1),
+        Case("batch second, the same size", lambda h: h.flatten(0, 1).exp().view(h.shape).cumsum(0),
+             lambda: (rand(6, 6, 4),), batch=1),
     ]  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def test_whole_and_split_equal_eager(case: Case) -> None:
     fresh_args = lambda: tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, args)  # noqa: E731
     torch.manual_seed(1)
     want = case.fn(*fresh_args())
-    tracer = Tracer()
+    tracer = Tracer(batch=case.batch)
     compiled = tracer.compile(case.fn)
     torch.manual_seed(1)
     compare(compiled(*fresh_args()), want, exact=True)

@@ -76,7 +76,7 @@ class _Maker:
         if batched:
             shape, batch = (rows, units), Batch(0)
             if self.chance(0.12):
-                shape, batch = (units, rows), Batch(1)
+                shape, batch = (units + 1, rows), Batch(1)
             elif self.chance(0.06):
                 shape, batch = (rows * 2, units), Batch(0, outer=Size.of(2))
         dtype = "opaque" if not batched and alias_of is None and self.chance(0.03) else "float32"

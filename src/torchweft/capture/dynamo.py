@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import SYMBOLIC, Symbols, size_of
@@ -99,16 +99,19 @@ def capture(
     example_inputs: Sequence[Any] = (),
     *,
     rules: Sequence[MarkRule] = (),
-    batch: str | Sequence[str] | None = None,
+    batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
 ) -> Captured:
-    """Turn Dynamo's graph into ours. `batch` names the symbol (or several that are one) to cut.
+    """Turn Dynamo's graph into ours.
+
+    `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
+    that are one. By default the dims that the user marked dynamic, else dim 0.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
     marks, matched = marks_of(gm.graph, rules)
     best: tuple[float, Rows, Assembly] | None = None
-    for symbols in _candidates(gm, batch):
+    for symbols in _candidates(gm, example_inputs, batch):
         declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
         rows = find_rows(gm, symbols, declared)
         units = find_units(gm.graph, rows, marks)
@@ -129,32 +132,41 @@ def _share(assembly: Assembly) -> float:
     return counts["row-wise"] / max(1, sum(counts.values()))
 
 
-def _candidates(gm: fx.GraphModule, batch: str | Sequence[str] | None) -> list[Symbols]:
-    """The symbols that may be the batch: those asked for, else the commonest size of dim 0."""
+def _candidates(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], batch: int | str | Sequence[str] | None
+) -> list[Symbols]:
+    """The symbols that may be the batch: those asked for, else the commonest sizes of its dim."""
     counts: Counter[Any] = Counter()
+    marked: Counter[Any] = Counter()
     known: dict[str, Any] = {}
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        for leaf in tree_leaves(node.meta.get("example_value")):
-            sizes = list(leaf.shape) if isinstance(leaf, torch.Tensor) else [leaf]
-            for dim, size in enumerate(sizes):
-                if not isinstance(size, torch.SymInt):
-                    continue
-                known.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
-                if isinstance(leaf, torch.Tensor) and dim == 0 and size.node.expr.is_symbol:
-                    counts[size.node.expr] += 1
-    if batch is not None:
-        names = [batch] if isinstance(batch, str) else list(batch)
-        for name in names:
-            if name not in known:
-                raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
-        chosen = [known[name] for name in names]
-        return [Symbols(chosen[0], frozenset(chosen[1:]))]
-    if not counts:
-        return [Symbols()]
-    most = max(counts.values())
-    return [Symbols(symbol) for symbol, count in counts.items() if count == most][:4]
+    wanted = batch if isinstance(batch, int) else 0
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for number, node in enumerate(placeholders):
+        leaf = node.meta.get("example_value")
+        is_tensor = isinstance(leaf, torch.Tensor)
+        given = example_inputs[number] if number < len(example_inputs) else None
+        for dim, size in enumerate(leaf.shape if is_tensor else [leaf]):
+            if not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            known.update({str(symbol): symbol for symbol in expr.free_symbols})
+            if is_tensor and expr.is_symbol:
+                counts[expr] += dim == wanted
+                marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
+    if batch is not None and not isinstance(batch, int):
+        return [_named(batch, known)]
+    counts = +marked if batch is None and +marked else +counts
+    most = max(counts.values(), default=0)
+    return [Symbols(symbol) for symbol, count in counts.items() if count == most][:4] or [Symbols()]
+
+
+def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
+    names = [batch] if isinstance(batch, str) else list(batch)
+    for name in names:
+        if name not in known:
+            raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
+    chosen = [known[name] for name in names]
+    return Symbols(chosen[0], frozenset(chosen[1:]))
 
 
 def _captured(

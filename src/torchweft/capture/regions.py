@@ -95,6 +95,8 @@ def _append(done: list[Region], unit: Unit) -> None:
 
 def _needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
     """Whether a unit must stay behind a region: it reads what that makes, or one writes."""
+    if unit.draws and any(other.draws for other in region.units):
+        return True  # draws keep their order, or they would draw other numbers
     if unit.writes & (region.reads | region.writes) or unit.reads & region.writes:
         return True
     if unit.writes and any(unit.writes & storages(rows.value(node)) for node in region.nodes):

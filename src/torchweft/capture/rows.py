@@ -33,7 +33,11 @@ from torchweft.capture.flops import flops_of
 from torchweft.capture.rows_table import rule_for
 
 ORDER = ("batch-free", "row-wise", "random", "mixing")
-QUIET = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::is_contiguous")
+QUIET = frozenset(
+    "prim::device prim::layout aten::size aten::stride aten::numel aten::dim aten::storage_offset aten::sym_size "
+    "aten::sym_stride aten::sym_numel aten::sym_storage_offset aten::is_contiguous aten::is_strides_like_format "
+    "aten::is_non_overlapping_and_dense".split()
+)
 INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
@@ -134,7 +138,7 @@ class _Watcher(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if self.call is None or name.startswith(QUIET):
+        if self.call is None or name in QUIET:
             return result
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         bare = name.partition("::")[2]
@@ -176,7 +180,7 @@ def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
     shaped = any(symbols.dims(tensor) for tensor in everything)
     if not shaped and not scalars and not any(aten.axis_of(tensor) for tensor in aten.tensors):
         return "batch-free", [None] * len(aten.results)
-    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+    if _by_data(aten):
         raise Mixes("what it makes depends on the data of the whole batch")
     if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
         raise Mixes("it reads a value whose rows cannot be told apart")
@@ -193,6 +197,14 @@ def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
         if axis is None or not symbols.fits(axis, tensor):
             raise Mixes("its result has no clear rows")
     return "row-wise", axes
+
+
+def _by_data(aten: AtenCall) -> bool:
+    """Whether the shape of the result, or a number, depends on data."""
+    if aten.name in ("index", "_unsafe_index"):  # tagged so for the sake of masks only
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in aten.tensors[1:])
+    tags = aten.func.tags
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 def _keeps_all(aten: AtenCall) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental import _config as fx_config
+from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.reference import run_reference
@@ -33,12 +34,19 @@ def tracing() -> Iterator[None]:
         yield
 
 
+def make_dynamic(inputs: Any, dim: int = 0) -> None:
+    """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims)."""
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
+
+
 @dataclass
 class Tracer:
     """Captures, and runs what was captured by the reference."""
 
     rules: Sequence[MarkRule] = ()
-    batch: str | Sequence[str] | None = None
+    batch: int | str | Sequence[str] | None = None
     cut: Callable[[int], Sequence[int]] | None = None
     captures: list[Captured] = field(default_factory=list)
 
@@ -57,10 +65,12 @@ class Tracer:
         return run
 
     def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
-        """The model under this tracer, with dynamic sizes."""
-        compiled = torch.compile(model, backend=self, dynamic=True, fullgraph=fullgraph)
+        """The model under this tracer; the batch is dynamic from the first call on."""
+        compiled = torch.compile(model, backend=self, fullgraph=fullgraph)
+        dim = self.batch if isinstance(self.batch, int) else 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            make_dynamic((args, kwargs), dim)
             with tracing():
                 return compiled(*args, **kwargs)
 

@@ -20,6 +20,7 @@ class Toucher:
         self.store = Store(plan, graph)
         self.reference = reference(graph, plan.num_parts)
         self.made_on: dict[str, str] = {}
+        self.merged: dict[str, Location] = {}
         self.step = plan.steps[0] if plan.steps else Step("wait", "")
         self.access, self.clock = Access(0, 0, 0), list[int]()
 
@@ -143,14 +144,15 @@ class Toucher:
     def merge(self, name: str, cells: Range, device: str) -> None:
         """Hand out an output: all of it, in one location, in its final version."""
         root = self.graph.root[name]
-        self.view(name, None, device)
-        whole = self.store.cells_of(root, None)
-        location = self.store.where(root, device, whole)
+        location = self.store.where(name, device, cells)  # an alias may have been copied here
         if location is None:
-            self.missing(root, whole, device)
+            self.view(name, None, device)
+            location = self.store.where(root, device, self.store.cells_of(root, None))
+        if location is None:
+            self.missing(root, cells, device)
             return
-        self.made_on[name] = device
-        for part, cell in enumerate(location.take(*whole), whole[0]):
+        self.merged[name] = location
+        for part, cell in enumerate(location.cells):
             self.read(cell, self.reference.final[root], name, part)
 
     def free(self, name: str, cells: Range, device: str) -> None:
@@ -209,30 +211,26 @@ class Toucher:
     def finish(self) -> None:
         """After the last step: outputs and changed inputs have their final versions."""
         graph, store = self.graph, self.store
-        inputs = [name for name in graph.inputs if graph.root[name] == name]
-        ends = dict.fromkeys([*graph.outputs, *(name for name in inputs if name in graph.mutated)])
-        for name in ends:
-            root = graph.root[name]
+        for name in dict.fromkeys(graph.outputs):
             device = store.home if name in graph.inputs else self.made_on.get(name, store.home)
-            location = store.where(root, device, store.cells_of(root, None))
-            for cell in location.cells if location else [Cell()]:
-                if cell.lost is None and cell.version == self.reference.final[root]:
-                    continue
-                if cell.lost is not None:
-                    lost = self.plan.steps[cell.lost].label
-                    self.findings.append(
-                        Finding(
-                            "memory",
-                            f"{lost} destroys {name!r}, which is handed out.",
-                            cell.lost,
-                            "",
-                            self.rank,
-                        )
-                    )
-                else:
-                    text = f"at the end {name!r} is not what the graph makes it."
-                    self.findings.append(Finding("order", text, None, "", self.rank))
-                break
+            whole = store.cells_of(graph.root[name], None)
+            location = self.merged.get(name) or store.where(graph.root[name], device, whole)
+            self.last(name, location)
+        for name in graph.inputs:
+            if name in graph.mutated:
+                self.last(name, store.where(name, store.home, store.cells_of(name, None)))
+
+    def last(self, name: str, location: Location | None) -> None:
+        """Check what is handed back to the caller."""
+        for cell in location.cells if location else [Cell()]:
+            if cell.lost is not None:
+                text = f"{self.plan.steps[cell.lost].label} destroys {name!r}, which is handed out."
+                self.findings.append(Finding("memory", text, cell.lost, "", self.rank))
+                return
+            if cell.version != self.reference.final[self.graph.root[name]]:
+                text = f"at the end {name!r} is not what the graph makes it."
+                self.findings.append(Finding("order", text, None, "", self.rank))
+                return
 
     def read(self, cell: Cell, version: int | None, name: str, part: int) -> None:
         """Check one read: something is there, nobody is writing it, and it is the right version."""

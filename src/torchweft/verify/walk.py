@@ -54,7 +54,7 @@ class Rank:
         self.targets = {step.target for step in plan.steps if step.kind == "wait"}
         self.ends: dict[str, Clock] = {}
         self.flying: dict[
-            tuple[tuple[str, ...], Range | None], tuple[Access, int, int, list[Talk]]
+            tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[Talk]]
         ] = {}
         self.said: dict[Channel, list[Talk]] = {}
         self.toucher = Toucher(number, plan, graph, findings)
@@ -95,6 +95,8 @@ class Walk:
         step, label = rank.plan.steps[index], rank.labels[index]
         if step.kind == "wait" and not self.wait(lane, step, index):
             return False
+        if step.kind == "complete" and (step.names, step.parts) not in rank.flying:
+            return False
         if not lane.begun:
             lane.clock[lane.number] = 2 * lane.at + 1
             lane.begun = True
@@ -131,24 +133,18 @@ class Walk:
             talks = self.talk(lane, step, index)
             lane.rank.toucher.run(step, access, lane.clock)
             if flying:
-                lane.rank.flying[step.names, step.parts] = (access, lane.number, end, talks)
+                known = list(lane.clock)
+                known[lane.number] = end
+                lane.rank.flying[step.names, step.parts] = (access, known, talks)
             else:
                 lane.talks = talks
         elif step.kind == "complete":
-            self.complete(lane, step, index, end)
+            access, known, lane.talks = lane.rank.flying[step.names, step.parts]
+            _merge(lane.clock, known)
+            access.lane, access.end = lane.number, end
         elif step.kind != "wait":
             access = Access(index, lane.number, end)
             lane.rank.toucher.move(step, access, lane.clock)
-
-    def complete(self, lane: Lane, step: Step, index: int, end: int) -> None:
-        """End what an issue started: from here on its bytes are free again."""
-        flying = lane.rank.flying.get((step.names, step.parts))
-        if flying is None or flying[2] > lane.clock[flying[1]]:
-            text = f"{step.label} on lane {step.lane!r} is not ordered behind its issue."
-            self.report(lane, "race", text, index)
-        if flying is not None:
-            access, _, _, lane.talks = flying
-            access.lane, access.end = lane.number, end
 
     def talk(self, lane: Lane, step: Step, index: int) -> list[Talk]:
         """Start the collectives of a step, each behind the last one of its channel."""
@@ -213,6 +209,8 @@ class Walk:
             later = [lane.rank.labels[index] for index in lane.steps[lane.at :]]
             if step.kind == "wait" and step.target in later:
                 why += ", which stands behind it on the same lane"
+            elif step.kind == "complete" and (step.names, step.parts) not in lane.rank.flying:
+                why += ", which nothing has issued yet"
             elif step.kind != "wait":
                 why += ", a collective that another rank does not start"
             lines.append(f"{rank}lane {lane.name!r} {why}")

@@ -1,0 +1,155 @@
+"""Machines and machine files: lanes, devices and links that exist, or a clear `MachineError`."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchweft.blueprint import transformer
+from torchweft.context import Context
+from torchweft.errors import MachineError
+from torchweft.files import write_json
+from torchweft.lower import lower
+from torchweft.machine import Device, Lane, Link, Machine, cpu, load_machine, to_data
+from torchweft.runtimes.simulator import simulate
+from torchweft.strategies import overlap
+from torchweft.write import write
+
+TWO = Machine(
+    "two",
+    (Device("cpu"), Device("gpu0", flops_per_s=1e12)),
+    (Lane("compute"), Lane("stream0", "gpu0"), Lane("network", uses=("network",), via="compute")),
+    (Link("cpu", "gpu0"), Link("gpu0", "cpu", 2e9, 2e-5)),
+)
+DATA: dict[str, Any] = json.loads(json.dumps(to_data(TWO)))
+CONTEXT = Context(batch=16)
+PLAN = lower(write(overlap, transformer(1), CONTEXT))
+
+
+def load(data: object, folder: Path) -> Machine:
+    write_json(folder / "machine.json", data)
+    return load_machine(folder / "machine.json")
+
+
+def test_machine_file_reads_back(tmp_path: Path) -> None:
+    for machine in (TWO, cpu(), cpu(3, capacity=2.0, memory_bytes=2**30)):
+        assert load(to_data(machine), tmp_path) == machine
+
+
+def test_cpu_has_the_lanes_it_was_asked_for() -> None:
+    assert [lane.name for lane in cpu(2).lanes] == ["compute", "compute1", "network", "io"]
+    assert cpu().lane["network"].via == "compute"
+    assert cpu(network_share=0.25).device["cpu"].network_share == 0.25
+
+
+def test_links_join_devices_in_one_direction() -> None:
+    assert TWO.link("gpu0", "cpu").bytes_per_s == 2e9
+    with pytest.raises(MachineError, match="nothing joins device 'cpu' to 'cpu'"):
+        TWO.link("cpu", "cpu")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "rate": (lambda: cpu(flops=1), "Did you mean 'flops_per_s'"),
+    "no lanes": (lambda: cpu(0), "at least one compute lane"),
+    "negative rate": (lambda: cpu(bytes_per_s=-1.0), "bytes_per_s cannot be -1.0"),
+    "no rate": (lambda: cpu(flops_per_s=0), "flops_per_s cannot be 0"),
+    "no number": (lambda: cpu(capacity=float("nan")), "capacity cannot be nan"),
+    "word for a rate": (lambda: cpu(capacity="much"), "capacity cannot be 'much'"),
+    "endless latency": (lambda: cpu(network_latency_s=1e308), "network_latency_s cannot be"),
+    "endless number": (lambda: cpu(capacity=10**400), "capacity cannot be"),
+    "no device": (lambda: Machine("m", (), (Lane("a"),)), "no device"),
+    "no lane": (lambda: Machine("m", (Device("cpu"),), ()), "no lane"),
+    "two lanes": (lambda: Machine("m", (Device("cpu"),), (Lane("a"), Lane("a"))), "two lanes"),
+    "foreign device": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", "gpu"),)), "unknown device 'gpu'"
+    ),
+    "via nothing": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", via="b"),)), "no lane with a thread"
+    ),
+    "via itself": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", via="a"),)), "no lane with a thread"
+    ),
+    "resource": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", uses=("gpu",)),)), "Known: compute, io"
+    ),
+    "link": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a"),), (Link("cpu", "x"),)), "joins no two"
+    ),
+    "link rate": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a"),), (Link("cpu", "cpu", -1.0),)), "link"
+    ),
+    "link latency": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a"),), (Link("cpu", "cpu", 1e9, -1.0),)),
+        "link",
+    ),
+    "hostile lane": (lambda: Machine("m", (Device("cpu"),), (Lane("x\ny"),)), "is not a name"),
+    "hostile machine": (lambda: Machine("x\ny", (Device("cpu"),), (Lane("a"),)), "is not a name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_machine_that_cannot_exist_is_refused(name: str) -> None:
+    make, says = WRONG[name]
+    with pytest.raises(MachineError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("found", [None, [], {}, {"weft_machine": 2}, {"weft_machine": 1}, "x", 1])
+def test_file_that_is_no_machine_is_refused(found: object, tmp_path: Path) -> None:
+    with pytest.raises(MachineError):
+        load(found, tmp_path)
+
+
+@pytest.mark.parametrize("field", ["devices", "lanes", "links", "name"])
+@pytest.mark.parametrize("value", [1, True, 1.5, "x y", {"a": 1}, [1], [None], [[]]])
+def test_field_of_the_wrong_kind_is_refused(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(MachineError):
+        load({**DATA, field: value}, tmp_path)
+
+
+def test_unknown_field_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="more"):
+        load({**DATA, "more": 1}, tmp_path)
+    with pytest.raises(MachineError, match="speed"):
+        load({**DATA, "devices": [{"name": "cpu", "speed": 1}]}, tmp_path)
+
+
+fields = st.sampled_from(
+    [(part, number, key) for part in ("devices", "lanes", "links") for number in range(2)
+     for key in DATA[part][number]]
+)  # fmt: skip
+numbers = st.integers() | st.floats() | st.sampled_from([10**400, 1e308, 5e-324, -0.0, 0, 1e-12])
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(fields, anything), min_size=1, max_size=3))
+def test_wrong_kinds_anywhere_give_a_machine_or_our_error(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[tuple[str, int, str], Any]]
+) -> None:
+    data = json.loads(json.dumps(DATA))
+    for (part, number, key), value in changes:
+        data[part][number][key] = value
+    with suppress(MachineError):
+        machine = load(data, tmp_path_factory.getbasetemp())
+        simulate(PLAN, CONTEXT, machine).to_text()
+
+
+@given(anything)
+def test_any_data_is_a_machine_or_our_error(
+    tmp_path_factory: pytest.TempPathFactory, found: Any
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    for data in (found, {"weft_machine": 1, "devices": found, "lanes": found, "links": found}):
+        with suppress(MachineError):
+            load(data, folder)
