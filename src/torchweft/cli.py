@@ -162,7 +162,8 @@ def verify_command(plans: PlanFiles, graph: Graphs, as_json: Json = False) -> No
             say(str(item.error(loaded[item.rank], num_ranks=len(loaded))) + "\n")
         what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
         steps = sum(len(plan.steps) for plan in loaded)
-        say(f"{what} unsafe: {len(found)} findings" if found else f"{what} safe: {steps} steps")
+        verdict = f"unsafe: {len(found)} found" if found else f"safe: {steps} steps"
+        say(f"{what} {verdict}")
     raise typer.Exit(1 if found else 0)
 
 
@@ -283,7 +284,7 @@ def strategies_command(as_json: Json = False) -> None:
 @app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"one of: {', '.join(BENCHES)}")],
+    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHES)}")] = "",
     as_json: Json = False,
 ) -> None:
     """Measure one of Weft's own parts; options of the bench follow its name."""

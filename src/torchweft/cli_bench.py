@@ -4,7 +4,7 @@ A bench is a module `torchweft.bench.NAME` with
 
     def run(*, num_plans: int = 20_000, seed: int = 0, progress=None) -> (rows, summary)
 
-Its keyword-only arguments are the options (`--plans`, `--seed`); `progress(done, total)` moves a bar.
+Its keyword-only arguments are the options (`--plans`, `--seed`); it calls `progress(done, total)`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from torchweft.cli_text import read_literal, say, say_json
+from torchweft.cli_text import printable, read_literal, say, say_json
 from torchweft.errors import WeftError, clip, unknown
 
 BENCHES = ("verify",)
 MAX_ROWS = 40
+MAX_CELL = 60
 Row = Mapping[str, Any]
 
 
 def run_bench(name: str, words: Sequence[str], *, as_json: bool) -> None:
     """Run a bench and print its rows. Raises `WeftError` for an unknown name or option."""
+    if not name:
+        raise WeftError(f"bench: which one? Known: {', '.join(BENCHES)}.", rule="bench")
     if name not in BENCHES:
         raise WeftError(f"bench: {unknown('bench', name, BENCHES)}", rule="bench")
     run = importlib.import_module(f"torchweft.bench.{name}").run
@@ -90,21 +93,27 @@ def _with_bar(name: str, run: Callable[..., Any], options: dict[str, Any]) -> An
 
 
 def _show(name: str, rows: list[Row], summary: Row) -> None:
+    """One table for all rows of the same columns, then the summary."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(*columns, title=f"bench {name}")
-    for row in rows[:MAX_ROWS]:
-        table.add_row(*(_cell(row.get(column, "")) for column in columns))
-    if columns:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row), []).append(row)
+    for columns, alike in kinds.items():
+        table = Table(*columns)
+        for row in alike[:MAX_ROWS]:
+            table.add_row(*(escape(_cell(value)) for value in row.values()))
         console.print(table)
-    if len(rows) > MAX_ROWS:
-        say(f"... and {len(rows) - MAX_ROWS} more rows; --json gives all")
-    for key, value in summary.items():
-        say(f"{key}: {_cell(value)}")
+        if len(alike) > MAX_ROWS:
+            say(f"... and {len(alike) - MAX_ROWS} more rows; --json gives all")
+    say(f"bench {name}: " + ", ".join(f"{key} {_cell(value)}" for key, value in summary.items()))
 
 
 def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A value as short text; what is long stands in the JSON."""
+    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+    line = text.partition("\n")[0]
+    return line if line == text and len(line) <= MAX_CELL else line[:MAX_CELL] + " ..."

@@ -223,7 +223,8 @@ def target_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target)
     module = getattr(target, "__module__", None) or "torch"
-    return f"{module}.{getattr(target, '__qualname__', None) or getattr(target, '__name__', target)}"
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", target)
+    return f"{module}.{str(name).removeprefix('_VariableFunctionsClass.')}"
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

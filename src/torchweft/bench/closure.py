@@ -157,17 +157,17 @@ def _precede(first_run: _FirstRun, order: list[Event]) -> _Before:
     return _Before(numbers, sets)
 
 
-def _conflicts(reading: Reading) -> set[tuple[Action, Action]]:
+def _conflicts(reading: Reading) -> dict[tuple[Action, Action], None]:
     """All pairs of actions that touch overlapping bytes, not both only reading."""
     touching: dict[Cell, list[Action]] = {}
     for action in reading.actions:
         for cell in action.touches:
             touching.setdefault(cell, []).append(action)
-    found: set[tuple[Action, Action]] = set()
+    found: dict[tuple[Action, Action], None] = {}
     for action in reading.actions:
         for cell in action.writes:
             for near in (cell, *reading.overlaps.get(cell, ())):
-                found.update(
-                    (action, other) for other in touching.get(near, ()) if other is not action
-                )
+                for other in touching.get(near, ()):
+                    if other is not action:
+                        found[action, other] = None
     return found

@@ -55,20 +55,20 @@ class Action:
     talks: tuple[Talk, ...] = ()
 
     @cached_property
-    def writes(self) -> frozenset[Cell]:
-        """The cells that it changes."""
-        found: set[Cell] = set()
+    def writes(self) -> dict[Cell, None]:
+        """The cells that it changes, in a fixed order."""
+        found: dict[Cell, None] = {}
         for move in self.moves:
             if move.kind in ("raise", "make", "clear"):
-                found.update(move.cells)
+                found.update(dict.fromkeys(move.cells))
             elif move.kind == "copy":
-                found.add(move.cells[1])
-        return frozenset(found)
+                found[move.cells[1]] = None
+        return found
 
     @cached_property
-    def touches(self) -> frozenset[Cell]:
-        """The cells that it reads or changes."""
-        return frozenset(cell for move in self.moves for cell in move.cells)
+    def touches(self) -> dict[Cell, None]:
+        """The cells that it reads or changes, in a fixed order."""
+        return {cell: None for move in self.moves for cell in move.cells}
 
 
 Overlaps = dict[Cell, tuple[Cell, ...]]

@@ -90,14 +90,14 @@ def double_op(rng: Random, plan: Plan) -> Plan | None:
 
 def overlap_places(rng: Random, plan: Plan) -> Plan | None:
     """The plan with one place moved onto another one."""
+    has_batch = {place: plan.graph.value[place.value].batch is not None for place in plan.places}
     pairs = [
         (one, two)
         for one in plan.places
         for two in plan.places
-        if one.value != two.value and two.buffer is not None
-        and (plan.graph.value[one.value].batch is None) == (plan.graph.value[two.value].batch is None)
-        and _device(plan, one.value) == _device(plan, two.value)
-    ]  # fmt: skip
+        if one.value != two.value and two.buffer is not None and has_batch[one] == has_batch[two]
+        if _device(plan, one.value) == _device(plan, two.value)
+    ]
     if not pairs:
         return None
     one, two = rng.choice(pairs)

@@ -197,23 +197,35 @@ class _Deal:
         for item in order:
             step = self.draft.steps[item]
             node = _Node(step, [item], [item], set(self.before[item]), set(self.starts[item]))
-            if nodes and self.rng.random() < share and self.fits(nodes[-1], node):
-                last = nodes[-1]
-                names = last.step.names + step.names
-                last.step = last.step._replace(names=names, by="fused")
-                last.items.append(item)
-                last.ends.append(item)
-                last.before |= node.before - set(last.items)
-                last.starts |= node.starts - set(last.items)
+            last = next((one for one in reversed(nodes) if one.step.kind != "copy"), None)
+            between = nodes[nodes.index(last) + 1 :] if last is not None else []
+            if last is None or self.rng.random() >= share or not self.fits(last, node, between):
+                nodes.append(node)
                 continue
-            nodes.append(node)
+            names = last.step.names + step.names
+            last.step = last.step._replace(names=names, by="fused")
+            last.items.append(item)
+            last.ends.append(item)
+            copies = {item for copy in between for item in copy.items}
+            last.before |= node.before - set(last.items) - copies
+            last.starts |= node.starts - set(last.items)
         return nodes
 
-    def fits(self, last: _Node, node: _Node) -> bool:
-        """Whether a run can join the kernel before it."""
+    def fits(self, last: _Node, node: _Node, copies: list[_Node]) -> bool:
+        """Whether a run can join the kernel before it, and the copies between come after both.
+
+        They can if they move what the kernel makes into its place: the run then reads it where it
+        was made. A view of it would be left behind, so the run must not make one.
+        """
         one, two = last.step, node.step
         if {one.kind, two.kind} != {"run"} or (one.lane, one.parts) != (two.lane, two.parts):
             return False
+        made = {name for op in one.names for name in self.graph.op[op].makes}
+        aliased = {self.graph.root[name] for name in self.graph.op[two.names[0]].makes}
+        for copy in copies:
+            name = copy.step.names[0]
+            if copy.step.on is not None or name not in made or name in aliased:
+                return False
         actions = [self.actions[item] for item in last.items + node.items]
         if sum(len(action.talks) for action in actions) > 1:
             return False

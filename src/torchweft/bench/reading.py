@@ -55,6 +55,7 @@ class _Reader:
         self.home = plan.lanes[0].device
         self.copied: set[tuple[str, str, int | None]] = set()
         self.ran_on: dict[tuple[str, int | None], str] = {}
+        self.own: set[str] = set()  # what the group of ops being read has made itself
         for step in plan.steps:
             self.note(step)
         self.place_device = {
@@ -102,7 +103,7 @@ class _Reader:
         value = self.graph.value[name]
         if value.alias_of is None:
             if self.place_device.get(name) == device:
-                return ("place", name)
+                return self.birthplace(device, name) if name in self.own else ("place", name)
             if name in self.graph.inputs and device == self.home:
                 return ("caller", name)
             return ("loose", device, name)
@@ -154,6 +155,8 @@ class _Reader:
                 moves += self.touch(step, value, self.parts(step, value), ranged)
             for part in self.op_parts(step, op):
                 moves += self.instance(op, part, self.device(step), ("step", self.rank, at))
+            self.own.update(op.makes)
+        self.own.clear()
         return moves
 
     def instance(

@@ -32,6 +32,9 @@ from torchweft.marks import MarkRule, marks_of
 from torchweft.sizes import Size
 
 
+GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
+
+
 @dataclass(frozen=True)
 class Captured:
     """A graph with everything that is needed to run it."""
@@ -69,11 +72,9 @@ class Captured:
 
     @property
     def row_share(self) -> float:
-        """The share of calls that stand in row-wise ops (batch-free ones count as neither)."""
-        counts = {op.name: self.num_calls[op.name] for op in self.graph.ops if op.rows != "batch-free"}
-        total = sum(counts.values())
-        row_wise = sum(counts[op.name] for op in self.graph.ops if op.rows == "row-wise")
-        return row_wise / total if total else 0.0
+        """The share of calls that stand in row-wise ops."""
+        row_wise = sum(self.num_calls[op.name] for op in self.graph.ops if op.rows == "row-wise")
+        return row_wise / max(1, sum(self.num_calls.values()))
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def capture(
         share = _share(assembly)
         if best is None or share > best[0]:
             best = (share, rows, assembly)
+        if share >= GOOD_SHARE:
+            break
     assert best is not None, "there is always a candidate"
     return _captured(gm, best[1], best[2], frozenset(matched), name)
 
@@ -138,6 +141,7 @@ def _candidates(
     """The symbols that may be the batch: those asked for, else the commonest sizes of its dim."""
     counts: Counter[Any] = Counter()
     marked: Counter[Any] = Counter()
+    hints: dict[Any, Any] = {}
     known: dict[str, Any] = {}
     wanted = batch if isinstance(batch, int) else 0
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -151,13 +155,30 @@ def _candidates(
             expr = size.node.expr
             known.update({str(symbol): symbol for symbol in expr.free_symbols})
             if is_tensor and expr.is_symbol:
+                hints[expr] = size.node.hint
                 counts[expr] += dim == wanted
                 marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
     if batch is not None and not isinstance(batch, int):
         return [_named(batch, known)]
     counts = +marked if batch is None and +marked else +counts
+    return _likely(counts, hints) or [Symbols()]
+
+
+def _likely(counts: Counter[Any], hints: Mapping[Any, Any]) -> list[Symbols]:
+    """Symbols to try, the likeliest first.
+
+    Inputs that never meet have a symbol each although they are one batch (texts and pictures, a
+    mask and its tokens). They are tried as one where they are equal in the example, and kept as
+    one if more calls are row-wise then; `Captured.splits` asks at each call if they are equal.
+    """
     most = max(counts.values(), default=0)
-    return [Symbols(symbol) for symbol, count in counts.items() if count == most][:4] or [Symbols()]
+    common = [symbol for symbol, count in counts.items() if count == most][:4]
+    found = [Symbols(symbol) for symbol in common]
+    if common:
+        same = [symbol for symbol in counts if hints[symbol] == hints[common[0]] is not None]
+        if len(same) > 1:
+            found.insert(0, Symbols(common[0], frozenset(same) - {common[0]}))
+    return found
 
 
 def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:

@@ -83,8 +83,8 @@ def take_rows(
     if outer == 1:
         piece = tensor.narrow(batch.dim, start * inner, (stop - start) * inner)
     else:
-        apart = tensor.unflatten(batch.dim, (outer, -1, inner)).narrow(batch.dim + 1, start, stop - start)
-        piece = apart.flatten(batch.dim, batch.dim + 2)
+        apart = _apart(tensor, batch.dim, outer, inner)
+        piece = apart.narrow(batch.dim + 1, start, stop - start).flatten(batch.dim, batch.dim + 2)
     if not keep_view and tensor.is_contiguous() and not piece.is_contiguous():
         return piece.contiguous()
     return piece
@@ -95,8 +95,14 @@ def merge(parts: Sequence[torch.Tensor], batch: Batch, env: dict[str, int]) -> t
     outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
     if outer == 1:
         return torch.cat(list(parts), batch.dim)
-    apart = [part.unflatten(batch.dim, (outer, -1, inner)) for part in parts]
+    apart = [_apart(part, batch.dim, outer, inner) for part in parts]
     return torch.cat(apart, batch.dim + 1).flatten(batch.dim, batch.dim + 2)
+
+
+def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
+    """Dim `dim` as three: outer, rows, inner."""
+    shape = list(tensor.shape)
+    return tensor.reshape(*shape[:dim], outer, -1, inner, *shape[dim + 1 :])
 
 
 def even_bounds(num_rows: int, num_parts: int) -> tuple[int, ...]:

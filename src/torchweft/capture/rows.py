@@ -125,11 +125,11 @@ def _closed_autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", enabled)
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each ATen operator, moves the axes along and writes into the current call."""
 
     def __init__(self, rows: Rows) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.call: Call | None = None
 
@@ -164,7 +164,7 @@ class _Watcher(TorchDispatchMode):
             axes = [_guess(aten, tensor) for tensor in aten.results]
         else:
             call.worsen(kind, "it draws random numbers" if kind == "random" else "")
-        call.draws = call.draws or torch.Tag.nondeterministic_seeded in aten.func.tags
+        call.draws = call.draws or _draws(aten)
         for tensor, axis in zip(aten.results, axes, strict=True):
             if axis is not None and (id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags):
                 self.rows.axes[tensor] = axis
@@ -172,8 +172,8 @@ class _Watcher(TorchDispatchMode):
 
 def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
     """The kind of one operator and the axes of its results. Raises `Mixes`."""
-    symbols, tags = aten.symbols, aten.func.tags
-    if torch.Tag.nondeterministic_seeded in tags and not _keeps_all(aten):
+    symbols = aten.symbols
+    if _draws(aten):
         return "random", [_guess(aten, tensor) for tensor in aten.results]
     scalars = {name: arg for name, arg in aten.args.items() if symbols.inside(arg)}
     everything = aten.tensors + aten.results
@@ -207,11 +207,13 @@ def _by_data(aten: AtenCall) -> bool:
     return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
-def _keeps_all(aten: AtenCall) -> bool:
-    """Whether an operator that could draw numbers draws none: attention without dropout."""
+def _draws(aten: AtenCall) -> bool:
+    """Whether it draws random numbers; attention without dropout, which could, does not."""
+    if torch.Tag.nondeterministic_seeded not in aten.func.tags:
+        return False
     if aten.name in ("native_dropout", "dropout", "alpha_dropout", "feature_dropout"):
-        return not aten.args.get("train") or aten.args.get("p") == 0
-    return "dropout_p" in aten.args and aten.args["dropout_p"] == 0.0
+        return bool(aten.args.get("train")) and aten.args.get("p") != 0
+    return "dropout_p" not in aten.args or aten.args["dropout_p"] != 0.0
 
 
 def _guess(aten: AtenCall, tensor: torch.Tensor) -> Axis | None:
@@ -289,6 +291,9 @@ class _Walker:
             self._tag_input(call.value)
         finally:
             self.watcher.call = None
+        leaves = tree_leaves((call.value, self._arguments(node.args)))
+        if any(isinstance(leaf, torch.Tensor) and self.rows.axis(leaf) for leaf in leaves):
+            call.worsen("row-wise")  # it may have done nothing at all: `x.contiguous()`
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
 

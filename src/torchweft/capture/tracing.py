@@ -28,7 +28,7 @@ from torchweft.marks import MarkRule, require_matched
 def tracing() -> Iterator[None]:
     """Settings of Dynamo under which the batch can be told from other dims of the same size."""
     with (
-        fx_config.patch(use_duck_shape=False),
+        fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(specialize_float=True),
     ):
         yield

@@ -11,6 +11,7 @@ autocast or grad mode, are no units: they are put wherever they are needed.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,7 @@ def _mark_cheap(units: list[Unit], rows: Rows) -> None:
     results that a single call needs."""
     written = set().union(*(unit.writes for unit in units)) if units else set()
     home = {node: unit for unit in units for node in unit.nodes}
+    names = Counter(id(call.value) for call in rows.calls.values())
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
@@ -179,8 +181,8 @@ def _mark_cheap(units: list[Unit], rows: Rows) -> None:
         for user in users:
             found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
-        if _is_pure(unit, rows, written):
-            call = rows.calls[unit.first]
+        call = rows.calls[unit.first]
+        if _is_pure(unit, rows, written) and names[id(call.value)] == 1:
             unit.cheap = call.only_views or (len(found) == 1 and _bytes(call.value) <= SMALL_BYTES)
 
 

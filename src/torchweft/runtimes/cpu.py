@@ -130,23 +130,29 @@ def run(
     bounds: Sequence[int],
     lanes: Lanes,
     *,
+    numbers: Sequence[int] = (),
     num_threads: int | None = None,
 ) -> tuple[Any, ...]:
     """Run one call and give its outputs. Raises `RunError` if an op fails.
 
+    numbers: what `program.numbers` gave for these bounds.
     num_threads: intra-op threads of the other lanes; default: as many as the caller's.
     """
-    call = _run(program, inputs, bounds, lanes, num_threads)
-    outputs: tuple[Any, ...] = call[0]
-    return outputs
+    return _run(program, inputs, bounds, lanes, numbers, num_threads)[0]
 
 
 def run_traced(
-    program: Program, inputs: Sequence[Any], bounds: Sequence[int], lanes: Lanes
+    program: Program,
+    inputs: Sequence[Any],
+    bounds: Sequence[int],
+    lanes: Lanes,
+    *,
+    numbers: Sequence[int] = (),
+    num_threads: int | None = None,
 ) -> tuple[tuple[Any, ...], Trace]:
     """Run one call of a traced program: its outputs, and what happened when."""
-    outputs, spans = _run(program, inputs, bounds, lanes, None)
-    return outputs, _trace(program, spans)
+    outputs, marks = _run(program, inputs, bounds, lanes, numbers, num_threads)
+    return outputs, _trace(program, marks)
 
 
 def _run(
@@ -154,13 +160,16 @@ def _run(
     inputs: Sequence[Any],
     bounds: Sequence[int],
     lanes: Lanes,
+    numbers: Sequence[int],
     num_threads: int | None,
 ) -> tuple[tuple[Any, ...], list[tuple[int, float, float]]]:
     call = Call(program)
     call.cells = [None] * program.num_cells
     call.events = [threading.Event() for _ in range(program.num_events)]
     call.state = [-1] * len(program.lanes) + [[]]
-    arguments = (inputs, call.cells, call.events, call.wait, call.state, bounds, call.join)
+    arguments = (
+        inputs, numbers, call.cells, call.events, call.wait, call.state, bounds, call.join,
+    )  # fmt: skip
     if len(program.functions) > 1:
         modes = _Modes(num_threads)
         call.running = len(program.functions) - 1

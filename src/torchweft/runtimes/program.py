@@ -5,11 +5,11 @@
 The source holds only identifiers of our own (`v12_0_1`: value 12, parts 0 to 1); everything from
 graphs and plans enters as numbers or through the namespace:
 
-    def lane0(x, c, e, w, s, b, d):
+    def lane0(x, z, c, e, w, s, b, d):
         (v0, v1,) = x                          the inputs
         (b0, b1, b2,) = b                      the row borders of the parts
         v0_0_1 = t0(v0, b2, b0, b1)            split
-        (v3_0_1,) = f0(v0_0_1, v1)             run
+        (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
         h1_0_1 = i1(v3_0_1)                    issue
         (v4_0_1,) = g1(h1_0_1)                 complete
         e[0].set()                             somebody waits for this step
@@ -33,6 +33,7 @@ from typing import Any
 from torchweft.errors import PlanError
 from torchweft.plan import Plan, Range, Step
 from torchweft.runtimes.rows import putter, taker, whole_like
+from torchweft.sizes import Size
 
 Body = Callable[..., Sequence[Any]]
 MAX_JITTER_S = 0.002
@@ -51,7 +52,16 @@ class Program:
     step_at: Mapping[int, int]
     num_cells: int
     num_events: int
-    traced: bool
+    sizes: tuple[tuple[Size, int, int], ...]
+
+    def numbers(self, env: Mapping[str, int], bounds: Sequence[int]) -> tuple[int, ...]:
+        """The sizes that bodies need in a call: symbols from `env`, the batch by part."""
+        symbol = self.plan.graph.batch
+        found = []
+        for size, start, stop in self.sizes:
+            rows = {symbol: bounds[stop] - bounds[start]} if symbol else {}
+            found.append(size.evaluate({**env, **rows}))
+        return tuple(found)
 
 
 def compile_program(
@@ -59,7 +69,8 @@ def compile_program(
 ) -> Program:
     """Turn a plan into Python functions. The plan should have been verified.
 
-    bodies: for each op its function, reads in, makes out; a two-phase op's has `issue`, `complete`.
+    bodies: for each op its function, reads in, makes out. It may have `sizes`, which are passed
+    behind the reads, and for a two-phase op `issue` and `complete`.
     traced: every step leaves (step, start, end). jitter: every step is delayed at random.
     """
     return _Writer(plan, bodies, traced, jitter).program()
@@ -86,6 +97,7 @@ class _Writer:
         self.split: dict[str, set[Range]] = {}
         self.aliases: dict[str, list[str]] = {}
         self.users: dict[str, set[int]] = {}
+        self.sizes: dict[tuple[Size, int, int], int] = {}
         self.lane = 0
         self._look()
 
@@ -113,7 +125,7 @@ class _Writer:
         step_at: dict[int, int] = {}
         for number, lane in enumerate(self.lanes):
             self.lane = number
-            lines += [f"def lane{self.lane}(x, c, e, w, s, b, d):", *self._head()]
+            lines += [f"def lane{self.lane}(x, z, c, e, w, s, b, d):", *self._head()]
             for index, step in enumerate(self.plan.steps):
                 if step.lane == lane:
                     for line in self._lines(index, step):
@@ -135,7 +147,7 @@ class _Writer:
         functions = tuple(self.space[f"lane{number}"] for number in range(len(self.lanes)))
         return Program(
             self.plan, self.lanes, functions, source, filename, step_at,
-            len(cells), len(self.events), self.traced,
+            len(cells), len(self.events), tuple(self.sizes),
         )  # fmt: skip
 
     def _head(self) -> list[str]:
@@ -177,7 +189,9 @@ class _Writer:
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
         if step.kind == "complete":
             return self._assign(step, f"g{which}({flight})")
-        arguments = ", ".join(self._read(name, step.parts) for name in self._reads(step))
+        arguments = ", ".join(
+            [self._read(n, step.parts) for n in self._reads(step)] + self._z(step)
+        )
         if step.kind == "issue":
             return [f"{flight} = i{which}({arguments})"]
         return self._assign(step, f"f{which}({arguments})")
@@ -188,9 +202,16 @@ class _Writer:
         found: dict[str, None] = {}
         for name in step.names:
             op = self.graph.op[name]
-            found |= dict.fromkeys(n for n in op.reads + op.mutates if n not in inside)
+            found |= dict.fromkeys(n for n in op.reads if n not in inside)
             inside.update(op.makes)
         return list(found)
+
+    def _z(self, step: Step) -> list[str]:
+        """The sizes that the body needs for the rows of the step."""
+        sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
+        start, stop = step.parts or (0, self.plan.num_parts)
+        keys = [(size, start, stop) for size in sizes]
+        return [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
 
     def _makes(self, step: Step) -> list[str]:
         """What the ops of a step make; of a kernel's ops, what is used outside of them."""
@@ -225,9 +246,10 @@ class _Writer:
         if body is None:
             what = f"'by {step.by}'" if step.by else f"op {step.names[0]!r}"
             raise PlanError(f"kernel: no function is known for {what}.", rule="kernel")
-        self.space[f"f{which}"] = body
-        self.space[f"i{which}"] = getattr(body, "issue", body)
-        self.space[f"g{which}"] = getattr(body, "complete", _same)
+        function = getattr(body, "function", body)
+        self.space[f"f{which}"] = function
+        self.space[f"i{which}"] = getattr(body, "issue", None) or function
+        self.space[f"g{which}"] = getattr(body, "complete", None) or _same
         return which
 
     # Values: the variable that holds a piece, and the rows to take of it.

@@ -1,0 +1,121 @@
+"""What a user calls. One screen, from model to outputs:
+
+    compile --> Session --(Dynamo: one graph at a time)--> Piece --> plan, program, run
+
+    model = weft.compile(model, strategy="overlap")     in place; .generate, state_dict() untouched
+    print(weft.report(model))                           plans, shares, fallbacks with reasons
+    print(weft.plans(model)[0])                         a plan, as text
+    weft.trace(model, x).save("run.json")               what really happened
+    weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchweft.capture.tracing import make_dynamic, tracing
+from torchweft.errors import WeftError
+from torchweft.machine import Machine
+from torchweft.marks import MarkRule
+from torchweft.plan import Plan
+from torchweft.report import Report, report_of
+from torchweft.session import Session
+from torchweft.strategy import Strategy
+from torchweft.trace import Trace
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def compile(
+    model: Model,
+    strategy: str | Strategy | Callable[..., None] = "sequential",
+    *,
+    rules: Sequence[MarkRule] = (),
+    inner: str = "eager",
+    fallback: str = "sequential",
+    strict: bool = False,
+    batch: int | str | None = None,
+    machine: Machine | None = None,
+    num_threads: int | None = None,
+    jitter: bool = False,
+    shadow: int = 0,
+) -> Model:
+    """Run a model (in place) or a function (wrapped) by plans of a strategy.
+
+    rules: marks from outside the model. fallback: what happens to a call that cannot run as the
+    strategy says, "sequential" (counted, with its reason) or "error". batch: the dim of the inputs
+    that a split cuts, default 0. shadow=N compares every N-th call with eager.
+    With WEFT_DISABLE=1 the model comes back untouched.
+    """
+    session = Session(
+        strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
+        machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow,
+    )  # fmt: skip
+    if os.environ.get("WEFT_DISABLE") == "1":
+        return model
+    if isinstance(model, nn.Module):
+        model._compiled_call_impl = _wrap(session, model._call_impl)
+        return model
+    return functools.wraps(model)(_wrap(session, model))  # type: ignore[return-value]
+
+
+def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
+    compiled = torch.compile(call, backend=session.backend)
+    dim = session.batch if isinstance(session.batch, int) else 0
+
+    def weft_call(*args: Any, **kwargs: Any) -> Any:
+        make_dynamic((args, kwargs), dim)
+        with tracing():
+            return compiled(*args, **kwargs)
+
+    weft_call.session = session  # type: ignore[attr-defined]
+    return weft_call
+
+
+def session_of(model: Callable[..., Any]) -> Session:
+    """The session behind a compiled model or function. Raises `WeftError` if there is none."""
+    call = model._compiled_call_impl if isinstance(model, nn.Module) else model
+    session = getattr(call, "session", None)
+    if not isinstance(session, Session):
+        name = getattr(model, "__name__", type(model).__name__)
+        raise WeftError(f"compile: {name!r} was not compiled by weft.compile.", rule="compile")
+    return session
+
+
+def report(model: Callable[..., Any]) -> Report:
+    """What became of a compiled model: plans, buckets, shares, fallbacks with reasons."""
+    return report_of(session_of(model))
+
+
+def plans(model: Callable[..., Any]) -> list[Plan]:
+    """The plans in use, one a captured graph and bucket."""
+    return [entry.plan for piece in session_of(model).pieces for entry in piece.all_entries()]
+
+
+def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
+    """Run one call and tell what happened when, on which lane."""
+    session = session_of(model)
+    model(*args, **kwargs)
+    traces: list[Trace] = []
+    with session.collect(traces):
+        model(*args, **kwargs)
+    if not traces:
+        raise WeftError("trace: no captured graph ran in this call.", rule="trace")
+    return max(traces, key=lambda found: found.makespan_s)
+
+
+def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:
+    """Make plans ahead of traffic: one call for each of the given inputs (a tensor or a tuple)."""
+    for each in inputs:
+        with torch.no_grad():
+            if isinstance(each, dict):
+                model(**each)
+            else:
+                model(*(each if isinstance(each, tuple) else (each,)))

@@ -1,0 +1,192 @@
+"""A `Piece`: one captured graph of a model, with the plans it runs by.
+
+    inputs --context--> bucket --strategy, lower, verify, compile: once--> program --run--> outputs
+
+A model with graph breaks has several pieces. A call that cannot be split runs the sequential plan,
+and the reason is counted; nothing is ever changed in silence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from torchweft.bucket import Bucket, bucket_of, watch
+from torchweft.capture.dynamo import Captured
+from torchweft.capture.guards import Guards, guards_of
+from torchweft.context import Context
+from torchweft.errors import StrategyError, WeftError
+from torchweft.lower import lower
+from torchweft.plan import Plan
+from torchweft.runtimes.cpu import run, run_traced
+from torchweft.runtimes.program import Program, compile_program
+from torchweft.strategies import sequential
+from torchweft.strategy import Strategy
+from torchweft.trace import Trace
+from torchweft.verify import verify
+from torchweft.write import write
+
+if TYPE_CHECKING:
+    from torchweft.session import Session
+
+MAX_ENTRIES = 256
+MAX_SHAPES = 4096
+
+
+@dataclass
+class Entry:
+    """A plan in use, with its program and what calls have shown of it."""
+
+    plan: Plan
+    program: Program
+    bucket: Bucket
+    num_calls: int = 0
+    trace: Trace | None = None
+    shapes: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+
+class Piece:
+    """One captured graph and its plans. Calls may come from several threads."""
+
+    def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
+        self.session, self.captured, self.graph = session, captured, captured.graph
+        self.original: Callable[..., Any] = gm.forward
+        self.guards: Guards = guards_of(gm, captured.graph.batch)
+        self.entries: list[Entry] = []
+        self.strategy_runs = 0
+        self._by_batch: dict[object, Entry] = {}
+        self._refused: dict[object, str] = {}
+        self._sequential: Entry | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one call. This is what Dynamo calls in the place of the graph."""
+        values, env = self.captured.bind(inputs)
+        context = self.session.context(self.graph, env)
+        entry = self.entry(context, env)
+        given = [values[name] for name in self.graph.inputs]
+        outputs = self.run(entry, given, env, context)
+        return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
+
+    def run(
+        self, entry: Entry, given: Sequence[Any], env: dict[str, int], context: Context
+    ) -> tuple[Any, ...]:
+        """Run an entry's program. Its second call is traced, so that the report can tell shares."""
+        bounds, numbers = self._shape(entry, env, context)
+        entry.num_calls += 1
+        lanes, threads = self.session.lanes, self.session.num_threads
+        collected = self.session.traces
+        if collected is not None or (entry.num_calls == 2 and entry.trace is None):
+            program = self.compile(entry.plan, traced=True)
+            outputs, entry.trace = run_traced(
+                program, given, bounds, lanes, numbers=numbers, num_threads=threads
+            )
+            if collected is not None:
+                collected.append(entry.trace)
+            return outputs
+        program = entry.program
+        return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
+
+    def all_entries(self) -> list[Entry]:
+        """The entries in use, the fallback last."""
+        found = list(self.entries)
+        return found + ([self._sequential] if self._sequential is not None else [])
+
+    def compile(self, plan: Plan, *, traced: bool = False) -> Program:
+        """The program of a plan."""
+        return compile_program(
+            plan, self.captured.bodies, traced=traced, jitter=self.session.jitter
+        )
+
+    def _shape(
+        self, entry: Entry, env: dict[str, int], context: Context
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Row borders and sizes of a call; remembered, for a shape rarely comes alone."""
+        key = (*env.values(), context.tokens_per_request)
+        found = entry.shapes.get(key)
+        if found is None:
+            rows = env.get(self.graph.batch or "", 1)
+            whole = entry.plan.num_parts == 1
+            bounds = (0, rows) if whole else entry.plan.cut.bounds(rows, context.tokens_per_request)
+            found = (bounds, entry.program.numbers(env, bounds))
+            if len(entry.shapes) >= MAX_SHAPES:
+                entry.shapes.clear()
+            entry.shapes[key] = found
+        return found
+
+    def entry(self, context: Context, env: dict[str, int]) -> Entry:
+        """The plan for a call: the strategy's, or the sequential one with a counted reason."""
+        key = (context.batch, context.num_tokens, context.phase, context.tokens_per_request)
+        entry = self._by_batch.get(key)
+        if entry is None:
+            with self._lock:
+                entry, why = self._find(context)
+                if len(self._by_batch) >= MAX_SHAPES:
+                    self._by_batch.clear()
+                    self._refused.clear()
+                self._by_batch[key] = entry
+                if why:
+                    self._refused[key] = why
+        reason = self._refused.get(key) if self._refused else None
+        if reason is None and entry.plan.num_parts > 1:
+            reason = self._parts_refused(entry, env, context)
+            if reason:
+                entry = self.sequential(context)
+        if reason:
+            self.session.fall_back(self, reason)
+        return entry
+
+    def _find(self, context: Context) -> tuple[Entry, str]:
+        """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
+        for entry in self.entries:
+            same = entry.plan.num_parts == 1 or not context.tokens_per_request
+            if context.batch in entry.bucket and same and context.phase is None:
+                return entry, ""
+        try:
+            return self._write(self.session.strategy, context), ""
+        except StrategyError as error:
+            if self.session.fallback == "error":
+                raise
+            return self.sequential(context), str(error).splitlines()[0]
+
+    def _write(self, strategy: Strategy, context: Context) -> Entry:
+        watched, seen = watch(context)
+        self.strategy_runs += 1
+        plan = self.plan(strategy, watched)
+        entry = Entry(plan, self.compile(plan), bucket_of(context, seen))
+        if len(self.entries) >= MAX_ENTRIES:
+            self.entries.pop(0)
+        self.entries.append(entry)
+        return entry
+
+    def plan(self, strategy: Strategy, context: Context) -> Plan:
+        """A verified plan for a context."""
+        session = self.session
+        bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        return verify(lower(bare))
+
+    def sequential(self, context: Context) -> Entry:
+        """The plan that needs no split; it serves every batch."""
+        if self._sequential is None:
+            plan = self.plan(sequential, context)
+            self._sequential = Entry(plan, self.compile(plan), Bucket(0, 2**62))
+        return self._sequential
+
+    def _parts_refused(self, entry: Entry, env: dict[str, int], context: Context) -> str:
+        """Why a call cannot be cut as its plan says; empty if it can."""
+        batch = self.graph.batch
+        assert batch is not None, "a graph without a batch is not split"
+        if not self.captured.splits(env):
+            return "batch: the sizes that were taken for one batch differ in this call"
+        try:
+            bounds, _ = self._shape(entry, env, context)
+        except WeftError as error:
+            return str(error)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            if broken := self.guards.refuse({**env, batch: stop - start}):
+                return f"guard: a part of {stop - start} rows breaks {broken}"
+        return ""

@@ -1,0 +1,137 @@
+"""A `Session`: one compiled model, with its options, its pieces and what happened to them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import fx
+
+from torchweft.capture.dynamo import capture
+from torchweft.context import Context
+from torchweft.cost import Costs
+from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
+from torchweft.graph import Graph
+from torchweft.machine import Machine, cpu
+from torchweft.marks import MarkRule
+from torchweft.piece import Piece
+from torchweft.runtimes.cpu import Lanes
+from torchweft.strategy import Strategy, as_strategy
+from torchweft.trace import Trace
+
+log = logging.getLogger("torchweft")
+FALLBACKS = ("sequential", "error")
+INNERS = ("eager",)
+_told: ContextVar[Mapping[str, Any]] = ContextVar("weft context", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def context(
+    *, phase: str | None = None, tokens_per_request: Sequence[int] = (), num_tokens: int = 0
+) -> Iterator[None]:
+    """What the host knows of the calls inside, beyond their shapes."""
+    told = {
+        "phase": phase,
+        "tokens_per_request": tuple(tokens_per_request),
+        "num_tokens": num_tokens,
+    }
+    token = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+class Session:
+    """Everything that Weft knows of one compiled model."""
+
+    def __init__(
+        self,
+        strategy: str | Strategy | Callable[..., None] = "sequential",
+        *,
+        rules: Sequence[MarkRule] = (),
+        inner: str = "eager",
+        fallback: str = "sequential",
+        strict: bool = False,
+        batch: int | str | None = None,
+        machine: Machine | None = None,
+        num_threads: int | None = None,
+        jitter: bool = False,
+        shadow: int = 0,
+    ) -> None:
+        if fallback not in FALLBACKS:
+            raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
+        if inner not in INNERS:
+            raise StrategyError(f"inner: {unknown('inner backend', inner, INNERS)}")
+        self.strategy, self.rules, self.inner = as_strategy(strategy), tuple(rules), inner
+        self.fallback, self.strict, self.batch = fallback, strict, batch
+        self.machine = machine or cpu()
+        self.costs = Costs(self.machine)
+        self.num_threads, self.jitter, self.shadow = num_threads, jitter, shadow
+        self.pieces: list[Piece] = []
+        self.fallbacks: Counter[str] = Counter()
+        self.num_uncaptured = 0
+        self.lanes = Lanes()
+        self.traces: list[Trace] | None = None
+        self._lock = threading.Lock()
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What Dynamo calls with each graph; the result stands in for it."""
+        number = len(self.pieces)
+        try:
+            captured = capture(
+                gm, example_inputs, rules=self.rules, batch=self.batch, name=f"piece{number}"
+            )
+        except CaptureError as error:
+            return self._uncaptured(gm, error)
+        piece = Piece(self, captured, gm)
+        self.pieces.append(piece)
+        return piece
+
+    def _uncaptured(self, gm: fx.GraphModule, error: WeftError) -> Callable[..., Any]:
+        """A graph that we cannot cut runs as it is, counted, or raises when it is called."""
+        self.num_uncaptured += 1
+        reason = str(error).splitlines()[0]
+
+        def call(*inputs: Any) -> Any:
+            if self.fallback == "error":
+                raise error
+            self.fall_back(None, reason)
+            return gm.forward(*inputs)
+
+        return call
+
+    def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
+        """The context of a call: its shapes, and what the host told."""
+        told = _told.get()
+        rows = env.get(graph.batch or "", 1)
+        sizes = {name: size for name, size in env.items() if name != graph.batch}
+        if not told:
+            return Context(rows, sizes=sizes)
+        requests = told["tokens_per_request"] if sum(told["tokens_per_request"]) == rows else ()
+        return Context(rows, told["num_tokens"], requests, told["phase"], sizes)
+
+    @contextlib.contextmanager
+    def collect(self, traces: list[Trace]) -> Iterator[None]:
+        """Trace every call inside."""
+        self.traces = traces
+        try:
+            yield
+        finally:
+            self.traces = None
+
+    def fall_back(self, piece: Piece | None, reason: str) -> None:
+        """Count a call that runs sequentially against the strategy's will; the first is logged."""
+        if self.fallback == "error":
+            raise StrategyError(f"fallback: {reason}", rule="fallback")
+        with self._lock:
+            self.fallbacks[reason] += 1
+            first = self.fallbacks[reason] == 1
+        if first:
+            where = piece.graph.name if piece is not None else "a graph"
+            log.warning("%s runs sequentially: %s", where, reason)

@@ -1,0 +1,137 @@
+"""The house style, counted: sizes of files and functions, paths, words, no torch in the middle."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchweft.graph import LEVELS, ROWS, USES
+from torchweft.plan import KINDS
+from torchweft.trace import SPANS
+
+ROOT = Path(__file__).parents[1]
+HOUSE = ROOT / "src" / "torchweft"
+FILES = sorted(HOUSE.rglob("*.py"))
+TORCH_SIDE = ("capture/", "marks.py", "bucket.py", "piece.py", "session.py", "report.py", "api.py")
+OUTSIDE = (*TORCH_SIDE, "bench/", "cli", "demo.py")
+MAX_MIDDLE, MAX_FILE, MAX_FUNCTION, MAX_COLUMNS = 4000, 400, 60, 100
+
+
+def inside(path: Path) -> bool:
+    """Whether a file belongs to the middle, which knows no torch."""
+    name = path.relative_to(HOUSE).as_posix()
+    runtime = name.startswith("runtimes/") and path.stem not in ("__init__", "simulator")
+    return not runtime and not name.startswith(OUTSIDE)
+
+
+MIDDLE = [path for path in FILES if inside(path)]
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_middle_is_small() -> None:
+    total = sum(map(lines, MIDDLE))
+    assert len(MIDDLE) > 25
+    assert total <= MAX_MIDDLE, f"the middle has {total} lines"
+
+
+def test_no_file_holds_two_nouns() -> None:
+    large = {path.name: lines(path) for path in FILES if lines(path) > MAX_FILE}
+    assert not large, f"files above {MAX_FILE} lines"
+
+
+def test_no_function_is_long() -> None:
+    long = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or 0) - node.lineno + 1
+                if count > MAX_FUNCTION:
+                    long[f"{path.name}:{node.name}"] = count
+    assert not long, f"functions above {MAX_FUNCTION} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HOUSE).as_posix())
+def test_module_says_what_it_is(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert doc, f"{path.name} has no docstring"
+    assert len(doc.splitlines()) <= 30
+
+
+def test_asserts_have_a_message() -> None:
+    bare = [
+        f"{path.name}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert not bare
+
+
+def committed() -> list[Path]:
+    """What git knows or would take; in a copy of the tree without git, every file of ours."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = found.stdout.splitlines()
+    if found.returncode != 0:
+        kept = ("src", "tests", "docs", "requirements", ".ci")
+        names = [str(p.relative_to(ROOT)) for part in kept for p in (ROOT / part).rglob("*")]
+        names += [path.name for path in ROOT.glob("*.*")]
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+# Spelt so that this file does not find itself.
+FOLDERS = "|".join(("tmp", "work", "root", "opt", "home", "Users"))
+MACHINE_PATH = re.compile(rf"(^|[^\w./-])/({FOLDERS})/\w", re.MULTILINE)
+
+
+def test_no_path_of_a_machine_is_committed() -> None:
+    found = []
+    for path in committed():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {hit[0]!r}" for hit in MACHINE_PATH.finditer(text)]
+    assert not found
+
+
+def test_importing_the_middle_imports_no_torch() -> None:
+    names = [path.relative_to(HOUSE).with_suffix("").as_posix() for path in MIDDLE]
+    modules = ["torchweft." + name.replace("/", ".").removesuffix(".__init__") for name in names]
+    modules[modules.index("torchweft.__init__")] = "torchweft"
+    code = f"import {', '.join(modules)}, sys\n"
+    code += "print(*sorted({'torch', 'numpy', 'typer', 'rich'} & set(sys.modules)))"
+    command = [sys.executable, "-W", "error", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+WORDS = {*KINDS, *ROWS, *USES, *LEVELS, *SPANS}
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_word_of_the_data_is_in_the_glossary(word: str) -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", glossary)
+
+
+def test_pages_of_the_docs_are_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "docs").glob("*.md") if path.name not in readme]
+    assert not missing
+
+
+def test_torch_is_pinned_to_one_release_everywhere() -> None:
+    names = ("Makefile", "pyproject.toml", "requirements/constraints.txt")
+    pins = {
+        pin for name in names for pin in re.findall(r"torch==[\w.+]+", (ROOT / name).read_text())
+    }
+    assert len(pins) == 1

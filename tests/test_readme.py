@@ -1,0 +1,62 @@
+"""The README's code, as written: it runs, and prints what the README says it prints."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return BLOCK.findall(README.read_text(encoding="utf-8"))
+
+
+def test_code_runs_and_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": "readme"}
+    found = blocks()
+    ran = 0
+    for number, (language, text) in enumerate(found):
+        if language != "python":
+            continue
+        source = f"README.md block {number}"
+        linecache.cache[source] = (len(text), None, text.splitlines(keepends=True), source)
+        exec(compile(text, source, "exec"), names)
+        printed = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
+        after = found[number + 1] if number + 1 < len(found) else ("", "")
+        assert after[0] == "text", "each python block is followed by what it prints"
+        assert printed == after[1].rstrip().splitlines()
+        ran += 1
+    assert ran == 2
+
+
+def test_commands_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchweft import cli
+
+    monkeypatch.chdir(tmp_path)
+    lines = [line for _, text in blocks() for line in text.splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("torchweft ")]
+    assert len(commands) >= 6
+    for words in commands:
+        if words[0] != "bench":  # runs in a test of its own, with fewer plans
+            assert cli.run(words) == 0, words
+    capsys.readouterr()
+
+
+def test_links_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8")):
+        assert (README.parent / link).exists(), link
+
+
+def test_targets_of_the_readme_are_in_the_makefile() -> None:
+    makefile = (README.parent / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README.read_text(encoding="utf-8"), re.MULTILINE):
+        assert f"\n{target}:" in makefile
