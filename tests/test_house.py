@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,23 @@ from torchweft.trace import SPANS
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "src" / "torchweft"
 FILES = sorted(HOUSE.rglob("*.py"))
-TORCH_SIDE = ("capture/", "marks.py", "bucket.py", "piece.py", "session.py", "report.py", "api.py")
-OUTSIDE = (*TORCH_SIDE, "bench/", "cli", "demo.py")
-MAX_MIDDLE, MAX_FILE, MAX_FUNCTION, MAX_COLUMNS = 4000, 400, 60, 100
+MAX_MIDDLE, MAX_FILE, MAX_FUNCTION = 4000, 400, 60
 
 
-def inside(path: Path) -> bool:
-    """Whether a file belongs to the middle, which knows no torch."""
-    name = path.relative_to(HOUSE).as_posix()
-    runtime = name.startswith("runtimes/") and path.stem not in ("__init__", "simulator")
-    return not runtime and not name.startswith(OUTSIDE)
+def middle() -> list[str]:
+    """The modules of the middle, as the contract of import-linter lists them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    found = next(item for item in contracts if item["name"] == "No torch in the middle")
+    return list(found["source_modules"])
 
 
-MIDDLE = [path for path in FILES if inside(path)]
+def files_of(module: str) -> list[Path]:
+    path = ROOT / "src" / module.replace(".", "/")
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+MIDDLE = [path for module in middle() for path in files_of(module)]
 
 
 def lines(path: Path) -> int:
@@ -104,10 +109,7 @@ def test_no_path_of_a_machine_is_committed() -> None:
 
 
 def test_importing_the_middle_imports_no_torch() -> None:
-    names = [path.relative_to(HOUSE).with_suffix("").as_posix() for path in MIDDLE]
-    modules = ["torchweft." + name.replace("/", ".").removesuffix(".__init__") for name in names]
-    modules[modules.index("torchweft.__init__")] = "torchweft"
-    code = f"import {', '.join(modules)}, sys\n"
+    code = f"import {', '.join(middle())}, sys\n"
     code += "print(*sorted({'torch', 'numpy', 'typer', 'rich'} & set(sys.modules)))"
     command = [sys.executable, "-W", "error", "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,30 +1,33 @@
 """What a user calls. One screen, from model to outputs:
 
-    compile --> Session --(Dynamo: one graph at a time)--> Piece --> plan, program, run
+compile --> Session --(Dynamo: one graph at a time)--> Piece --> plan, program, run
 
-    model = weft.compile(model, strategy="overlap")     in place; .generate, state_dict() untouched
-    print(weft.report(model))                           plans, shares, fallbacks with reasons
-    print(weft.plans(model)[0])                         a plan, as text
-    weft.trace(model, x).save("run.json")               what really happened
-    weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
+model = weft.compile(model, strategy="overlap")     in place; .generate, state_dict() untouched
+print(weft.report(model))                           plans, shares, fallbacks with reasons
+print(weft.plans(model)[0])                         a plan, as text
+weft.trace(model, x).save("run.json")               what really happened
+weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-
 from torchweft.capture.tracing import make_dynamic, tracing
 from torchweft.errors import WeftError
+from torchweft.gate import Check, compare, run_copy
 from torchweft.machine import Machine
 from torchweft.marks import MarkRule
 from torchweft.plan import Plan
-from torchweft.report import Report, report_of
+from torchweft.reporting import Report, report_of
 from torchweft.session import Session
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
@@ -73,7 +76,13 @@ def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         make_dynamic((args, kwargs), dim)
         with tracing():
-            return compiled(*args, **kwargs)
+            if session.shadow is not None:
+                outputs = session.shadow(compiled, call, args, kwargs)
+            else:
+                outputs = compiled(*args, **kwargs)
+        if session.unmatched:
+            session.require_marks()
+        return outputs
 
     weft_call.session = session  # type: ignore[attr-defined]
     return weft_call
@@ -109,6 +118,42 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
     return max(traces, key=lambda found: found.makespan_s)
+
+
+def check(
+    model: Callable[..., Any],
+    inputs: Any,
+    *,
+    strategy: str | Strategy | Callable[..., None] | None = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Check:
+    """Compare a model under a strategy with plain PyTorch: outputs, changed inputs and buffers.
+
+    inputs: a tensor, a tuple of arguments, or a dict of named ones. The model is copied, not
+    changed. `options` are those of `compile`. The verdict is true unless something differs by more
+    than the tolerance (relative to the largest number; default 1e-4 for float32); then it names
+    the first op that differs.
+    """
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+    kwargs = inputs if isinstance(inputs, dict) else {}
+    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else inspect.unwrap(model)
+    subject = copy.deepcopy(plain) if isinstance(plain, nn.Module) else plain
+    if strategy is None:
+        strategy = session_of(model).strategy
+    subject = compile(subject, strategy, **options)
+    session, state = session_of(subject), torch.get_rng_state()
+    try:
+        wanted = run_copy(plain, args, kwargs, state)
+        with session.keep_inputs():
+            found = run_copy(subject, args, kwargs, state)
+        verdict = compare(wanted, found, tolerance)
+        if verdict:
+            return verdict
+        return replace(verdict, first_op=session.first_difference(tolerance))
+    finally:
+        torch.set_rng_state(state)
+        session.lanes.close()
 
 
 def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:

@@ -85,13 +85,10 @@ class Machine:
         return {lane.name: lane for lane in self.lanes}
 
     def lanes_for(self, op: Op) -> list[Lane]:
-        """The lanes that take an op, those that take little else first.
-
-        A lane without a thread takes only ops of two phases.
-        """
+        """The lanes that take an op. Those without a thread come first, for ops of two phases."""
         found = [lane for lane in self.lanes if op.uses in lane.uses]
-        found = [lane for lane in found if lane.via is None or op.two_phase]
-        return sorted(found, key=lambda lane: len(lane.uses))
+        hosted = [lane for lane in found if lane.via is not None and op.two_phase]
+        return hosted + [lane for lane in found if lane.via is None]
 
     def lane_for(self, op: Op) -> Lane:
         """The lane that an op runs on unless a strategy says otherwise.

@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch._guards import CompileContext
 
+from torch import Tensor, fx
 from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
@@ -58,6 +60,8 @@ class Piece:
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         self.entries: list[Entry] = []
         self.strategy_runs = 0
+        compiling = CompileContext.current_compile_id()
+        self.frame = compiling.frame_id if compiling is not None else None
         self._by_batch: dict[object, Entry] = {}
         self._refused: dict[object, str] = {}
         self._sequential: Entry | None = None
@@ -65,6 +69,8 @@ class Piece:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one call. This is what Dynamo calls in the place of the graph."""
+        if self.session.kept is not None:
+            self.session.kept[self] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
         values, env = self.captured.bind(inputs)
         context = self.session.context(self.graph, env)
         entry = self.entry(context, env)
@@ -186,7 +192,7 @@ class Piece:
             bounds, _ = self._shape(entry, env, context)
         except WeftError as error:
             return str(error)
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""

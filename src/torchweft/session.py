@@ -11,14 +11,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import fx
-
 from torchweft.capture.dynamo import capture
 from torchweft.context import Context
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
+from torchweft.gate import Shadow, first_difference
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
-from torchweft.marks import MarkRule
+from torchweft.marks import MarkRule, require_matched
 from torchweft.piece import Piece
 from torchweft.runtimes.cpu import Lanes
 from torchweft.strategy import Strategy, as_strategy
@@ -72,12 +72,15 @@ class Session:
         self.fallback, self.strict, self.batch = fallback, strict, batch
         self.machine = machine or cpu()
         self.costs = Costs(self.machine)
-        self.num_threads, self.jitter, self.shadow = num_threads, jitter, shadow
+        self.num_threads, self.jitter = num_threads, jitter
+        self.shadow = Shadow(shadow) if shadow else None
+        self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
         self.num_uncaptured = 0
         self.lanes = Lanes()
         self.traces: list[Trace] | None = None
+        self.kept: dict[Piece, list[Any]] | None = None
         self._lock = threading.Lock()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -116,6 +119,13 @@ class Session:
         requests = told["tokens_per_request"] if sum(told["tokens_per_request"]) == rows else ()
         return Context(rows, told["num_tokens"], requests, told["phase"], sizes)
 
+    def require_marks(self) -> None:
+        """Raise `CaptureError`, once, if a rule matched nothing in the graphs captured so far."""
+        self.unmatched = False
+        matched = [rule for piece in self.pieces for rule in piece.captured.matched]
+        names = [op.mark for piece in self.pieces for op in piece.graph.ops if op.mark]
+        require_matched(self.rules, matched, names)
+
     @contextlib.contextmanager
     def collect(self, traces: list[Trace]) -> Iterator[None]:
         """Trace every call inside."""
@@ -124,6 +134,20 @@ class Session:
             yield
         finally:
             self.traces = None
+
+    @contextlib.contextmanager
+    def keep_inputs(self) -> Iterator[None]:
+        """Keep a copy of what each piece is called with inside."""
+        self.kept = {}
+        yield
+
+    def first_difference(self, limit: float | None) -> str | None:
+        """The first op that differs from its run on the whole batch, on the inputs kept."""
+        for piece, inputs in (self.kept or {}).items():
+            if name := first_difference(piece, inputs, limit):
+                source = piece.graph.op[name].source
+                return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
+        return None
 
     def fall_back(self, piece: Piece | None, reason: str) -> None:
         """Count a call that runs sequentially against the strategy's will; the first is logged."""

@@ -1,4 +1,4 @@
-"""The oracle judges by docs/plans.md: plans written by hand, and its two methods against each other."""
+"""The oracle judges by docs/plans.md: plans written by hand, and its methods against each other."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _check_value(plan: Plan, step: Step) -> None:
     _check_range(plan, step, value.batch is not None)
     is_input, is_root = name in graph.inputs, value.alias_of is None
     good = {
-        "split": is_input and value.batch is not None and device == plan.lanes[0].device,
+        "split": is_input and value.batch is not None,
         "merge": name in graph.outputs and value.batch is not None,
         "free": is_root and not is_input,
         "copy": step.on != device if step.on is not None else is_root and _has_place(plan, name),

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.bodies import Body, Library, Writer, modes_of
+from torchweft.capture.collectives import collective_of, two_phases
 from torchweft.capture.regions import Region
 from torchweft.capture.rows import Rows
 from torchweft.capture.units import Unit, bound_symbols, is_work, source_of, storages
 from torchweft.errors import SizeError
-from torchweft.graph import ITEM_BYTES, Batch, Collective, Op, Value
+from torchweft.graph import ITEM_BYTES, Batch, Op, Value
 from torchweft.marks import target_name
 from torchweft.sizes import ONE, ZERO, Size
 
@@ -127,7 +128,8 @@ class Assembly:
         kind = declared or kind
         name = self._name(region)
         code, sizes, key = writer.finish(makes)
-        body = Body(key, self.library.share(key, code), sizes, writer.switches_grad)
+        phases = two_phases(region.calls) if region.collective else (None, None)
+        body = Body(key, self.library.share(key, code), sizes, writer.switches_grad, *phases)
         draws = any(unit.draws for unit in region.units) and RNG in self.values
         self.values.update({value.name: value for value in made.values()})
         self.bodies[name] = body
@@ -141,7 +143,7 @@ class Assembly:
                 uses=(region.mark and region.mark.uses) or ("network" if region.collective else "compute"),
                 rows=kind,
                 two_phase=region.collective is not None,
-                collective=_collective(region),
+                collective=collective_of(region.collective),
                 mark=region.mark.name if region.mark else None,
                 body=key,
                 flops=self._flops(region),
@@ -242,15 +244,6 @@ def _is_leading(value: Value) -> bool:
     if value.batch is None or value.batch.outer != ONE:
         return False
     return all(size == ONE for size in value.shape[: value.batch.dim])
-
-
-def _collective(region: Region) -> Collective | None:
-    if region.collective is None:
-        return None
-    node = region.collective
-    group = next((arg for arg in reversed([*node.args, *node.kwargs.values()]) if isinstance(arg, str)), "world")
-    kind = target_name(node).split(".")[1]
-    return Collective(kind, re.sub(r"\W", "_", f"group_{group}"))
 
 
 def _asserts(region: Region) -> bool:

@@ -27,24 +27,42 @@ from torchweft.marks import target_name
 from torchweft.sizes import Size
 
 
+Function = Callable[..., Any]
+
+
 @dataclass(frozen=True)
 class Body:
-    """A callable of an op's reads; `issue` and `complete` are its two phases, if it has them."""
+    """What an op runs, in three forms.
+
+    body(*reads, env=env)          makes, with sizes taken from `env`
+    body.function(*reads, *sizes)  the same, for a caller that has evaluated `sizes` itself
+    body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
+    """
 
     key: str
     code: fx.GraphModule
     sizes: tuple[Size, ...] = ()
     switches_grad: bool = False
-    issue: fx.GraphModule | None = None
-    complete: fx.GraphModule | None = None
+    issue: Function | None = None
+    complete: Function | None = None
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
-        sizes = [size.evaluate(env or {}) for size in self.sizes]
+        made: tuple[Any, ...] = self.function(*reads, *[size.evaluate(env or {}) for size in self.sizes])
+        return made
+
+    @property
+    def function(self) -> Function:
+        """The plain function of reads and sizes."""
+        forward: Function = self.code.forward
         if not self.switches_grad:
-            return tuple(self.code(*reads, *sizes))
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            return tuple(self.code(*reads, *sizes))
+            return forward
+
+        def restoring(*arguments: Any) -> Any:
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                return forward(*arguments)
+
+        return restoring
 
 
 @dataclass

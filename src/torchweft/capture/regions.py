@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchweft.capture.rows import ORDER, Rows, id_of
-from torchweft.capture.units import Unit, storages
+from torchweft.capture.units import Unit, mark_cheap, storages
 from torchweft.marks import Mark
 
 WHOLE = ("batch-free", "random", "mixing")
@@ -117,15 +117,21 @@ def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
 
     Results that share bytes with an input or with another output are handed out whole, so the
     call that makes them runs over all rows. A batch-free call inside a mark stays there only if
-    nobody outside reads it.
+    nobody outside reads it; so does a view of noticed bytes.
     """
     home = {node: unit for unit in units for node in unit.nodes}
-    for node in shared_outputs(graph, rows):
+    shared = shared_outputs(graph, rows)
+    noticed = storages([rows.value(node) for node in shared])
+    noticed |= set().union(*(unit.writes for unit in units)) if units else set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            noticed |= storages(rows.value(node))
+    for node in shared:
         unit = home.get(node)
         if unit is not None and unit.kind in ("row-wise", "batch-free"):
             if rows.axis(rows.value(node)) is not None or unit.kind == "row-wise":
                 unit.kind, unit.reason = "mixing", "its result shares bytes with an input or an output"
-            unit.mark, unit.key, unit.cheap = None, None, False
+            unit.mark, unit.key = None, None
     for unit in reversed(units):
         if unit.key is not None and unit.kind == "batch-free" and unit.collective is None:
             users = [user for node in unit.nodes for user in node.users]
@@ -133,6 +139,23 @@ def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
             alone = all(other.kind == "batch-free" for other in units if other.key == unit.key)
             if (outside or unit.writes) and not alone:
                 unit.mark, unit.key = None, None
+    _unmark_views(units, rows, noticed)
+    mark_cheap(units, rows, noticed)
+
+
+def _unmark_views(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
+    """Views of noticed bytes are no work of a mark, unless it has no other."""
+    working: set[object] = set()
+    views = []
+    for unit in units:
+        shown = storages([rows.value(node) for node in unit.nodes])
+        if all(rows.calls[node].only_views for node in unit.nodes) and shown and shown <= noticed:
+            views.append(unit)
+        else:
+            working.add(unit.key)
+    for unit in views:
+        if unit.key in working and unit.collective is None:
+            unit.mark, unit.key = None, None
 
 
 def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:

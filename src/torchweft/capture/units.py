@@ -11,7 +11,6 @@ autocast or grad mode, are no units: they are put wherever they are needed.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +69,6 @@ def find_units(graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
         nodes = [node, *_followers(node)]
         taken.update(nodes)
         units.append(_unit(nodes, rows, marks))
-    _mark_cheap(units, rows)
     return units
 
 
@@ -168,22 +166,45 @@ def storages(value: Any) -> set[int]:
     return found
 
 
-def _mark_cheap(units: list[Unit], rows: Rows) -> None:
-    """Batch-free calls that every op that needs them may compute for itself: views, and small
-    results that a single call needs."""
+def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
+    """Find the calls that every op that needs them may compute for itself.
+
+    These are batch-free views, small batch-free results that a single call needs, and views of
+    bytes that are written, given or handed out twice (`noticed`): made anew from the whole or the
+    part at hand, such a view is never a stale copy.
+    """
     written = set().union(*(unit.writes for unit in units)) if units else set()
     home = {node: unit for unit in units for node in unit.nodes}
-    names = Counter(id(call.value) for call in rows.calls.values())
+    twins: dict[int, list[Unit]] = {}
+    for node, unit in home.items():
+        twins.setdefault(id(rows.value(node)), []).append(unit)
+    views = {id(unit) for unit in units if _is_view(unit, rows, noticed)}
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
         found: set[int] = set()
         for user in users:
-            found |= readers[id(user)] if user.cheap else {id(user)}
+            if user is not unit:
+                found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
-        call = rows.calls[unit.first]
-        if _is_pure(unit, rows, written) and names[id(call.value)] == 1:
-            unit.cheap = call.only_views or (len(found) == 1 and _bytes(call.value) <= SMALL_BYTES)
+        alike = [twin for node in unit.nodes for twin in twins[id(rows.value(node))]]
+        if id(unit) in views:
+            unit.cheap = all(id(twin) in views for twin in alike)
+        elif len(alike) == 1 and _is_pure(unit, rows, written):
+            unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+
+
+def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
+    """Whether a unit only gives another look at bytes that are there, wherever it is run."""
+    calls = [rows.calls[node] for node in unit.nodes]
+    if unit.kind not in ("batch-free", "row-wise") or unit.mark is not None or unit.draws:
+        return False
+    if not all(call.only_views for call in calls) or any(_asserts(node) for node in unit.nodes):
+        return False
+    if any(user.op == "output" for node in unit.nodes for user in node.users):
+        return False
+    shown = storages([call.value for call in calls])
+    return bool(shown) and (unit.kind == "batch-free" or shown <= noticed)
 
 
 def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:

@@ -36,6 +36,7 @@ from torchweft.runtimes.rows import putter, taker, whole_like
 from torchweft.sizes import Size
 
 Body = Callable[..., Sequence[Any]]
+Jitter = Callable[[Step], float]
 MAX_JITTER_S = 0.002
 _numbers = itertools.count()
 
@@ -65,13 +66,18 @@ class Program:
 
 
 def compile_program(
-    plan: Plan, bodies: Mapping[str, Body], *, traced: bool = False, jitter: bool = False
+    plan: Plan,
+    bodies: Mapping[str, Body],
+    *,
+    traced: bool = False,
+    jitter: bool | Jitter = False,
 ) -> Program:
     """Turn a plan into Python functions. The plan should have been verified.
 
     bodies: for each op its function, reads in, makes out. It may have `sizes`, which are passed
     behind the reads, and for a two-phase op `issue` and `complete`.
-    traced: every step leaves (step, start, end). jitter: every step is delayed at random.
+    traced: every step leaves (step, start, end). jitter: every step is delayed at random, or by
+    what a function says, in seconds.
     """
     return _Writer(plan, bodies, traced, jitter).program()
 
@@ -79,13 +85,16 @@ def compile_program(
 class _Writer:
     """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable."""
 
-    def __init__(self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool) -> None:
+    def __init__(
+        self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
+    ) -> None:
         self.plan, self.graph, self.bodies = plan, plan.graph, bodies
         self.traced, self.jitter = traced, jitter
         self.index = {value.name: number for number, value in enumerate(self.graph.values)}
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.placed = {place.value for place in plan.places}
-        self.space: dict[str, Any] = {"first": _First(), "j": _delay, "now": time.perf_counter}
+        self.space: dict[str, Any] = {"first": _First(), "j": time.sleep, "now": time.perf_counter}
+        self.space["r"] = random.random
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.events: dict[str, int] = {}
         self.labels = [step.label for step in plan.steps]
@@ -172,8 +181,10 @@ class _Writer:
             body = self._op(step)
         if len(self.lanes) > 1:
             body = [f"s[{self.lane}] = {index}", *body]
-        if self.jitter:
-            body = ["j()", *body]
+        if callable(self.jitter):
+            body = [f"j({float(self.jitter(step))!r})", *body]
+        elif self.jitter:
+            body = [f"j(r() * {MAX_JITTER_S})", *body]
         if self.traced:
             body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
         label = self.labels[index]
@@ -345,10 +356,6 @@ def _holds(piece: Range | None, parts: Range | None) -> bool:
 
 def _same(result: Any) -> Any:
     return result
-
-
-def _delay() -> None:
-    time.sleep(random.random() * MAX_JITTER_S)
 
 
 class _First:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchweft.gate import Check
 from torchweft.piece import Entry, Piece
 from torchweft.plan import Plan
 from torchweft.session import Session
@@ -14,6 +15,7 @@ class PieceReport:
     """One captured graph: its ops, what keeps some of them whole, and its plans."""
 
     name: str
+    frame: int | None
     num_ops: int
     num_split_ops: int
     whole_ops: tuple[tuple[str, str, str], ...]
@@ -34,12 +36,19 @@ class Report:
     fallbacks: tuple[tuple[str, int], ...]
     assumed: tuple[str, ...]
     num_uncaptured: int
+    num_shadowed: int = 0
+    shadow_failures: tuple[Check, ...] = ()
 
     @property
     def split_share(self) -> float | None:
         """The share of measured op time that ran in parts; None before the second call."""
         known = [piece.split_share for piece in self.pieces if piece.split_share is not None]
         return max(known) if known else None
+
+    @property
+    def num_breaks(self) -> int:
+        """How often Dynamo broke the model; graphs of one frame are recompilations."""
+        return max(0, len({piece.frame for piece in self.pieces}) - 1)
 
     @property
     def num_copies(self) -> int:
@@ -49,14 +58,19 @@ class Report:
     def __str__(self) -> str:
         lines = [f"strategy {self.strategy}: {len(self.pieces)} graph(s) captured"]
         if self.num_uncaptured:
-            lines.append(f"  {self.num_uncaptured} graph(s) could not be captured and run as they are")
+            lines.append(f"  {self.num_uncaptured} graph(s) were not captured and run as they are")
         for piece in self.pieces:
             lines += _piece_lines(piece)
         for reason, count in self.fallbacks:
             lines.append(f"  fallback {count} x: {reason}")
         lines.append(f"  assumed ops: {', '.join(self.assumed) or 'none'}")
-        if len(self.pieces) > 1:
-            lines.append("  several graphs: Dynamo broke the model between them")
+        if self.num_shadowed:
+            wrong = len(self.shadow_failures)
+            lines.append(
+                f"  shadow checks: {self.num_shadowed}, {wrong} of them differed from eager"
+            )
+        if self.num_breaks:
+            lines.append(f"  graph breaks: {self.num_breaks}; each piece is scheduled on its own")
         return "\n".join(lines)
 
 
@@ -69,7 +83,8 @@ def _piece_lines(piece: PieceReport) -> list[str]:
     ]
     for plan, bucket in zip(piece.plans, piece.buckets, strict=True):
         note = plan.history[0].removeprefix("write ") if plan.history else ""
-        lines.append(f"    batch {bucket}: {note}, {plan.num_parts} part(s), {len(plan.steps)} steps")
+        size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
+        lines.append(f"    batch {bucket}: {note}, {size}")
     for name, rows, reason in piece.whole_ops[:8]:
         lines.append(f"    {name} runs whole ({rows}): {reason}")
     if len(piece.whole_ops) > 8:
@@ -85,6 +100,8 @@ def report_of(session: Session) -> Report:
         fallbacks=tuple(session.fallbacks.most_common()),
         assumed=(),
         num_uncaptured=session.num_uncaptured,
+        num_shadowed=session.shadow.num_compared if session.shadow else 0,
+        shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
     )
 
 
@@ -94,6 +111,7 @@ def _piece(piece: Piece) -> PieceReport:
     whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
     return PieceReport(
         name=graph.name,
+        frame=piece.frame,
         num_ops=len(graph.ops),
         num_split_ops=sum(not op.whole for op in graph.ops),
         whole_ops=tuple((op.name, op.rows, reasons.get(op.name, "")) for op in whole),

@@ -1,0 +1,308 @@
+"""The CPU runtime on hand-made graphs: laws 6 and 7, failures, threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+import torch
+from torchweft.context import Context
+from torchweft.errors import RunError
+from torchweft.graph import Batch, Graph, Op, Value
+from torchweft.lower import lower
+from torchweft.machine import cpu
+from torchweft.runtimes.cpu import LINGER_S, Lanes, run, run_traced
+from torchweft.runtimes.program import compile_program
+from torchweft.sizes import Size
+from torchweft.strategies import branches, overlap, sequential
+from torchweft.verify import findings, verify
+from torchweft.write import write
+
+ROWS, WIDE = 24, 16
+
+
+def value(name, **more):
+    return Value(name, (Size.of("s0"), Size.of(WIDE)), batch=Batch(0), **more)
+
+
+def diamond() -> tuple[Graph, dict]:
+    """x -> a -> (left, right, third) -> join, with a state that two ops change in place."""
+    values = (
+        value("x"), value("state"), value("a"), value("left"), value("right"), value("third"),
+        value("joined"), value("y"), Value("mean", (Size.of(WIDE),)),
+    )  # fmt: skip
+    ops = (
+        Op("start", ("x",), ("a",)),
+        Op("go_left", ("a",), ("left",)),
+        Op("go_right", ("a", "state"), ("right",), mutates=("state",)),
+        Op("go_third", ("a",), ("third",)),
+        Op("join", ("left", "right", "third"), ("joined",)),
+        Op("again", ("joined", "state"), ("y",), mutates=("state",)),
+        Op("mean", ("y",), ("mean",), rows="mixing"),
+    )
+    graph = Graph("diamond", values, ops, ("x", "state"), ("y", "mean"), "s0")
+
+    def go_right(a, state):
+        state.mul_(2).add_(a)
+        return (state.clone(),)
+
+    def again(joined, state):
+        state.add_(joined)
+        return (state * joined,)
+
+    bodies = {
+        "start": lambda x: (x * 3 + 1,),
+        "go_left": lambda a: (a.sin(),),
+        "go_right": go_right,
+        "go_third": lambda a: (a.cos(),),
+        "join": lambda left, right, third: (left + right * third,),
+        "again": again,
+        "mean": lambda y: (y.mean(0),),
+    }
+    return graph, bodies
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x, state = torch.randn(2, ROWS, WIDE, generator=generator)
+    return x, state
+
+
+def by_hand(graph, bodies, given):
+    held = dict(zip(graph.inputs, given, strict=True))
+    for op in graph.ops:
+        made = bodies[op.name](*(held[name] for name in op.reads))
+        held.update(zip(op.makes, made, strict=True))
+    return tuple(held[name] for name in graph.outputs)
+
+
+def planned(strategy, num_lanes, graph):
+    return verify(lower(write(strategy, graph, Context(batch=ROWS), cpu(num_lanes))))
+
+
+spread = branches(handover_s=0.0)
+CASES = [
+    (sequential, 1),
+    (overlap(parts=2), 1),
+    (overlap(parts=5), 1),
+    (spread, 2),
+    (spread, 3),
+]
+
+
+def scatter(s, *, parts=2):
+    """Deals ops to lanes at random: many waits."""
+    rng = random.Random(parts)
+    s.split(parts)
+    while ready := s.ready():
+        op, part = rng.choice(ready)
+        s.run(op, part, lane=rng.choice(["compute", "compute1", "compute2"]))
+    s.merge()
+
+
+@pytest.fixture
+def lanes():
+    held = Lanes()
+    yield held
+    held.close()
+
+
+@pytest.mark.parametrize("jitter", [False, True])
+@pytest.mark.parametrize(("strategy", "num_lanes"), [*CASES, (scatter, 3)])
+def test_laws_6_and_7_outputs_are_the_same_bits_with_and_without_jitter(
+    strategy, num_lanes, jitter, lanes
+):
+    graph, bodies = diamond()
+    plan = planned(strategy, num_lanes, graph)
+    program = compile_program(plan, bodies, jitter=jitter)
+    for _ in range(3):
+        given, expected = inputs(), inputs()
+        wanted = by_hand(graph, bodies, expected)
+        found = run(program, given, plan.cut.bounds(ROWS), lanes)
+        for a, b in zip(wanted, found, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(given[1], expected[1]), "the state was left as program order leaves it"
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_dropping_any_wait_is_noticed_when_its_target_is_late(parts, lanes):
+    """The tests are awake: every wait of the program is there for a reason that shows."""
+    graph, bodies = diamond()
+    plan = planned(lambda s: scatter(s, parts=parts), 3, graph)
+    waits = [index for index, step in enumerate(plan.steps) if step.kind == "wait"]
+    # A program joins its lanes before it hands out, which implies the waits of the merges.
+    waits = [index for index in waits if guarded(plan, index).kind != "merge"]
+    assert len(waits) >= 5
+    wanted_inputs = inputs()
+    wanted = by_hand(graph, bodies, wanted_inputs)
+    for index in waits:
+        target = plan.steps[index].target
+
+        def late(step, target=target):
+            return 0.05 if step.label == target else 0.0
+
+        good = compile_program(plan, bodies, jitter=late)
+        assert not wrong(good, plan, wanted, wanted_inputs, lanes)
+        broken = replace(plan, steps=plan.steps[:index] + plan.steps[index + 1 :])
+        assert findings(broken), "the verifier knows"
+        program = compile_program(broken, bodies, jitter=late)
+        tries = (wrong(program, plan, wanted, wanted_inputs, lanes) for _ in range(5))
+        assert any(tries), f"nothing notices that step {index}, {plan.steps[index]}, is gone"
+
+
+def guarded(plan, index):
+    """The step that a wait stands before."""
+    lane = plan.steps[index].lane
+    rest = plan.steps[index:]
+    return next(step for step in rest if step.lane == lane and step.kind != "wait")
+
+
+def wrong(program, plan, wanted, wanted_inputs, lanes):
+    given = inputs()
+    try:
+        found = run(program, given, plan.cut.bounds(ROWS), lanes)
+    except RunError:
+        return True
+    pairs = [*zip(wanted, found, strict=True), *zip(wanted_inputs, given, strict=True)]
+    return not all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("op", ["start", "go_left", "go_right", "go_third", "join", "mean"])
+def test_an_op_that_raises_in_any_lane_gives_one_error_and_the_next_call_works(op, lanes):
+    graph, bodies = diamond()
+    plan = planned(spread, 3, graph)
+
+    def explode(*reads):
+        raise ValueError("boom")
+
+    program = compile_program(plan, {**bodies, op: explode})
+    with pytest.raises(RunError, match="boom") as caught:
+        run(program, inputs(), (0, ROWS), lanes)
+    assert op in str(caught.value)
+    assert "may be half written: state" in caught.value.story
+    assert isinstance(caught.value.__cause__, ValueError)
+    good = compile_program(plan, bodies)
+    assert torch.equal(
+        run(good, inputs(), (0, ROWS), lanes)[0], by_hand(graph, bodies, inputs())[0]
+    )
+
+
+def test_ctrl_c_in_the_middle_stops_all_lanes(lanes):
+    graph, bodies = diamond()
+    plan = planned(spread, 3, graph)
+
+    def interrupt(*reads):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        return bodies["start"](*reads)
+
+    program = compile_program(plan, {**bodies, "start": interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        run(program, inputs(), (0, ROWS), lanes)
+    good = compile_program(plan, bodies)
+    assert torch.equal(
+        run(good, inputs(), (0, ROWS), lanes)[0], by_hand(graph, bodies, inputs())[0]
+    )
+
+
+def test_lane_threads_go_home():
+    before = set(threading.enumerate())
+    graph, bodies = diamond()
+    plan = planned(spread, 3, graph)
+    run(compile_program(plan, bodies), inputs(), (0, ROWS), Lanes())
+    deadline = time.monotonic() + 10 * LINGER_S
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(threading.enumerate()) <= before
+
+
+def test_calls_from_eight_threads_at_once_keep_apart(lanes):
+    graph, bodies = diamond()
+    plan = planned(spread, 3, graph)
+    program = compile_program(plan, bodies, jitter=True)
+    wanted = by_hand(graph, bodies, inputs())
+    wrongs = []
+
+    def call():
+        for _ in range(5):
+            found = run(program, inputs(), (0, ROWS), lanes)
+            if not all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)):
+                wrongs.append(found)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrongs
+
+
+def test_lanes_take_over_the_callers_modes(lanes):
+    graph, bodies = diamond()
+    seen = {}
+
+    def look(name, body):
+        def looking(*reads):
+            seen[name] = (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_num_threads(),
+            )
+            return body(*reads)
+
+        return looking
+
+    plan = planned(spread, 3, graph)
+    assert len({step.lane for step in plan.steps}) == 3
+    program = compile_program(plan, {name: look(name, body) for name, body in bodies.items()})
+    with torch.inference_mode(), torch.autocast("cpu"):
+        run(program, inputs(), (0, ROWS), lanes)
+    assert set(seen.values()) == {(False, True, True, torch.get_num_threads())}
+
+
+def test_a_fork_after_lanes_exist_runs_too(lanes):
+    graph, bodies = diamond()
+    plan = planned(spread, 3, graph)
+    bodies = {name: _plain(body) for name, body in bodies.items()}
+    program = compile_program(plan, bodies)
+    wanted = run(program, inputs(), (0, ROWS), lanes)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        found = run(program, inputs(), (0, ROWS), lanes)
+        good = all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True))
+        os.write(writer, b"1" if good else b"0")
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"1"
+    os.close(reader)
+    os.waitpid(child, 0)
+
+
+def _plain(body):
+    return body
+
+
+def test_a_trace_has_a_span_for_every_run(lanes):
+    graph, bodies = diamond()
+    plan = planned(spread, 2, graph)
+    program = compile_program(plan, bodies, traced=True)
+    _, trace = run_traced(program, inputs(), (0, ROWS), lanes)
+    assert {span.op for span in trace.spans if span.kind == "run"} == {op.name for op in graph.ops}
+    assert not trace.simulated
+    assert all(span.end_s >= span.start_s >= 0 for span in trace.spans)
+
+
+def test_a_hostile_name_never_reaches_the_source():
+    graph, bodies = diamond()
+    program = compile_program(planned(overlap(parts=2), 1, graph), bodies)
+    for name in [*graph.op, *graph.value]:
+        assert len(name) == 1 or name not in program.source
