@@ -7,6 +7,7 @@ were compared with (`if s.context.num_tokens < 4096` cuts at 4096).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torchweft.context import Context
@@ -21,27 +22,28 @@ class Watched(int):
     seen: set[int]
 
     def __lt__(self, other: object) -> bool:
-        return self._look(other) and int(self) < other  # type: ignore[operator]
-
-    def __le__(self, other: object) -> bool:
-        return self._look(other) and int(self) <= other  # type: ignore[operator]
-
-    def __gt__(self, other: object) -> bool:
-        return self._look(other) and int(self) > other  # type: ignore[operator]
+        return self._look(other, 0) and int(self) < other  # type: ignore[operator]
 
     def __ge__(self, other: object) -> bool:
-        return self._look(other) and int(self) >= other  # type: ignore[operator]
+        return self._look(other, 0) and int(self) >= other  # type: ignore[operator]
+
+    def __le__(self, other: object) -> bool:
+        return self._look(other, 1) and int(self) <= other  # type: ignore[operator]
+
+    def __gt__(self, other: object) -> bool:
+        return self._look(other, 1) and int(self) > other  # type: ignore[operator]
 
     def __eq__(self, other: object) -> bool:
-        self._look(other)
-        return int(self) == other
+        return self._look(other, 0, 1) and int(self) == other
 
     __hash__ = int.__hash__
 
-    def _look(self, other: object) -> bool:
-        if isinstance(other, int | float) and other == other and abs(other) < 2**62:
-            # All comparisons with `other` come out the same between two such borders.
-            self.seen |= {int(other), int(other) + 1}
+    def _look(self, other: object, *borders: int) -> bool:
+        """Note the numbers at which this comparison changes its answer."""
+        if isinstance(other, int | float) and abs(other) < 2**62:
+            self.seen |= {
+                math.floor(other) + 1 if border else math.ceil(other) for border in borders
+            }
         return True
 
 

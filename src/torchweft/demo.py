@@ -40,7 +40,7 @@ def story() -> Iterator[str]:
     yield f"4. Its plan is text that reads back; the first of {len(plan.steps)} steps:\n"
     yield _head(plan) + "\n"
     assert Plan.parse(str(plan)) == plan, "a plan reads back as itself"
-    yield "5. Edit it by hand so that an op runs before its input is there; the verifier says where:\n"
+    yield "5. Edit it so that an op runs before its input is there; the verifier says where:\n"
     broken, moved = _break(plan)
     first = findings(broken)[0]
     yield f"   moved: {moved}\n\nPlanError: {first.error(broken)}\n"

@@ -57,9 +57,9 @@ def test_links_join_devices_in_one_direction() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "rate": (lambda: cpu(flops=1), "Did you mean 'flops_per_s'"),
     "no lanes": (lambda: cpu(0), "at least one compute lane"),
-    "negative rate": (lambda: cpu(bytes_per_s=-1.0), "bytes_per_s cannot be -1.0"),
-    "no rate": (lambda: cpu(flops_per_s=0), "flops_per_s cannot be 0"),
-    "no number": (lambda: cpu(capacity=float("nan")), "capacity cannot be nan"),
+    "negative rate": (lambda: cpu(bytes_per_s=-1.0), "bytes_per_s cannot be '?-1.0"),
+    "no rate": (lambda: cpu(flops_per_s=0), "flops_per_s cannot be '?0"),
+    "no number": (lambda: cpu(capacity=float("nan")), "capacity cannot be '?nan"),
     "word for a rate": (lambda: cpu(capacity="much"), "capacity cannot be 'much'"),
     "endless latency": (lambda: cpu(network_latency_s=1e308), "network_latency_s cannot be"),
     "endless number": (lambda: cpu(capacity=10**400), "capacity cannot be"),

@@ -88,6 +88,7 @@ def test_plan_of_another_version_is_refused(version: str) -> None:
 HEADS = {
     "no fraction": ("parts 1/2 1/2", "parts 1/0 1/2"),
     "endless fraction": ("parts 1/2 1/2", f"parts 1/{'9' * 5000} 1/2"),
+    "fraction to trip over": ("parts 1/2 1/2", f"parts {'1' * 40}!"),
     "not one batch": ("parts 1/2 1/2", "parts 1/2 1/3"),
     "too many parts": ("parts 1/2 1/2", "parts " + " ".join(["1/2000"] * 2000)),
     "unknown rule": ("parts 1/2 1/2", "parts 1/2 1/2 at tokens"),

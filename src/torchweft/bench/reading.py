@@ -64,10 +64,12 @@ class _Reader:
 
     def note(self, step: Step) -> None:
         """Write down where copies go and where ops run: that decides where values are."""
-        if step.kind == "copy" and step.on is not None:
-            name = step.names[0]
-            parts = self.parts(step, name)
-            self.copied.update((step.on, name, part) for part in parts)
+        if step.kind == "copy":
+            name, where = step.names[0], step.on or "its place"
+            for part in self.parts(step, name):
+                if (where, name, part) in self.copied:
+                    raise UnsafeError(f"{step.label}: it is copied twice")
+                self.copied.add((where, name, part))
         elif step.kind in ("run", "issue"):
             for name in step.names:
                 for part in self.op_parts(step, self.graph.op[name]):
@@ -175,13 +177,13 @@ class _Reader:
         changed = {cell: 0 for name in op.mutates for cell in self.cells(device, name, parts(name))}
         moves += [Move("raise", (cell,)) for cell in changed]
         for name in op.makes:
-            if self.graph.value[name].alias_of is not None:
-                for one in parts(name):
-                    if (device, name, one) in self.copied:
-                        raise UnsafeError(f"alias {name} is made on {device} and copied to it")
-                    moves.append(Move("make", (("view", device, name, one),), piece, 0))
-            else:
+            if any((device, name, one) in self.copied for one in parts(name)):
+                raise UnsafeError(f"{name} is made on {device} and copied to it")
+            if self.graph.value[name].alias_of is None:
                 moves += self.make(op, part, device, name, piece)
+            else:
+                views: list[Cell] = [("view", device, name, one) for one in parts(name)]
+                moves += [Move("make", (view,), piece, 0) for view in views]
         return moves
 
     def make(
@@ -234,10 +236,9 @@ class _Reader:
         ]
         for part in self.parts(step, name):
             for spot in self.reference.spots(name, part):
-                cells: list[Cell] = [("loose", device, one, spot.cell) for one in (name, *copies)]
-                if self.place_device.get(name) == device:
-                    cells += [("place", name, spot.cell), ("made", device, name, spot.cell)]
-                moves.append(Move("clear", tuple(cells)))
+                where = (*self.location(device, name, part), spot.cell)
+                others: list[Cell] = [("loose", device, one, spot.cell) for one in copies]
+                moves.append(Move("clear", (where, *others)))
         return moves
 
     @property

@@ -40,6 +40,8 @@ def _check_range(plan: Plan, step: Step, has_batch: bool) -> None:
 
 def _check_ops(plan: Plan, step: Step) -> None:
     lane = plan.lane[step.lane]
+    if len(step.names) > 1 and step.by is None:
+        raise UnsafeError(f"{step.label}: several ops, and no kernel for them")
     if step.kind == "issue":
         if step.on is None or step.on not in plan.lane or plan.lane[step.on].via != step.lane:
             raise UnsafeError(f"{step.label}: not issued by the lane that {step.on} goes via")
@@ -61,12 +63,13 @@ def _check_value(plan: Plan, step: Step) -> None:
         raise UnsafeError(f"{step.label}: no such value")
     value, device = graph.value[name], plan.lane[step.lane].device
     _check_range(plan, step, value.batch is not None)
+    devices = {lane.device for lane in plan.lanes}
     is_input, is_root = name in graph.inputs, value.alias_of is None
     good = {
         "split": is_input and value.batch is not None,
         "merge": name in graph.outputs and value.batch is not None,
         "free": is_root and not is_input,
-        "copy": step.on != device if step.on is not None else is_root and _has_place(plan, name),
+        "copy": step.on in devices - {device} if step.on else is_root and _has_place(plan, name),
     }[step.kind]
     if not good or (step.kind in ("split", "merge") and (plan.num_parts == 1 or step.parts)):
         raise UnsafeError(f"{step.label}: this {step.kind} cannot be")

@@ -77,7 +77,7 @@ class Assembly:
         call = self.rows.calls[node]
         if node.op == "placeholder":
             return bool(tree_leaves(call.value)) and isinstance(call.value, SYMBOLIC)
-        return node.op not in ("get_attr", "output") and not is_work(call, self.bound)
+        return node.op not in ("get_attr", "output") and not is_work(self.rows, node, self.bound)
 
     def _make_inputs(self, wanted: set[fx.Node]) -> None:
         owner: dict[int, str] = {}

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.axes import SYMBOLIC
-from torchweft.capture.rows import ORDER, STATE, Call, Rows, id_of, is_getitem, is_size
+from torchweft.capture.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
 from torchweft.capture.rows_network import NAMESPACE
 from torchweft.marks import FRAME, Mark, target_name
 
@@ -61,7 +61,7 @@ def find_units(graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
                 units.append(_unit(block, rows, marks))
                 block = None
             continue
-        if node in taken or not is_work(rows.calls[node], bound):
+        if node in taken or not is_work(rows, node, bound):
             continue
         if "_vmap_increment_nesting" in target_name(node):
             block = [node]
@@ -84,13 +84,14 @@ def bound_symbols(graph: fx.Graph, rows: Rows) -> frozenset[Any]:
     return frozenset(found)
 
 
-def is_work(call: Call, bound: frozenset[Any]) -> bool:
+def is_work(rows: Rows, node: fx.Node, bound: frozenset[Any]) -> bool:
     """Whether a call is to be run as part of an op (and is no mere size, input or switch)."""
-    node = call.node
+    call = rows.calls[node]
     if node.op in ("placeholder", "get_attr", "output") or state_name(node):
         return False
     if is_size(call.value):
-        exprs = [leaf.node.expr for leaf in tree_leaves(call.value) if isinstance(leaf, SYMBOLIC)]
+        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, SYMBOLIC)]
+        exprs = [rows.symbols.expr(leaf) for leaf in leaves]
         return not all(expr.free_symbols <= bound for expr in exprs)
     tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call.value))
     return tensors or bool(call.written) or bool(node.users) or _asserts(node)

@@ -1,0 +1,361 @@
+"""`weft.compile` as a user meets it: equal to eager, whatever comes in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import torchweft as weft
+from torchweft.api import session_of
+
+
+class Block(nn.Module):
+    def __init__(self, wide=32):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(wide, 64), nn.Linear(64, wide), nn.LayerNorm(wide)
+
+    def forward(self, x, scale=None, *, flag=True):
+        y = self.norm(x + self.down(torch.relu(self.up(x))))
+        return y if scale is None or not flag else y * scale
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def compiled(model=None, strategy=None, **options):
+    model = (model or Block()).eval()
+    return weft.compile(model, strategy or weft.overlap(parts=2), **options)
+
+
+def eager(model, *args, **kwargs):
+    with torch.compiler.set_stance("force_eager"):
+        return model._call_impl(*args, **kwargs)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 16, 17, 33])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_any_number_of_rows_is_right(rows, parts):
+    model = compiled(strategy=weft.overlap(parts=parts))
+    x = torch.randn(rows, 32)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), eager(model, x))
+
+
+def test_sequential_is_bit_equal():
+    model, x = compiled(strategy="sequential"), torch.randn(9, 32)
+    with torch.no_grad():
+        assert torch.equal(model(x), eager(model, x))
+
+
+def test_more_parts_than_rows_falls_back_with_a_counted_reason(caplog):
+    model = compiled(strategy=weft.overlap(parts=8))
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(5, 32))
+    report = weft.report(model)
+    assert report.fallbacks == (
+        ("split: 5 rows cannot make 8 parts (" + " ".join(["1/8"] * 8) + ").", 3),
+    )
+    assert "5 rows cannot make 8 parts" in caplog.text
+    assert "fallback 3 x" in str(report)
+
+
+def test_fallback_error_raises_our_error():
+    model = compiled(strategy=weft.overlap(parts=8), fallback="error")
+    with torch.no_grad(), pytest.raises(weft.StrategyError, match="cannot make 8 parts"):
+        model(torch.randn(5, 32))
+
+
+def test_compile_is_in_place_and_leaves_the_model_alone():
+    model = Block().eval()
+    keys = list(model.state_dict())
+    assert weft.compile(model, "overlap") is model
+    assert list(model.state_dict()) == keys
+    assert type(model) is Block
+
+
+def test_kwargs_none_and_scalars():
+    model = compiled()
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        for args, kwargs in [
+            ((x,), {}),
+            ((x, None), {}),
+            ((x, 2.0), {}),
+            ((x, 3), {"flag": False}),
+        ]:
+            torch.testing.assert_close(model(*args, **kwargs), eager(model, *args, **kwargs))
+
+
+def test_nested_outputs_with_things_that_are_no_tensors():
+    class Nest(nn.Module):
+        def forward(self, x, y):
+            return {"a": (x + 1, None, 3), "b": [x * y, {"rows": x.shape[0]}], "same": x}
+
+    model = compiled(Nest())
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    found = model(x, y)
+    assert found["a"][1:] == (None, 3)
+    assert found["b"][1] == {"rows": 6}
+    assert found["same"] is x
+    assert torch.equal(found["a"][0], x + 1)
+    assert torch.equal(found["b"][0], x * y)
+
+
+def test_no_batch_at_all():
+    def scalar(x):
+        return x.sin() + 1
+
+    run = weft.compile(scalar, "overlap")
+    x = torch.tensor(2.0)
+    assert torch.equal(run(x), scalar(x))
+
+
+def test_a_function_is_wrapped_and_keeps_its_name():
+    @torch.no_grad()
+    def double(x):
+        return x * 2
+
+    run = weft.compile(double, "overlap")
+    assert run.__name__ == "double"
+    assert torch.equal(run(torch.ones(4, 2)), torch.full((4, 2), 2.0))
+
+
+def test_nans_and_infinities_stay():
+    model, x = compiled(), torch.randn(8, 32)
+    x[1], x[6, 3] = float("nan"), float("inf")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), eager(model, x), equal_nan=True)
+
+
+def test_graph_breaks_make_pieces_and_the_report_tells():
+    class Broken(nn.Module):
+        def forward(self, x):
+            y = torch.relu(x) + 1
+            torch._dynamo.graph_break()
+            return y * 2
+
+    model, x = compiled(Broken()), torch.randn(8, 4)
+    torch.testing.assert_close(model(x), eager(model, x))
+    report = weft.report(model)
+    assert len(report.pieces) == 2
+    assert report.num_breaks == 1
+
+
+def test_recompiles_only_when_dynamo_does():
+    model = compiled()
+    with torch.no_grad():
+        for rows in (4, 6, 8, 16, 23, 64, 100):
+            model(torch.randn(rows, 32))
+    assert len(weft.report(model).pieces) == 1
+    assert weft.report(model).num_breaks == 0
+
+
+def test_a_strategy_runs_once_a_bucket():
+    model = compiled()
+    with torch.no_grad():
+        for rows in range(64, 128):
+            model(torch.randn(rows, 32))
+    assert weft.report(model).pieces[0].strategy_runs == 1
+
+
+def test_a_bucket_is_cut_at_the_strategys_own_threshold():
+    model = compiled(strategy=weft.overlap(parts=2, min_tokens=50))
+    with torch.no_grad():
+        for rows in (70, 99, 100, 127, 71, 101):
+            model(torch.randn(rows, 32))
+    piece = weft.report(model).pieces[0]
+    assert piece.buckets == ("64..99", "100..127")
+    assert [plan.num_parts for plan in piece.plans] == [1, 2]
+
+
+def test_outputs_kept_over_three_calls_stay_unchanged():
+    model = compiled()
+    kept = []
+    with torch.no_grad():
+        for number in range(3):
+            x = torch.randn(8, 32)
+            kept.append((model(x), eager(model, x), number))
+    for found, wanted, _ in kept:
+        torch.testing.assert_close(found, wanted)
+
+
+def test_inference_mode_and_autocast_outside():
+    model, x = compiled(), torch.randn(8, 32)
+    with torch.inference_mode():
+        found = model(x)
+        assert found.is_inference()
+        torch.testing.assert_close(found, eager(model, x))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        torch.testing.assert_close(model(x), eager(model, x))
+
+
+def test_calls_from_eight_threads_at_once():
+    model = compiled()
+    inputs = [torch.randn(8 + number, 32) for number in range(8)]
+    with torch.no_grad():
+        wanted = [eager(model, x) for x in inputs]
+        model(inputs[0])
+    wrong = []
+
+    def call(number):
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.allclose(model(inputs[number]), wanted[number], atol=1e-5):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_gradients_flow_through_a_split_model():
+    model, twin = compiled(Block().train()), Block().train()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(8, 32)
+    model(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_an_op_that_raises_gives_a_run_error_and_the_next_call_works():
+    class Picky(nn.Module):
+        def forward(self, table, index):
+            return table[index] + 1
+
+    model = compiled(Picky())
+    table = torch.randn(4, 3)
+    good, bad = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 9])
+    assert torch.equal(model(table, good), table[good] + 1)
+    with pytest.raises(weft.RunError, match="index"):
+        model(table, bad)
+    assert torch.equal(model(table, good), table[good] + 1)
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(weft.StrategyError, match="overlap"):
+        weft.compile(Block(), "overlpa")
+    with pytest.raises(weft.StrategyError, match="sequential"):
+        weft.compile(Block(), "overlap", fallback="ignore")
+    with pytest.raises(weft.StrategyError, match="eager"):
+        weft.compile(Block(), "overlap", inner="indcutor")
+    with pytest.raises(weft.StrategyError, match="parts"):
+        weft.overlap(prats=3)
+
+
+def test_disable_leaves_the_model_untouched(monkeypatch):
+    monkeypatch.setenv("WEFT_DISABLE", "1")
+    model = weft.compile(Block(), "overlap")
+    assert model._compiled_call_impl is None
+
+
+def test_report_of_a_model_that_was_not_compiled():
+    with pytest.raises(weft.WeftError, match=r"not compiled by weft\.compile"):
+        weft.report(Block())
+
+
+def test_the_backend_is_registered_by_entry_point():
+    model, x = Block().eval(), torch.randn(8, 32)
+    run = torch.compile(
+        model, backend="weft", options={"strategy": weft.overlap(parts=2)}, dynamic=True
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
+        with pytest.raises(Exception, match="strategy"):
+            torch.compile(Block().eval(), backend="weft", options={"stratgey": "overlap"})(x)
+
+
+def test_check_says_bit_equal_within_tolerance_or_the_op_that_differs():
+    x = torch.randn(9, 32)
+    assert weft.check(Block().eval(), x, strategy="sequential").equal == "bit-equal"
+    assert weft.check(Block().eval(), x, strategy="overlap")
+
+    def shifts(x):
+        y = x * 2
+        with weft.mark("wrong", rows="row-wise"):
+            z = y.roll(1, 0)
+        return z + 1
+
+    verdict = weft.check(shifts, x, strategy="overlap")
+    assert verdict.equal == "different"
+    assert "wrong" in verdict.first_op
+
+
+def test_check_leaves_model_and_inputs_as_they_were():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(12, 8)
+    assert weft.check(model, x, strategy="overlap")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_shadow_compares_every_nth_call():
+    model = compiled(shadow=2)
+    with torch.no_grad():
+        for _ in range(6):
+            model(torch.randn(8, 32))
+    report = weft.report(model)
+    assert report.num_shadowed == 3
+    assert not report.shadow_failures
+
+
+def test_trace_is_measured_and_saved(tmp_path):
+    model, x = compiled(), torch.randn(16, 32)
+    with torch.no_grad():
+        trace = weft.trace(model, x)
+    assert not trace.simulated
+    assert {span.parts for span in trace.spans if span.kind == "run"} == {(0, 1), (1, 2)}
+    trace.save(tmp_path / "run.json")
+    assert (tmp_path / "run.json").exists()
+
+
+def test_context_tells_requests_to_the_strategy():
+    seen = []
+
+    def by_request(s):
+        seen.append((s.context.phase, s.context.tokens_per_request))
+        if not s.context.tokens_per_request:
+            return s.sequential()
+        s.split(2, at="requests")
+        while ready := s.ready():
+            for op, part in ready:
+                s.run(op, part)
+        s.merge()
+
+    model = compiled(strategy=by_request)
+    x = torch.randn(20, 32)
+    with torch.no_grad():
+        with weft.context(phase="prefill", tokens_per_request=[3, 11, 6]):
+            torch.testing.assert_close(model(x), eager(model, x))
+        torch.testing.assert_close(model(x), eager(model, x))
+    assert ("prefill", (3, 11, 6)) in seen
+    plan = weft.plans(model)[0]
+    assert plan.cut.bounds(20, (3, 11, 6)) == (0, 14, 20)
+
+
+def test_jitter_changes_no_bit():
+    torch.manual_seed(1)
+    plain, jittered = compiled(), compiled(jitter=True)
+    jittered.load_state_dict(plain.state_dict())
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        assert torch.equal(plain(x), jittered(x))
+
+
+def test_threads_of_a_session_end():
+    model = compiled()
+    with torch.no_grad():
+        model(torch.randn(8, 32))
+    session_of(model).lanes.close()
+    assert not [t for t in threading.enumerate() if t.name == "weft lane"]
