@@ -25,8 +25,9 @@ class Context:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.batch < 0 or any(tokens < 0 for tokens in self.tokens_per_request):
-            raise StrategyError(f"context: a batch of {self.batch} rows cannot be.")
+        for number in (self.batch, self.num_tokens, *self.tokens_per_request):
+            if not isinstance(number, int) or number < 0:
+                raise StrategyError(f"context: {number!r} rows or tokens cannot be.")
         if not self.num_tokens:
             object.__setattr__(self, "num_tokens", sum(self.tokens_per_request) or self.batch)
 

@@ -105,7 +105,8 @@ def _threads() -> Diagnosis:
 def _try(code: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **(more or {})},
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **(more or {})},
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class WeftError(Exception):
         source: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.rule = rule
+        self.rule = rule or message.partition(":")[0]
         self.lane = lane
         self.step = step
         self.source = source
@@ -84,12 +84,12 @@ def clip(text: object, limit: int = 80) -> str:
     return literal if len(literal) <= limit else literal[: limit - 4] + "...'"
 
 
-def excerpt(lines: Sequence[str], at: int, *, around: int = 3) -> str:
+def excerpt(lines: Sequence[str], at: int, *, around: int = 3, count_from: int = 0) -> str:
     """The lines next to line `at`, numbered, with an arrow at it."""
     first, last = max(0, at - around), min(len(lines), at + around + 1)
     width = max((len(line) for line in lines[first:last]), default=0)
     shown = []
     for number in range(first, last):
         arrow = "   <-- here" if number == at else ""
-        shown.append(f"  {number:>5}  {lines[number]:<{width}}{arrow}".rstrip())
+        shown.append(f"  {number + count_from:>5}  {lines[number]:<{width}}{arrow}".rstrip())
     return "\n".join(shown)

@@ -1,5 +1,7 @@
 """A data file: text or JSON that is read within limits and written in one piece.
 
+    read_text, read_json, Reader (typed fields of an object)          write_text, write_json
+
 Loading never executes anything. A file that is missing, too large, truncated or no text raises the
 caller's own error class; a write goes to a temporary file first, so a crash loses nothing.
 """
@@ -10,6 +12,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torchweft.errors import WeftError, clip
 
@@ -32,9 +35,12 @@ def read_text(path: str | Path, error: type[WeftError], what: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file; it is there whole or not at all."""
+    """Write a text file; it is there whole or not at all. Raises `WeftError` if it cannot be."""
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError as cause:
+        raise WeftError(f"file: cannot write {path}: {cause.strerror}.", rule="file") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
@@ -64,3 +70,42 @@ def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
 def write_json(path: str | Path, data: object) -> None:
     """Write data as an indented JSON file."""
     write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+class Reader:
+    """Takes typed fields out of one object of a file, and says which one is wrong."""
+
+    def __init__(self, found: object, error: type[WeftError], where: str) -> None:
+        self.error, self.where = error, where
+        if not isinstance(found, dict):
+            raise self.fail(f"this is {clip(found)}, not an object.")
+        self.found, self.taken = found, set[str]()
+        self.where = f"{where} {clip(found['name'])}" if "name" in found else where
+
+    def fail(self, why: str) -> WeftError:
+        """The error to raise."""
+        return self.error(f"file: {self.where}: {why}", rule="file")
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        """The field `name`; it must be there unless there is a default."""
+        self.taken.add(name)
+        value = self.found.get(name, default)
+        if value is ...:
+            raise self.fail(f"the field {name!r} is missing.")
+        if value is default or (isinstance(value, kind) and not isinstance(value, bool)):
+            return value
+        if kind is bool and isinstance(value, bool):
+            return value
+        raise self.fail(f"the field {name!r} cannot be {clip(value)}.")
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of names; empty if it is missing."""
+        values = self.take(name, list, [])
+        if wrong := [value for value in values if not isinstance(value, str)]:
+            raise self.fail(f"{name!r} holds {clip(wrong[0])}, not a name.")
+        return tuple(values)
+
+    def done(self, *more: str) -> None:
+        """All fields have been taken; another one is an error."""
+        if extra := set(self.found) - self.taken - set(more):
+            raise self.fail(f"unknown field {clip(min(extra, key=str))}.")

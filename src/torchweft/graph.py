@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
-from torchweft.errors import GraphError, clip, unknown
+from torchweft.errors import GraphError, WeftError, clip, unknown
 from torchweft.sizes import ONE, ZERO, Size
 
 Uses = Literal["compute", "memory", "network", "io"]
@@ -41,11 +41,11 @@ ITEM_BYTES = {
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]{0,199}")
 
 
-def check_name(name: object, what: str) -> str:
+def check_name(name: object, what: str, error: type[WeftError] = GraphError) -> str:
     """`name` itself if it may stand in a graph or a plan. Raises `GraphError` if not."""
     if isinstance(name, str) and NAME.fullmatch(name):
         return name
-    raise GraphError(
+    raise error(
         f"name: {what} {clip(name)} is not a name: up to 200 letters, digits, '_', '.' and '$'."
     )
 
@@ -225,6 +225,8 @@ def _structure_key(graph: Graph, op: Op) -> object:
 def _check(graph: Graph) -> None:
     """Raise `GraphError` for a graph that contradicts itself."""
     check_name(graph.name, "graph")
+    if graph.batch is not None:
+        check_name(graph.batch, "batch")
     if graph.level not in LEVELS:
         raise GraphError(f"level: {unknown('level', graph.level, LEVELS)}")
     seen: set[str] = set()
@@ -288,6 +290,8 @@ def _check_value(graph: Graph, value: Value) -> None:
 
 def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
     where = f"op {op.name!r}"
+    if op.mark is not None:
+        check_name(op.mark, "mark")
     if op.uses not in USES:
         raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
     if op.rows not in ROWS:
@@ -309,6 +313,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
             )
     if op.collective is not None:
         check_name(op.collective.communicator, "communicator")
+        check_name(op.collective.kind, "collective")
         if op.collective.tag:
             check_name(op.collective.tag, "tag")
         if (op.collective.kind in ("send", "recv")) != (op.collective.peer is not None):

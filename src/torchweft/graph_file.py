@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.errors import GraphError, SizeError, clip
-from torchweft.files import read_json, write_json
+from torchweft.files import Reader, read_json, write_json
 from torchweft.graph import Batch, Collective, Graph, Op, Value, check_name
 from torchweft.sizes import ONE, ZERO, Size
 
@@ -76,7 +76,7 @@ def read_graph(found: object) -> Graph:
         raise GraphError(
             f"version: graph format {clip(found['weft_graph'])}; this torchweft reads {VERSION}."
         )
-    read = _Reader(found, "graph")
+    read = Reader(found, GraphError, "graph")
     graph = Graph(
         name=read.take("name", str),
         batch=read.take("batch", str, None),
@@ -87,7 +87,7 @@ def read_graph(found: object) -> Graph:
         values=tuple(_read_value(item) for item in read.take("values", list)),
         ops=tuple(_read_op(item) for item in read.take("ops", list)),
     )
-    read.done({"weft_graph"})
+    read.done("weft_graph")
     return graph
 
 
@@ -100,75 +100,44 @@ def _read_communicators(found: Mapping[str, object]) -> tuple[tuple[str, tuple[i
     return tuple(groups)
 
 
-class _Reader:
-    """Takes typed fields out of one object and says which one is wrong."""
+def _size(read: Reader, name: str, default: Size) -> Size:
+    value = read.take(name, (str, int), None)
+    return default if value is None else _as_size(read, value)
 
-    def __init__(self, found: object, where: str) -> None:
-        if not isinstance(found, dict):
-            raise GraphError(f"file: {where} is {clip(found)}, not an object.")
-        self.found, self.taken = found, set[str]()
-        self.where = f"{where} {clip(found['name'])}" if "name" in found else where
 
-    def take(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        self.taken.add(name)
-        if name not in self.found:
-            if default is ...:
-                raise GraphError(f"file: {self.where}: the field {name!r} is missing.")
-            return default
-        value = self.found[name]
-        if value is None and default is None:
-            return None
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise GraphError(f"file: {self.where}: the field {name!r} cannot be {clip(value)}.")
-        return value
-
-    def names(self, name: str) -> tuple[str, ...]:
-        values = self.take(name, list, [])
-        if wrong := [value for value in values if not isinstance(value, str)]:
-            raise GraphError(f"file: {self.where}: {name!r} holds {clip(wrong[0])}, not a name.")
-        return tuple(values)
-
-    def size(self, name: str, default: Size) -> Size:
-        value = self.take(name, (str, int), None)
-        return default if value is None else self.as_size(value)
-
-    def as_size(self, value: object) -> Size:
-        try:
-            if isinstance(value, str | int):
-                return Size.of(value)
-        except SizeError as error:
-            raise GraphError(f"file: {self.where}: {error}") from None
-        raise GraphError(f"file: {self.where}: {clip(value)} is not a size.")
-
-    def done(self, more: set[str]) -> None:
-        if extra := set(self.found) - self.taken - more:
-            raise GraphError(f"file: {self.where}: unknown field {clip(min(extra))}.")
+def _as_size(read: Reader, value: object) -> Size:
+    try:
+        if isinstance(value, str | int):
+            return Size.of(value)
+    except SizeError as error:
+        raise read.fail(str(error)) from None
+    raise read.fail(f"{clip(value)} is not a size.")
 
 
 def _read_value(found: object) -> Value:
-    read = _Reader(found, "value")
+    read = Reader(found, GraphError, "value")
     batch = read.take("batch", dict, None)
     value = Value(
         name=read.take("name", str),
-        shape=tuple(read.as_size(dim) for dim in read.take("shape", list, [])),
+        shape=tuple(_as_size(read, dim) for dim in read.take("shape", list, [])),
         dtype=read.take("dtype", str, "float32"),
         batch=None if batch is None else _read_batch(batch),
         alias_of=read.take("alias_of", str, None),
         placeable=read.take("placeable", bool, False),
     )
-    read.done(set())
+    read.done()
     return value
 
 
 def _read_batch(found: Mapping[str, object]) -> Batch:
-    read = _Reader(found, "batch")
-    batch = Batch(read.take("dim", int), read.size("outer", ONE), read.size("inner", ONE))
-    read.done(set())
+    read = Reader(found, GraphError, "batch")
+    batch = Batch(read.take("dim", int), _size(read, "outer", ONE), _size(read, "inner", ONE))
+    read.done()
     return batch
 
 
 def _read_op(found: object) -> Op:
-    read = _Reader(found, "op")
+    read = Reader(found, GraphError, "op")
     talk = read.take("collective", dict, None)
     op = Op(
         name=read.take("name", str),
@@ -181,20 +150,20 @@ def _read_op(found: object) -> Op:
         collective=None if talk is None else _read_collective(talk),
         mark=read.take("mark", str, None),
         body=read.take("body", str, ""),
-        flops=read.size("flops", ZERO),
+        flops=_size(read, "flops", ZERO),
         source=read.take("source", str, None),
     )
-    read.done(set())
+    read.done()
     return op
 
 
 def _read_collective(found: Mapping[str, object]) -> Collective:
-    read = _Reader(found, "collective")
+    read = Reader(found, GraphError, "collective")
     talk = Collective(
         kind=read.take("kind", str),
         communicator=read.take("communicator", str),
         peer=read.take("peer", int, None),
         tag=read.take("tag", str, ""),
     )
-    read.done(set())
+    read.done()
     return talk

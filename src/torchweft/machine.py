@@ -10,16 +10,18 @@ its own: the other lane issues its work and waits for it (c10d work on a CPU).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchweft.errors import MachineError, clip, unknown
-from torchweft.files import read_json
+from torchweft.files import Reader, read_json
 from torchweft.graph import USES, Op, check_name
 
 VERSION = 1
+MAX_RATE = 1e30
+MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +112,19 @@ class Machine:
 
 
 def _check(machine: Machine) -> None:
-    check_name(machine.name, "machine")
+    check_name(machine.name, "machine", MachineError)
     for items, what in ((machine.devices, "device"), (machine.lanes, "lane")):
-        names = [check_name(item.name, what) for item in items]
+        names = [check_name(item.name, what, MachineError) for item in items]
         if not names:
             raise MachineError(f"machine: {machine.name!r} has no {what}.")
         if len(set(names)) < len(names):
             raise MachineError(f"machine: {machine.name!r} has two {what}s of one name.")
-    for device in machine.devices:
-        for spec in fields(device):
-            number = getattr(device, spec.name)
-            least = (
-                0 if spec.name.endswith(("_s", "_share")) and "per_s" not in spec.name else 1e-12
-            )
-            if isinstance(number, int | float) and not least <= number < float("inf"):
-                raise MachineError(
-                    f"machine: device {device.name!r}: {spec.name} cannot be {number}."
-                )
+    numbered: list[Device | Link] = [*machine.devices, *machine.links]
+    for item in numbered:
+        for spec in fields(item):
+            number = getattr(item, spec.name)
+            if "str" not in str(spec.type) and (number is not None or spec.default is not None):
+                _check_number(f"{type(item).__name__.lower()}: {spec.name}", spec.name, number)
     for lane in machine.lanes:
         where = f"machine: lane {lane.name!r}"
         if lane.device not in machine.device:
@@ -137,10 +135,19 @@ def _check(machine: Machine) -> None:
             if uses not in USES:
                 raise MachineError(f"{where}: {unknown('resource', uses, USES)}")
     for link in machine.links:
-        if not {link.source, link.target} <= set(machine.device) or link.bytes_per_s <= 0:
+        if not {link.source, link.target} <= set(machine.device):
             raise MachineError(
                 f"machine: link {link.source!r} -> {link.target!r} joins no two devices."
             )
+
+
+def _check_number(where: str, name: str, number: object) -> None:
+    """A rate is above zero, a latency or share zero or more; neither is without end."""
+    least = 0.0 if name.endswith(("_s", "_share")) and "per_s" not in name else 1e-12
+    if not isinstance(number, int | float) or not least <= number <= MAX_RATE:
+        raise MachineError(f"machine: {where} cannot be {clip(number)}.")
+    if name.endswith("_s") and "per_s" not in name and number > MAX_S:
+        raise MachineError(f"machine: {where} cannot be {clip(number)}.")
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
@@ -170,36 +177,32 @@ def to_data(machine: Machine) -> dict[str, object]:
 
 def load_machine(path: str | Path) -> Machine:
     """Read a machine file. Raises `MachineError` for a file that is not one."""
-    found = read_json(path, MachineError, "machine")
-    if not isinstance(found, dict) or found.get("weft_machine") != VERSION:
-        raise MachineError(f"file: {path} is not a machine file of version {VERSION}.")
-    return Machine(
-        str(found.get("name", "machine")),
-        tuple(_item(Device, item) for item in found.get("devices", ())),
-        tuple(_item(Lane, item) for item in found.get("lanes", ())),
-        tuple(_item(Link, item) for item in found.get("links", ())),
+    read = Reader(read_json(path, MachineError, "machine"), MachineError, "machine")
+    if read.take("weft_machine", int, None) != VERSION:
+        raise read.fail(f"this is not a machine file of version {VERSION}.")
+    machine = Machine(
+        read.take("name", str, "machine"),
+        tuple(_item(Device, item) for item in read.take("devices", list, [])),
+        tuple(_item(Lane, item) for item in read.take("lanes", list, [])),
+        tuple(_item(Link, item) for item in read.take("links", list, [])),
     )
+    read.done()
+    return machine
 
 
 def _item(kind: Any, found: object) -> Any:
-    specs = {spec.name: spec for spec in fields(kind)}
-    if not isinstance(found, dict) or set(found) - set(specs):
-        raise MachineError(f"file: {clip(found)} is no {kind.__name__.lower()}.")
+    """A device, lane or link; the kind of a field is that of its default."""
+    read = Reader(found, MachineError, kind.__name__.lower())
     items: dict[str, Any] = {}
-    for name, value in found.items():
-        wanted = str(specs[name].type)
-        good = (
-            (isinstance(value, list) and all(isinstance(item, str) for item in value))
-            if "tuple" in wanted
-            else (isinstance(value, str) or (value is None and "None" in wanted))
-            if "str" in wanted
-            else (value is None and "None" in wanted)
-            or (isinstance(value, int | float) and not isinstance(value, bool))
-        )
-        if not good:
-            raise MachineError(f"file: {kind.__name__.lower()}: {name!r} cannot be {clip(value)}.")
-        items[name] = tuple(value) if isinstance(value, list) else value
-    try:
-        return kind(**items)
-    except TypeError:
-        raise MachineError(f"file: {clip(found)} is no {kind.__name__.lower()}.") from None
+    for spec in fields(kind):
+        if isinstance(spec.default, tuple):
+            items[spec.name] = read.names(spec.name) or spec.default
+        elif isinstance(spec.default, float):
+            items[spec.name] = read.take(spec.name, (int, float), spec.default)
+        elif spec.default is None:
+            items[spec.name] = read.take(spec.name, str if spec.name == "via" else int, None)
+        else:
+            default = ... if spec.default is MISSING else spec.default
+            items[spec.name] = read.take(spec.name, str, default)
+    read.done()
+    return kind(**items)

@@ -82,7 +82,9 @@ def mark_module(
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
     if not is_class and not isinstance(module, torch.nn.Module):
-        raise CaptureError(f"mark_module: {clip(module)} is neither a module nor a class of modules.")
+        raise CaptureError(
+            f"mark_module: {clip(module)} is neither a module nor a class of modules."
+        )
     found = module.__name__ if isinstance(module, type) else type(module).__name__
     return MarkRule(Mark(name or found, uses, rows), "module", module, found)
 
@@ -146,12 +148,16 @@ def marks_of(
     return found, matched
 
 
-def require_matched(rules: Iterable[MarkRule | str], matched: Iterable[MarkRule], names: Iterable[str]) -> None:
+def require_matched(
+    rules: Iterable[MarkRule | str], matched: Iterable[MarkRule], names: Iterable[str]
+) -> None:
     """Raise `CaptureError` for a rule that matched nothing, or a name that no op is marked with."""
     done, known = set(matched), set(names)
     for rule in rules:
         if isinstance(rule, str) and rule not in known:
-            raise CaptureError(f"mark: {unknown('mark', rule, known)} No captured call stands in it.", rule="mark")
+            raise CaptureError(
+                f"mark: {unknown('mark', rule, known)} No captured call stands in it.", rule="mark"
+            )
         if isinstance(rule, MarkRule) and rule not in done:
             raise CaptureError(
                 f"mark: {rule} matched nothing in the captured graph. "
@@ -177,7 +183,10 @@ def _hit(node: fx.Node, rule: MarkRule) -> tuple[bool, object]:
     if rule.form == "op":
         return bool(rule.wanted.search(target_name(node))), node.name
     if rule.form == "function":
-        if node.target is rule.wanted or getattr(node.target, "overloadpacket", None) is rule.wanted:
+        if (
+            node.target is rule.wanted
+            or getattr(node.target, "overloadpacket", None) is rule.wanted
+        ):
             return True, node.name
         code = getattr(rule.wanted, "__code__", None)
         return isinstance(code, CodeType) and _inside(node, code), None
@@ -200,9 +209,14 @@ def _is_class(kind: Any, wanted: type) -> bool:
 
 def _inside(node: fx.Node, code: CodeType) -> bool:
     """Whether the call was written inside of a function, directly or deeper."""
-    last = max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    last = max(
+        (line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno
+    )
     for frame in FRAME.finditer(node.meta.get("stack_trace") or ""):
-        same = frame["file"] == code.co_filename and frame["name"] in (code.co_name, code.co_qualname)
+        same = frame["file"] == code.co_filename and frame["name"] in (
+            code.co_name,
+            code.co_qualname,
+        )
         if same and code.co_firstlineno <= int(frame["line"]) <= last:
             return True
     return False
@@ -235,7 +249,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _check(name: str, uses: str | None, rows: str | None) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise CaptureError(f"mark: {clip(name)} is not a name. Use letters, digits, '_', '.' and '$'.")
+        raise CaptureError(
+            f"mark: {clip(name)} is not a name. Use letters, digits, '_', '.' and '$'."
+        )
     if uses is not None and uses not in USES:
         raise CaptureError(f"mark: {unknown('resource', uses, USES)}")
     if rows is not None and rows not in ROWS:

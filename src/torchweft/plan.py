@@ -96,6 +96,11 @@ class Place(NamedTuple):
     offset: int = 0
 
 
+def one_line(note: str) -> str:
+    """A history line of any text: one line, no blanks around it."""
+    return " ".join(note.split()) or "-"
+
+
 def bracket(parts: Range | None) -> str:
     """A range of parts as it is written: `[0]`, `[0:2]`, or nothing for all parts."""
     if parts is None:
@@ -157,7 +162,7 @@ class Plan:
 
     def then(self, note: str, **changes: Any) -> Plan:
         """This plan with changes, and a line in its history that says which pass made them."""
-        return replace(self, history=(*self.history, note), **changes)
+        return replace(self, history=(*self.history, one_line(note)), **changes)
 
     def excerpt(self, at: int) -> str:
         """The steps next to step `at`, with an arrow at it."""
@@ -182,7 +187,8 @@ class Plan:
             where = f"in {place.buffer} at {place.offset}" if place.buffer else "alone"
             lines.append(f"place {place.value} {where}")
         lines += [f"history {note}" for note in self.history]
-        wide = max((len(lane.name) for lane in self.lanes), default=0) + 2
+        names = {*self.lane, *(step.lane for step in self.steps)}
+        wide = max(map(len, names), default=0) + 2
         lines.append("steps")
         for step in self.steps:
             lines.append(f"  {step.lane:<{wide}}{str(step)[len(step.lane) + 2 :]}")
@@ -205,14 +211,23 @@ class Plan:
 
 
 _NAME = NAME.pattern
-_RANGE = r"(?:\[(\d{1,4})(?::(\d{1,4}))?\])?"
+_RANGE = r"(?:\[([0-9]{1,4})(?::([0-9]{1,4}))?\])?"
+_FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"
 _LINES = {
     "graph": re.compile(rf"graph ({_NAME}) ([0-9a-f]{{16}})"),
-    "parts": re.compile(rf"parts ((?:\d+(?:/\d+)? ?)+)(?: ?at ({_NAME}))?"),
+    "parts": re.compile(rf"parts ({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?"),
     "lane": re.compile(rf"lane ({_NAME}) on ({_NAME}) uses ([a-z,]+)(?: via ({_NAME}))?"),
     "buffer": re.compile(rf"buffer ({_NAME}) on ({_NAME}) unit (.+)"),
-    "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at (\d+))"),
+    "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))"),
     "history": re.compile(r"history (\S.*)"),
+}
+_MAKE: dict[str, Callable[..., object]] = {
+    "graph": lambda name, digest: (name, digest),
+    "parts": lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
+    "lane": lambda name, on, uses, via: Lane(name, on, tuple(uses.split(",")), via),
+    "buffer": lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
+    "place": lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
+    "history": lambda note: note,
 }
 _ACT = (
     rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
@@ -230,7 +245,7 @@ class _Parser:
 
     def fail(self, rule: str, why: str) -> NoReturn:
         lines = [line[:120] for line in self.lines] or [""]
-        shown = excerpt(lines, min(self.at, len(lines) - 1), around=2)
+        shown = excerpt(lines, min(self.at, len(lines) - 1), around=2, count_from=1)
         raise PlanError(f"{rule}: line {self.at + 1}: {why}\n{shown}", rule=rule) from None
 
     def plan(self) -> Plan:
@@ -247,10 +262,10 @@ class _Parser:
             self.fail(
                 "syntax", f"a plan has at most {MAX_STEPS} lines; this one has {len(self.lines)}."
             )
-        head: dict[str, list[tuple[str | Any, ...]]] = {word: [] for word in _LINES}
+        head: dict[str, list[Any]] = {word: [] for word in _LINES}
         self.at = 1
         while self.here() != "steps":
-            head[self.word()].append(self.groups())
+            head[self.word()].append(self.head_line())
             self.at += 1
         self.at += 1
         steps = []
@@ -275,11 +290,14 @@ class _Parser:
             self.fail("syntax", f"a head line starts with {', '.join(_LINES)} or steps.")
         return word
 
-    def groups(self) -> tuple[str | Any, ...]:
+    def head_line(self) -> object:
         found = _LINES[self.word()].fullmatch(self.here())
         if found is None:
             self.fail("syntax", f"cannot read this {self.word()!r} line.")
-        return found.groups()
+        try:
+            return _MAKE[self.word()](*found.groups())
+        except (WeftError, ZeroDivisionError) as error:
+            self.fail("syntax", f"{error}")
 
     def step(self, line: str) -> Step:
         if found := _WAIT.fullmatch(line):
@@ -302,31 +320,14 @@ class _Parser:
                 self.fail("syntax", f"the range [{start}:{stop}] is not one of several parts.")
         return Step(kind, lane, tuple(names.split(" ")) if names else (name,), parts, to or on, by)
 
-    def build(self, head: Mapping[str, list[tuple[Any, ...]]], steps: tuple[Step, ...]) -> Plan:
+    def build(self, head: Mapping[str, list[Any]], steps: tuple[Step, ...]) -> Plan:
         for word in ("graph", "parts"):
             if len(head[word]) != 1:
                 self.fail(
                     "syntax",
                     f"a plan has exactly one {word!r} line; this one has {len(head[word])}.",
                 )
-        fractions, rule = head["parts"][0]
-        try:
-            return Plan(
-                head["graph"][0][0],
-                head["graph"][0][1],
-                Cut(tuple(Fraction(item) for item in fractions.split()), rule),
-                tuple(
-                    Lane(name, on, tuple(uses.split(",")), via)
-                    for name, on, uses, via in head["lane"]
-                ),
-                steps,
-                tuple(
-                    Buffer(name, device, Size.parse(unit)) for name, device, unit in head["buffer"]
-                ),
-                tuple(
-                    Place(name, buffer, int(offset or 0)) for name, buffer, offset in head["place"]
-                ),
-                tuple(note for (note,) in head["history"]),
-            )
-        except (WeftError, ZeroDivisionError) as error:
-            self.fail("syntax", f"{error}")
+        (name, digest), cut = head["graph"][0], head["parts"][0]
+        places, history = tuple(head["place"]), tuple(head["history"])
+        lanes, buffers = tuple(head["lane"]), tuple(head["buffer"])
+        return Plan(name, digest, cut, lanes, steps, buffers, places, history)

@@ -21,7 +21,7 @@ from torchweft.cut import Cut
 from torchweft.errors import StrategyError, unknown
 from torchweft.graph import NAME, Graph, Op
 from torchweft.machine import Lane, Machine
-from torchweft.plan import Plan, Range, Step, bracket
+from torchweft.plan import Plan, Range, Step, bracket, one_line
 from torchweft.precedence import precedence
 
 Kernel = Callable[..., Any]
@@ -64,6 +64,8 @@ class Scheduler:
             cut = how
         elif isinstance(how, int):
             cut = Cut.even(how, at)
+        elif not isinstance(how, Sequence):
+            self._fail("split", f"{how!r} is neither a number of parts nor their sizes.")
         else:
             cut = Cut(Cut.sizes(how).fractions, at)
             if sum(how) != self.context.batch:
@@ -134,7 +136,7 @@ class Scheduler:
             self._fail("sequential", "something was recorded already.")
         for op in self.graph.ops:
             self.run(op)
-        self.notes.append(f"sequential: {reason}" if reason else "sequential")
+        self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
         self._closed = "sequential()"
 
     def merge(self) -> None:
@@ -298,6 +300,8 @@ class Scheduler:
     def _kernel(self, kernel: Kernel | str) -> str:
         if isinstance(kernel, str):
             name = kernel
+        elif not callable(kernel):
+            self._fail("kernel", f"{kernel!r} is neither a function nor a name.")
         else:
             name = getattr(kernel, "__name__", "kernel")
             name = name if NAME.fullmatch(name) else "kernel"

@@ -20,6 +20,8 @@ from torchweft.errors import SizeError, clip
 
 Monomial = tuple[str, ...]
 MAX_TEXT = 2000
+MAX_TERMS = 1000
+MAX_BITS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Size:
 
     def __mul__(self, other: SizeLike) -> Size:
         right = Size.of(other).terms
+        if len(self.terms) * len(right) > MAX_TERMS:
+            raise SizeError(f"size: a product of more than {MAX_TERMS} terms.")
         return _from(
             [(tuple(sorted(a + b)), m * n) for a, m in self.terms for b, n in right],
         )
@@ -112,6 +116,8 @@ def _from(terms: list[tuple[Monomial, int]]) -> Size:
     merged: dict[Monomial, int] = {}
     for atoms, factor in terms:
         merged[atoms] = merged.get(atoms, 0) + factor
+    if any(factor.bit_length() > MAX_BITS for factor in merged.values()):
+        raise SizeError(f"size: a number of more than {MAX_BITS} bits.")
     return Size(tuple(sorted((atoms, factor) for atoms, factor in merged.items() if factor)))
 
 
@@ -140,9 +146,9 @@ def _build(node: ast.expr, text: str) -> Size:
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))):
             if not 0 <= power <= 8:
                 raise SizeError(f"size: a power in {clip(text)} is not from 0 to 8.")
-            result = ONE
+            base, result = _build(left, text), ONE
             for _ in range(power):
-                result = result * _build(left, text)
+                result = result * base
             return result
         case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as operator, right=right):
             sign = "//" if isinstance(operator, ast.FloorDiv) else "%"
@@ -155,11 +161,25 @@ def _build(node: ast.expr, text: str) -> Size:
     raise SizeError(f"size: {clip(text)} is not integer arithmetic over symbols.")
 
 
-def _mod(left: int, right: int) -> int:
-    return left % right
+def _mod(*both: int) -> int:
+    return _divide(*both)[1]
 
 
-_CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min, "mod": _mod}
+def _divide(left: int, right: int) -> tuple[int, int]:
+    if right == 0:
+        raise SizeError("size: division by zero.")
+    return divmod(left, right)
+
+
+def _max(*items: int) -> int:
+    return max(items)
+
+
+def _min(*items: int) -> int:
+    return min(items)
+
+
+_CALLS: dict[str, Callable[..., int]] = {"max": _max, "min": _min, "mod": _mod}
 
 
 def _atom(text: str) -> Size:
@@ -191,9 +211,7 @@ def _evaluate(node: ast.expr, env: Mapping[str, int]) -> int:
         case ast.BinOp(left=left, op=operator, right=right):
             a, b = _evaluate(left, env), _evaluate(right, env)
             if isinstance(operator, ast.FloorDiv | ast.Mod):
-                if b == 0:
-                    raise SizeError("size: division by zero.")
-                return a // b if isinstance(operator, ast.FloorDiv) else a % b
+                return _divide(a, b)[isinstance(operator, ast.Mod)]
             if isinstance(operator, ast.Mult):
                 return a * b
             return a - b if isinstance(operator, ast.Sub) else a + b

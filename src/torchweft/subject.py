@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from torchweft.errors import WeftError, unknown
 
 

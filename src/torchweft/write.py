@@ -47,7 +47,7 @@ def write(
         if isinstance(error, StrategyError):
             error.source = error.source or _line(error, found)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"raised: strategy {found.name!r} raised {type(error).__name__}: {error}"
         line = _line(error, found)
         raise StrategyError(f"{text}\n  at {line}", rule="raised", source=line) from error

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+import torch
+from torch import nn
 from torchweft.capture.tracing import Tracer
 
 
@@ -49,22 +49,44 @@ def cases() -> list[Case]:
         Case("batch size as a number", lambda x: x / x.shape[0], x, ("truediv",)),
         Case("batch size in a fill", lambda x: x + torch.full((4,), x.shape[0]), x, ("full",)),
         Case("sequence length as a number", lambda x: x / x.shape[1], x),
-        Case("arange of batch", lambda x: x + torch.arange(x.shape[0])[:, None, None], x, ("arange",)),
+        Case(
+            "arange of batch", lambda x: x + torch.arange(x.shape[0])[:, None, None], x, ("arange",)
+        ),
         Case("zeros of batch", lambda x: x + torch.zeros(x.shape[0], 1, 1), x),
-        Case("batch is sequence length", lambda x: (x @ x.transpose(1, 2)).softmax(-1), lambda: (rand(16, 16, 4),)),
-        Case("batch is hidden size", lambda x: x.cumsum(1) * x.sum(1, keepdim=True), lambda: (rand(16, 16),)),
+        Case(
+            "batch is sequence length",
+            lambda x: (x @ x.transpose(1, 2)).softmax(-1),
+            lambda: (rand(16, 16, 4),),
+        ),
+        Case(
+            "batch is hidden size",
+            lambda x: x.cumsum(1) * x.sum(1, keepdim=True),
+            lambda: (rand(16, 16),),
+        ),
         Case("transpose", lambda x: x.transpose(0, 1) + 1, x),
         Case("transpose softmax", lambda x: x.transpose(0, 1).softmax(0), x),
-        Case("transpose softmax over batch", lambda x: x.transpose(0, 1).softmax(1), x, ("softmax",)),
-        Case("view batch-major", lambda x: x.view(x.shape[0] * 5, 4).exp().view(x.shape[0], 5, 4), x),
+        Case(
+            "transpose softmax over batch", lambda x: x.transpose(0, 1).softmax(1), x, ("softmax",)
+        ),
+        Case(
+            "view batch-major", lambda x: x.view(x.shape[0] * 5, 4).exp().view(x.shape[0], 5, 4), x
+        ),
         Case("view sequence-major", lambda x: x.transpose(0, 1).reshape(-1, 4).exp() * 2, x),
-        Case("view sequence-major and back",
-             lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, -1, 4).sum(0), x, exact=False),
+        Case(
+            "view sequence-major and back",
+            lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, -1, 4).sum(0),
+            x,
+            exact=False,
+        ),
         Case("view mixing batch", lambda x: x.view(3, -1, 4).sum(1), x, ("view",)),
         Case("view minus one", lambda x: x.reshape(-1, 2, 2).sum(-1), x),
         Case("flatten all", lambda x: x.flatten() * 2, x),
         Case("expand weights", lambda x: torch.ones(1, 5, 4).expand(x.shape[0], -1, -1) + x, x),
-        Case("repeat weights", lambda x: torch.arange(20.0).view(1, 5, 4).repeat(x.shape[0], 1, 1) * x, x),
+        Case(
+            "repeat weights",
+            lambda x: torch.arange(20.0).view(1, 5, 4).repeat(x.shape[0], 1, 1) * x,
+            x,
+        ),
         Case("repeat rows inside", lambda x: x.repeat_interleave(3, 0) * 2, x),
         Case("repeat rows outside", lambda x: x.repeat(3, 1, 1).view(3, -1, 5, 4).sum(0), x),
         Case("cat along batch", lambda x: torch.cat([x, x * 2], 0) + 1, x, ("cat",)),
@@ -74,7 +96,12 @@ def cases() -> list[Case]:
         Case("roll along rows", lambda x: x.roll(1, 1) + x, x),
         Case("roll flattened", lambda x: x.roll(1) + x, x, ("roll",)),
         Case("flip", lambda x: x.flip(0) * 2, x, ("flip",)),
-        Case("permuted rows", lambda x: x.index_select(0, torch.arange(x.shape[0]).flip(0)) + x, x, ("arange",)),
+        Case(
+            "permuted rows",
+            lambda x: x.index_select(0, torch.arange(x.shape[0]).flip(0)) + x,
+            x,
+            ("arange",),
+        ),
         Case("first row", lambda x: x + x[0], x, ("getitem",)),
         Case("last row", lambda x: x + x[-1:], x, ("getitem",)),
         Case("half of the batch", lambda x: x[: x.shape[0] // 2] * 2, x, ("getitem",)),
@@ -84,9 +111,20 @@ def cases() -> list[Case]:
         Case("covariance", lambda x: x.T @ x, square, ("matmul",), exact=False),
         Case("linear", lambda x: F.linear(x, torch.ones(3, 8)) + 1, square, exact=False),
         Case("linear of transposed", lambda x: torch.ones(3, 8) @ x.T, square, exact=False),
-        Case("einsum over batch", lambda x: torch.einsum("bsh,bth->st", x, x), x, ("einsum",), exact=False),
+        Case(
+            "einsum over batch",
+            lambda x: torch.einsum("bsh,bth->st", x, x),
+            x,
+            ("einsum",),
+            exact=False,
+        ),
         Case("einsum per row", lambda x: torch.einsum("bsh,bth->bst", x, x), x, exact=False),
-        Case("einsum sequence first", lambda x: torch.einsum("bsh,hk->sbk", x, torch.ones(4, 3)), x, exact=False),
+        Case(
+            "einsum sequence first",
+            lambda x: torch.einsum("bsh,hk->sbk", x, torch.ones(4, 3)),
+            x,
+            exact=False,
+        ),
         Case("norm over all", lambda x: x / x.norm(), x, ("norm",), exact=False),
         Case("squeeze", lambda x: x[:, :1].squeeze() * 2, x, ("squeeze",)),
         Case("squeeze dim", lambda x: x[:, :1].squeeze(1) * 2, x),
@@ -102,11 +140,25 @@ def cases() -> list[Case]:
         Case("pad batch", lambda x: F.pad(x, (0, 0, 0, 0, 1, 0)), x, ("pad",)),
         Case("unfold", lambda x: x.unfold(1, 2, 1).sum(-1), x),
         Case("fft", lambda x: torch.fft.rfft(x, dim=1).abs(), x, exact=False),
-        Case("fft over batch", lambda x: torch.fft.fft(x, dim=0).abs(), x, ("fft_fft",), exact=False),
+        Case(
+            "fft over batch", lambda x: torch.fft.fft(x, dim=0).abs(), x, ("fft_fft",), exact=False
+        ),
         Case("dropout", lambda x: F.dropout(x + 1, 0.5) * 2, x, ("dropout",), seeded=True),
         Case("dropout in eval", lambda x: F.dropout(x + 1, 0.5, training=False) * 2, x),
-        Case("rand", lambda x: x + torch.rand(x.shape[0], 1, 1) * torch.rand_like(x), x, ("rand",), seeded=True),
-        Case("two draws", lambda x: (torch.randn(3), x + torch.rand_like(x)), x, ("randn",), seeded=True),
+        Case(
+            "rand",
+            lambda x: x + torch.rand(x.shape[0], 1, 1) * torch.rand_like(x),
+            x,
+            ("rand",),
+            seeded=True,
+        ),
+        Case(
+            "two draws",
+            lambda x: (torch.randn(3), x + torch.rand_like(x)),
+            x,
+            ("randn",),
+            seeded=True,
+        ),
         Case("masked select", lambda x: x[x > 0] * 2, x),
         Case("where", lambda x: torch.where(x > 0, x, -x), x),
         Case("one hot", lambda x: F.one_hot(x.argmax(-1), 4), x),
@@ -114,25 +166,63 @@ def cases() -> list[Case]:
         Case("gather over batch", lambda x: x.gather(0, x.argsort(0)), x, ("argsort",)),
         Case("topk", lambda x: x.topk(2, -1)[0] * 2, x),
         Case("scatter", lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x), x),
-        Case("row numbers as index", lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)], x, ("arange",)),
+        Case(
+            "row numbers as index",
+            lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)],
+            x,
+            ("arange",),
+        ),
         Case("split and chunk", lambda x: sum(x.chunk(2, -1)) + x.split([1, 3], -1)[0], x),
         Case("unbind rows", lambda x: sum(x.unbind(1)), x),
-        Case("meshgrid", lambda x: torch.meshgrid(torch.arange(x.shape[1]), torch.arange(4), indexing="ij")[0] + x, x),
-        Case("embedding", lambda i: F.embedding(i, torch.arange(40.0).view(10, 4)), lambda: (torch.randint(0, 10, (6, 5)),)),
-        Case("embedding bag", lambda i: F.embedding_bag(i, torch.arange(40.0).view(10, 4)),
-             lambda: (torch.randint(0, 10, (6, 5)),), ("embedding_bag",)),
-        Case("count", lambda i: torch.bincount(i.flatten(), minlength=10), lambda: (torch.randint(0, 10, (6, 5)),),
-             ("flatten",)),
-        Case("attention", lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True), x,
-             exact=False),
+        Case(
+            "meshgrid",
+            lambda x: (
+                torch.meshgrid(torch.arange(x.shape[1]), torch.arange(4), indexing="ij")[0] + x
+            ),
+            x,
+        ),
+        Case(
+            "embedding",
+            lambda i: F.embedding(i, torch.arange(40.0).view(10, 4)),
+            lambda: (torch.randint(0, 10, (6, 5)),),
+        ),
+        Case(
+            "embedding bag",
+            lambda i: F.embedding_bag(i, torch.arange(40.0).view(10, 4)),
+            lambda: (torch.randint(0, 10, (6, 5)),),
+            ("embedding_bag",),
+        ),
+        Case(
+            "count",
+            lambda i: torch.bincount(i.flatten(), minlength=10),
+            lambda: (torch.randint(0, 10, (6, 5)),),
+            ("flatten",),
+        ),
+        Case(
+            "attention",
+            lambda x: F.scaled_dot_product_attention(
+                x[:, None], x[:, None], x[:, None], is_causal=True
+            ),
+            x,
+            exact=False,
+        ),
         Case("several outputs", lambda x: {"a": x * 2, "b": (x.sum(1), None, 3), "c": [x]}, x),
         Case("sizes as outputs", lambda x: (x * 2, x.shape[0], x.shape[1] * 2), x),
         Case("no batch at all", lambda: torch.arange(4) + 1, tuple),
-        Case("batch second", lambda h: (h.reshape(-1, 4) @ torch.ones(4, 4)).view(h.shape).softmax(0),
-             lambda: (rand(5, 6, 4),), exact=False, batch=1),
-        Case("batch second, the same size", lambda h: h.flatten(0, 1).exp().view(h.shape).cumsum(0),
-             lambda: (rand(6, 6, 4),), batch=1),
-    ]  # fmt: skip
+        Case(
+            "batch second",
+            lambda h: (h.reshape(-1, 4) @ torch.ones(4, 4)).view(h.shape).softmax(0),
+            lambda: (rand(5, 6, 4),),
+            exact=False,
+            batch=1,
+        ),
+        Case(
+            "batch second, the same size",
+            lambda h: h.flatten(0, 1).exp().view(h.shape).cumsum(0),
+            lambda: (rand(6, 6, 4),),
+            batch=1,
+        ),
+    ]
 
 
 def unequal(rows: int) -> tuple[int, ...]:
@@ -280,7 +370,9 @@ def test_routing_by_data_is_right_whatever_breaks() -> None:
 
 
 def test_none_and_scalars_and_keyword_arguments() -> None:
-    def fn(x: torch.Tensor, mask: Any = None, *, scale: float = 1.0, times: int = 2, table: Any = None) -> Any:
+    def fn(
+        x: torch.Tensor, mask: Any = None, *, scale: float = 1.0, times: int = 2, table: Any = None
+    ) -> Any:
         y = x * scale * times
         return (y if mask is None else y * mask), table["w"].sum(), mask
 
@@ -289,10 +381,16 @@ def test_none_and_scalars_and_keyword_arguments() -> None:
         torch._dynamo.reset()
         tracer = Tracer(cut=unequal)
         compiled = tracer.compile(fn)
-        compare(compiled(x, mask, scale=0.5, times=3, table=table), fn(x, mask, scale=0.5, times=3, table=table),
-                exact=True)
-        compare(compiled(x, mask, scale=0.5, times=4, table=table), fn(x, mask, scale=0.5, times=4, table=table),
-                exact=True)
+        compare(
+            compiled(x, mask, scale=0.5, times=3, table=table),
+            fn(x, mask, scale=0.5, times=3, table=table),
+            exact=True,
+        )
+        compare(
+            compiled(x, mask, scale=0.5, times=4, table=table),
+            fn(x, mask, scale=0.5, times=4, table=table),
+            exact=True,
+        )
 
 
 def test_other_batches_use_the_same_graph() -> None:

@@ -29,7 +29,7 @@ from torchweft.plan import Plan
 
 Row = dict[str, Any]
 CHUNK = 100
-MAX_STATES = 250
+MAX_STATES = 600
 COUNTS = ("plans", "safe", "false_accepts", "false_rejects", "mutations", "mutations_missed")
 
 

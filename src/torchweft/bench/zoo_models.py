@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
+import torch
 from torchweft.capture.tracing import Tracer
 
 ROWS = 5
@@ -57,30 +57,57 @@ SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MOE = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24
+}  # fmt: skip
 DEEPSEEK = {
-    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
-GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.15,
-        "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-      "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+GPT2 = {
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 WHISPER = {
-    "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
-    "max_source_positions": 16, "max_target_positions": 32, "init_std": 0.15, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16,
+    "max_target_positions": 32, "init_std": 0.15, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
-VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-       "image_size": 16, "patch_size": 4, "initializer_range": 0.15}  # fmt: skip
-MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8,
-         "n_groups": 2, "chunk_size": 4, "initializer_range": 0.15}  # fmt: skip
+VIT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "image_size": 16, "patch_size": 4, "initializer_range": 0.15,
+}  # fmt: skip
+CLIP = {
+    "text_config": {**SMALL, "max_position_embeddings": 16}, "vision_config": VIT,
+    "projection_dim": 16,
+}  # fmt: skip
+MAMBA = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
+    "state_size": 8, "n_groups": 2, "chunk_size": 4, "initializer_range": 0.15,
+}  # fmt: skip
+WAN = {
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4,
+    "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2,
+    "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32,
+}  # fmt: skip
+FLUX = {
+    "patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32,
+    "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8],
+}  # fmt: skip
+UNET = {
+    "block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "in_channels": 4,
+    "out_channels": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 16,
+    "attention_head_dim": 2, "norm_num_groups": 4,
+}  # fmt: skip
 
 
 def tokens() -> Inputs:
@@ -138,37 +165,34 @@ def diffusion(model: str, sizes: Mapping[str, Any]) -> Callable[[], torch.nn.Mod
     return build
 
 
-CLIP = {
-    "text_config": {**SMALL, "max_position_embeddings": 16},
-    "vision_config": VIT,
-    "projection_dim": 16,
-}
-WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4,
-       "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2,
-       "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}  # fmt: skip
-FLUX = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
-        "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32,
-        "axes_dims_rope": [4, 4, 8]}  # fmt: skip
-UNET = {"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "in_channels": 4,
-        "out_channels": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 16,
-        "attention_head_dim": 2, "norm_num_groups": 4}  # fmt: skip
-
-
 def video() -> Inputs:
-    return {"hidden_states": torch.randn(ROWS, 4, 2, 8, 8), "timestep": torch.randint(0, 1000, (ROWS,)),
-            "encoder_hidden_states": torch.randn(ROWS, 6, 16), "return_dict": False}  # fmt: skip
+    return {
+        "hidden_states": torch.randn(ROWS, 4, 2, 8, 8),
+        "timestep": torch.randint(0, 1000, (ROWS,)),
+        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
+        "return_dict": False,
+    }
 
 
 def flux() -> Inputs:
-    return {"hidden_states": torch.randn(ROWS, 16, 4), "encoder_hidden_states": torch.randn(ROWS, 6, 32),
-            "pooled_projections": torch.randn(ROWS, 32), "timestep": torch.rand(ROWS),
-            "img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(6, 3), "return_dict": False}  # fmt: skip
+    return {
+        "hidden_states": torch.randn(ROWS, 16, 4),
+        "encoder_hidden_states": torch.randn(ROWS, 6, 32),
+        "pooled_projections": torch.randn(ROWS, 32),
+        "timestep": torch.rand(ROWS),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+        "return_dict": False,
+    }
 
 
 def noise() -> Inputs:
-    return {"sample": torch.randn(ROWS, 4, 8, 8), "timestep": torch.randint(0, 1000, (ROWS,)),
-            "encoder_hidden_states": torch.randn(ROWS, 6, 16), "return_dict": False}  # fmt: skip
+    return {
+        "sample": torch.randn(ROWS, 4, 8, 8),
+        "timestep": torch.randint(0, 1000, (ROWS,)),
+        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
+        "return_dict": False,
+    }
 
 
 def _hf(
@@ -230,7 +254,8 @@ def check(model: Model, *, split: Callable[[int], tuple[int, ...]] = unequal) ->
             found.split_equal = _distance(parts, want) < 1e-4
         _describe(found, tracer)
     except Exception as error:
-        found.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+        lines = str(error).strip().splitlines() or [""]
+        found.error = f"{type(error).__name__}: {lines[0][:300]}"
     found.seconds = time.perf_counter() - start
     return found
 
@@ -284,14 +309,14 @@ def main(names: list[str]) -> None:
         if names and model.name not in names:
             continue
         found = check(model)
-        print(
+        sys.stdout.write(
             f"{found.name:<12} captured {found.captured!s:<5} whole {found.whole_equal!s:<5} "
             f"split {found.split_equal!s:<5} share {found.row_share:.2f}  graphs {found.num_graphs} "
-            f"ops {found.num_ops:<3} {found.seconds:.1f} s {found.error}",
-            flush=True,
+            f"ops {found.num_ops:<3} {found.seconds:.1f} s {found.error}\n"
         )
         for reason in found.reasons:
-            print(f"      {reason}", flush=True)
+            sys.stdout.write(f"      {reason}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

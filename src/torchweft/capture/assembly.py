@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch.utils._pytree import tree_leaves
 
+import torch
+from torch import fx
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.bodies import Body, Library, Writer, modes_of
 from torchweft.capture.collectives import collective_of, two_phases
@@ -66,7 +66,11 @@ class Assembly:
         wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
         self._make_inputs(wanted)
         for region, writer in zip(self.regions, writers, strict=True):
-            makes = [node for node in region.calls if node in wanted and self.canonical.get(node, node) is node]
+            makes = [
+                node
+                for node in region.calls
+                if node in wanted and self.canonical.get(node, node) is node
+            ]
             if makes or self._writes_outside(region, writer) or _asserts(region):
                 self._make_op(region, writer, makes)
 
@@ -82,7 +86,11 @@ class Assembly:
     def _make_inputs(self, wanted: set[fx.Node]) -> None:
         owner: dict[int, str] = {}
         for node in self.gm.graph.nodes:
-            if node.op not in ("placeholder", "get_attr") or node not in wanted or self.is_copied(node):
+            if (
+                node.op not in ("placeholder", "get_attr")
+                or node not in wanted
+                or self.is_copied(node)
+            ):
                 continue
             value = self._value(node)
             self.inputs[value.name] = node
@@ -122,7 +130,9 @@ class Assembly:
         reads = list(writer.reads)
         made = {node: self._value(node) for node in makes}
         self._alias(region, reads, made)
-        mutates = tuple(value_name(n) for n in reads if storages(self.rows.value(n)) & region.writes)
+        mutates = tuple(
+            value_name(n) for n in reads if storages(self.rows.value(n)) & region.writes
+        )
         declared = region.mark.rows if region.mark else None
         kind, reason = self._kind(region, reads, made, mutates)
         kind = declared or kind
@@ -140,7 +150,8 @@ class Assembly:
                 reads=tuple(value_name(node) for node in reads),
                 makes=tuple(value.name for value in made.values()),
                 mutates=mutates + ((RNG,) if draws else ()),
-                uses=(region.mark and region.mark.uses) or ("network" if region.collective else "compute"),
+                uses=(region.mark and region.mark.uses)
+                or ("network" if region.collective else "compute"),
                 rows=kind,
                 two_phase=region.collective is not None,
                 collective=collective_of(region.collective),
@@ -155,13 +166,17 @@ class Assembly:
 
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""
-        given = {number for node in self.inputs.values() for number in storages(self.rows.value(node))}
+        given = {
+            number for node in self.inputs.values() for number in storages(self.rows.value(node))
+        }
         outputs = [self.canonical.get(node, node) for node in self.output.all_input_nodes]
         for node in made:
             number = next(iter(storages(self.rows.value(node))), None)
             if number is None:
                 continue
-            twice = sum(number in storages(self.rows.value(out)) for out in dict.fromkeys(outputs)) > 1
+            twice = (
+                sum(number in storages(self.rows.value(out)) for out in dict.fromkeys(outputs)) > 1
+            )
             if number not in self.written | given and not twice:
                 continue
             earlier = [*reads, *list(made)[: list(made).index(node)]]
@@ -171,7 +186,11 @@ class Assembly:
                     break
 
     def _kind(
-        self, region: Region, reads: list[fx.Node], made: Mapping[fx.Node, Value], mutates: tuple[str, ...]
+        self,
+        region: Region,
+        reads: list[fx.Node],
+        made: Mapping[fx.Node, Value],
+        mutates: tuple[str, ...],
     ) -> tuple[str, str]:
         """The kind of the op; some that are row-wise by their calls must run whole all the same."""
         touched = [self.values[value_name(node)] for node in reads]
@@ -184,10 +203,13 @@ class Assembly:
             return "batch-free", ""
         if any(value.batch is None for value in made.values()):
             return "mixing", "a value that it makes has no rows"
-        outputs = {value_name(self.canonical.get(node, node)) for node in self.output.all_input_nodes}
+        outputs = {
+            value_name(self.canonical.get(node, node)) for node in self.output.all_input_nodes
+        }
         for value in made.values():
-            inside = value.alias_of in {other.name for other in made.values()}
-            if value.alias_of is not None and (value.name in outputs or inside):
+            if value.alias_of is not None and (
+                value.name in outputs or value.alias_of not in self.inputs
+            ):
                 return "mixing", f"{value.name} shares bytes with {value.alias_of}"
         for name in mutates:
             if not _is_leading(self.values[name]):
@@ -199,7 +221,9 @@ class Assembly:
         others = sum(other.kind == region.kind for other in region.units) - 1
         more = f" (and {others} more)" if others else ""
         where = source_of(unit.first)
-        return f"{target_name(unit.first)}: {unit.reason}{more}" + (f", at {where}" if where else "")
+        return f"{target_name(unit.first)}: {unit.reason}{more}" + (
+            f", at {where}" if where else ""
+        )
 
     def _flops(self, region: Region) -> Size:
         total: Any = sum(self.rows.calls[node].flops for node in region.calls)
@@ -216,7 +240,9 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "free"
         else:
-            base = re.sub(r"\W", "_", target_name(region.reason.first).removesuffix(".default").split(".")[-1])
+            base = re.sub(
+                r"\W", "_", target_name(region.reason.first).removesuffix(".default").split(".")[-1]
+            )
         name, number = base, 1
         while name in self.bodies:
             name, number = f"{base}.{number}", number + 1
@@ -252,5 +278,3 @@ def _asserts(region: Region) -> bool:
 
 def _replace(value: Value, *, alias_of: str) -> Value:
     return Value(value.name, value.shape, value.dtype, value.batch, alias_of, value.placeable)
-
-

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
+import torch
 from torchweft.capture.axes import Axis, Symbols, wrap
 
 Found = Axis | None | list[Axis | None]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-import torch
 
+import torch
 from torchweft.errors import SizeError
 from torchweft.graph import Batch
 from torchweft.sizes import Size
@@ -42,7 +42,7 @@ class Axis:
         return Batch(self.dim, size_of(self.outer), size_of(self.inner))
 
 
-class Mixes(Exception):
+class Mixes(Exception):  # noqa: N818 - not a failure: a finding
     """A call looks across rows; the text says how."""
 
 
@@ -57,7 +57,7 @@ class Symbols:
         """A size (int or symbolic) as a sympy expression."""
         if isinstance(size, SYMBOLIC):
             found = size.node.expr
-            return found.xreplace({name: self.batch for name in self.same}) if self.same else found
+            return found.xreplace(dict.fromkeys(self.same, self.batch)) if self.same else found
         return sympy.sympify(size)
 
     def shape(self, tensor: torch.Tensor) -> list[Any]:

@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
+import torch
+from torch import fx
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.rows import INLINED, Rows
 from torchweft.capture.units import source_of, state_name
 from torchweft.errors import CaptureError, SizeError
 from torchweft.marks import target_name
 from torchweft.sizes import Size
-
 
 Function = Callable[..., Any]
 
@@ -48,7 +47,9 @@ class Body:
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
-        made: tuple[Any, ...] = self.function(*reads, *[size.evaluate(env or {}) for size in self.sizes])
+        made: tuple[Any, ...] = self.function(
+            *reads, *[size.evaluate(env or {}) for size in self.sizes]
+        )
         return made
 
     @property
@@ -131,23 +132,18 @@ class Writer:
 
     def _order_placeholders(self) -> None:
         """Reads first, sizes after them, calls behind both."""
-        first = next(iter(self.graph.nodes))
-        for node in [*self.reads.values(), *self.sizes.values()]:
-            if node is first:
-                continue
-            first.prepend(node)
-        if first in (*self.reads.values(), *self.sizes.values()):
-            anchor = None
-            for node in [*self.reads.values(), *self.sizes.values()]:
-                if anchor is not None:
-                    anchor.append(node)
-                anchor = node
+        for node in reversed([*self.reads.values(), *self.sizes.values()]):
+            first = next(iter(self.graph.nodes))
+            if node is not first:
+                first.prepend(node)
 
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
         self._switch(self.modes[node])
         if isinstance(node.target, HigherOrderOperator) and str(node.target) in INLINED:
-            module = next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr")
+            module = next(
+                arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"
+            )
             operands = [
                 given
                 for old, given in zip(node.args, args, strict=True)
@@ -165,7 +161,7 @@ class Writer:
         kept = 0
         while kept < min(len(self.entered), len(enters)) and self.entered[kept][0] is enters[kept]:
             kept += 1
-        for enter, emitted in reversed(self.entered[kept:]):
+        for _, emitted in reversed(self.entered[kept:]):
             leave = torch.amp.autocast_mode._exit_autocast
             self.graph.call_function(leave, (emitted,))
         del self.entered[kept:]
@@ -180,6 +176,9 @@ class Writer:
         """What stands for `node` in the new graph: a copy, a size, a constant or an argument."""
         if node in self.local:
             return self.local[node]
+        node = self.canonical.get(node, node)
+        if node in self.local:
+            return self.local[node]
         value = self.rows.value(node)
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             self.local[node] = self.graph.get_attr(str(node.target))
@@ -189,7 +188,7 @@ class Writer:
                 return tree_map(self._size, value) if self._is_size(value) else self._copy(node)
             except SizeError:
                 return self._copy(node)
-        return self.read(self.canonical.get(node, node))
+        return self.read(node)
 
     def read(self, node: fx.Node) -> fx.Node:
         """The argument for a value from outside."""

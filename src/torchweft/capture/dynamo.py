@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch.utils._pytree import tree_map
 
+import torch
+from torch import fx
 from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import SYMBOLIC, Symbols, size_of
 from torchweft.capture.bodies import Body
@@ -30,7 +30,6 @@ from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
 from torchweft.marks import MarkRule, marks_of
 from torchweft.sizes import Size
-
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
@@ -68,7 +67,9 @@ class Captured:
     def splits(self, env: Mapping[str, int]) -> bool:
         """Whether the symbols that were taken for one batch are equal in this call."""
         batch = self.graph.batch
-        return batch is not None and all(env.get(name, env[batch]) == env[batch] for name in self.same)
+        return batch is not None and all(
+            env.get(name, env[batch]) == env[batch] for name in self.same
+        )
 
     @property
     def row_share(self) -> float:
@@ -113,7 +114,9 @@ def capture(
     marks, matched = marks_of(gm.graph, rules)
     best: tuple[float, Rows, Assembly] | None = None
     for symbols in _candidates(gm, example_inputs, batch):
-        declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
+        declared = {
+            n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"
+        }
         rows = find_rows(gm, symbols, declared)
         units = find_units(gm.graph, rows, marks)
         settle(units, rows, gm.graph)
@@ -195,7 +198,9 @@ def _captured(
 ) -> Captured:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slot_of = {node: number for number, node in enumerate(placeholders)}
-    constants = {n: _attribute(gm, node) for n, node in built.inputs.items() if node.op == "get_attr"}
+    constants = {
+        n: _attribute(gm, node) for n, node in built.inputs.items() if node.op == "get_attr"
+    }
     batch = rows.symbols.batch
     inputs = tuple(built.inputs) + ((RNG,) if RNG in built.values else ())
     outputs, named = _outputs(built)
@@ -257,7 +262,9 @@ def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
                 try:
                     return Slot(size=size_of(built.rows.symbols.expr(value)))
                 except SizeError:
-                    raise CaptureError(f"capture: output {value} is no integer expression.") from None
+                    raise CaptureError(
+                        f"capture: output {value} is no integer expression."
+                    ) from None
             return Slot(constant=value)
         name = value_name(built.canonical.get(node, node))
         named[name] = None

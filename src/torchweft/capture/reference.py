@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-
 from torchweft.capture.dynamo import Captured
 from torchweft.graph import Batch, Op
 
@@ -31,7 +30,9 @@ def run_reference(
 class _Run:
     """Values of one run: whole, or as a list of parts."""
 
-    def __init__(self, captured: Captured, values: dict[str, Any], env: dict[str, int], bounds: list[int]) -> None:
+    def __init__(
+        self, captured: Captured, values: dict[str, Any], env: dict[str, int], bounds: list[int]
+    ) -> None:
         self.captured, self.graph = captured, captured.graph
         self.wholes, self.env, self.bounds = values, env, bounds
         self.parts: dict[str, list[torch.Tensor]] = {}
@@ -76,7 +77,13 @@ class _Run:
 
 
 def take_rows(
-    tensor: torch.Tensor, batch: Batch, start: int, stop: int, env: dict[str, int], *, keep_view: bool = False
+    tensor: torch.Tensor,
+    batch: Batch,
+    start: int,
+    stop: int,
+    env: dict[str, int],
+    *,
+    keep_view: bool = False,
 ) -> torch.Tensor:
     """Rows `start` to `stop` of a tensor whose rows are where `batch` says."""
     outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
@@ -108,5 +115,3 @@ def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tens
 def even_bounds(num_rows: int, num_parts: int) -> tuple[int, ...]:
     """Borders of parts of nearly equal size."""
     return tuple(round(number * num_rows / num_parts) for number in range(num_parts + 1))
-
-

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import fx
-
 from torchweft.capture.rows import ORDER, Rows, id_of
 from torchweft.capture.units import Unit, mark_cheap, storages
 from torchweft.marks import Mark
@@ -130,12 +129,17 @@ def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         unit = home.get(node)
         if unit is not None and unit.kind in ("row-wise", "batch-free"):
             if rows.axis(rows.value(node)) is not None or unit.kind == "row-wise":
-                unit.kind, unit.reason = "mixing", "its result shares bytes with an input or an output"
+                unit.kind, unit.reason = (
+                    "mixing",
+                    "its result shares bytes with an input or an output",
+                )
             unit.mark, unit.key = None, None
     for unit in reversed(units):
         if unit.key is not None and unit.kind == "batch-free" and unit.collective is None:
             users = [user for node in unit.nodes for user in node.users]
-            outside = any(user.op == "output" or home.get(user, unit).key != unit.key for user in users)
+            outside = any(
+                user.op == "output" or home.get(user, unit).key != unit.key for user in users
+            )
             alone = all(other.kind == "batch-free" for other in units if other.key == unit.key)
             if (outside or unit.writes) and not alone:
                 unit.mark, unit.key = None, None
@@ -166,7 +170,9 @@ def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:
             for number in storages(rows.value(node)):
                 maker.setdefault(number, node)
     output = next(node for node in graph.nodes if node.op == "output")
-    tensors = {id(rows.value(node)): node for node in output.all_input_nodes if storages(rows.value(node))}
+    tensors = {
+        id(rows.value(node)): node for node in output.all_input_nodes if storages(rows.value(node))
+    }
     counts: dict[int, int] = {}
     for node in tensors.values():
         number = id_of(rows.value(node))

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+import torch
+from torch import fx
 from torchweft.capture.aten_call import AtenCall, bind
 from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.flops import flops_of
@@ -34,9 +34,10 @@ from torchweft.capture.rows_table import rule_for
 
 ORDER = ("batch-free", "row-wise", "random", "mixing")
 QUIET = frozenset(
-    "prim::device prim::layout aten::size aten::stride aten::numel aten::dim aten::storage_offset aten::sym_size "
-    "aten::sym_stride aten::sym_numel aten::sym_storage_offset aten::is_contiguous aten::is_strides_like_format "
-    "aten::is_non_overlapping_and_dense".split()
+    {"prim::device", "prim::layout", "aten::size", "aten::stride", "aten::numel", "aten::dim"}
+    | {"aten::storage_offset", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+    | {"aten::sym_storage_offset", "aten::is_contiguous", "aten::is_strides_like_format"}
+    | {"aten::is_non_overlapping_and_dense"}
 )
 INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
@@ -166,7 +167,9 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.worsen(kind, "it draws random numbers" if kind == "random" else "")
         call.draws = call.draws or _draws(aten)
         for tensor, axis in zip(aten.results, axes, strict=True):
-            if axis is not None and (id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags):
+            if axis is not None and (
+                id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags
+            ):
                 self.rows.axes[tensor] = axis
 
 
@@ -283,9 +286,20 @@ class _Walker:
         self.watcher.call = call
         try:
             call.value = self._compute(call)
-        except (Mixes, NotImplementedError, TypeError, RuntimeError, AssertionError, ValueError) as error:
+        except (
+            Mixes,
+            NotImplementedError,
+            TypeError,
+            RuntimeError,
+            AssertionError,
+            ValueError,
+        ) as error:
             call.value = node.meta.get("example_value")
-            text = str(error) if isinstance(error, Mixes) else f"it cannot be looked into ({type(error).__name__})"
+            text = (
+                str(error)
+                if isinstance(error, Mixes)
+                else f"it cannot be looked into ({type(error).__name__})"
+            )
             call.worsen("mixing", text)
             call.only_views = False
             self._tag_input(call.value)
@@ -328,5 +342,3 @@ def is_size(value: Any) -> bool:
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node takes one result out of several."""
     return node.op == "call_function" and node.target is operator.getitem
-
-

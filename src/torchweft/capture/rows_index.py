@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torchweft.capture.aten_call import AtenCall, Found
 from torchweft.capture.axes import Axis, Mixes, agreed, wrap
 
@@ -22,7 +21,9 @@ def embedding(call: AtenCall) -> Found:
 
 def take(call: AtenCall) -> Found:
     """A table without rows, read at any places: take, bucketize, searchsorted, isin."""
-    table = next((n for n in ("boundaries", "sorted_sequence", "test_elements") if n in call.args), None)
+    table = next(
+        (n for n in ("boundaries", "sorted_sequence", "test_elements") if n in call.args), None
+    )
     places = {"boundaries": "self", "test_elements": "elements"}.get(table or "", "self")
     if table is None:
         table, places = "self", "index"
@@ -66,7 +67,9 @@ def index_put(call: AtenCall) -> Found:
     indices = [item for item in call.args["indices"] if isinstance(item, torch.Tensor)]
     if own is None or any(call.axis_of(item) for item in indices):
         raise Mixes("rows write to places that other rows may write to")
-    places = [dim for dim, item in enumerate(call.args["indices"]) if isinstance(item, torch.Tensor)]
+    places = [
+        dim for dim, item in enumerate(call.args["indices"]) if isinstance(item, torch.Tensor)
+    ]
     if own.dim in places or any(item.dtype == torch.bool for item in indices):
         raise Mixes("it writes to rows of the batch by index")
     values = call.args["values"]

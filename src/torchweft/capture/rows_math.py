@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torchweft.capture.aten_call import AtenCall, Found
 from torchweft.capture.axes import Axis, Mixes, agreed
 
@@ -66,7 +65,7 @@ def last_dims(num_dims: int) -> Any:
 
 
 def matmul(call: AtenCall) -> Found:
-    """mm, bmm and their forms with a bias: rows may be a batch or one free side, never summed over."""
+    """mm, bmm and their forms with a bias: rows may be one side of it, but are never summed."""
     left, right = ("mat1", "mat2") if "mat1" in call.args else ("self", "mat2")
     if "batch1" in call.args:
         left, right = "batch1", "batch2"
@@ -127,7 +126,9 @@ def group_norm(call: AtenCall) -> Found:
 def batch_norm(call: AtenCall) -> Found:
     """Row-wise when it uses running statistics, or when the batch lies in the channels."""
     axis = call.axis("input")
-    training = call.args.get("training", call.args.get("train", call.name.endswith("_no_training") is False))
+    training = call.args.get(
+        "training", call.args.get("train", call.name.endswith("_no_training") is False)
+    )
     if call.name == "_native_batch_norm_legit_no_training":
         training = False
     if axis is None:
@@ -154,13 +155,21 @@ def attention(call: AtenCall) -> Found:
     if call.axis("key") != query or call.axis("value") != query:
         raise Mixes("its keys and values have their rows elsewhere")
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
-    if isinstance(mask, torch.Tensor) and (axis := call.axis_of(mask)) is not None:
-        if axis.at(axis.dim + call.rank("query") - mask.dim()) != query:
-            raise Mixes("its mask has rows elsewhere")
+    axis = call.axis_of(mask) if isinstance(mask, torch.Tensor) else None
+    if axis is not None and axis.at(axis.dim + call.rank("query") - mask.dim()) != query:
+        raise Mixes("its mask has rows elsewhere")
     found: list[Axis | None] = []
     for result in call.results:
         found.append(query if call.symbols.fits(query, result) else None)
     return found
+
+
+def encoder_layer(call: AtenCall) -> Found:
+    """The fused encoder layer: [batch, tokens, hidden], rows first in all that have any."""
+    axis = agreed([call.axis_of(tensor) for tensor in call.tensors])
+    if axis is None or axis.dim != 0 or call.axis("src" if "src" in call.args else "query") != axis:
+        raise Mixes("the fused layer wants the batch first")
+    return [axis if call.symbols.dims(result) == [0] else None for result in call.results]
 
 
 def cross_entropy(call: AtenCall) -> Found:

@@ -100,7 +100,10 @@ def slice_(call: AtenCall) -> Found:
         raise Mixes("where it cuts depends on the batch size")
     if dim == axis.dim:
         old, new = call.args["self"].shape[dim], call.results[0].shape[dim]
-        if not same(call.symbols.expr(old), call.symbols.expr(new)) or call.args.get("step", 1) != 1:
+        if (
+            not same(call.symbols.expr(old), call.symbols.expr(new))
+            or call.args.get("step", 1) != 1
+        ):
             raise Mixes("it takes a piece of the batch")
     return axis
 
@@ -146,7 +149,10 @@ def diag_embed(call: AtenCall) -> Found:
     axis, rank = call.axis("self"), call.rank("self") + 1
     if axis is None:
         return None
-    if axis.dim == rank - 2 or sorted(wrap(call.args[n], rank) for n in ("dim1", "dim2")) != [rank - 2, rank - 1]:
+    if axis.dim == rank - 2 or sorted(wrap(call.args[n], rank) for n in ("dim1", "dim2")) != [
+        rank - 2,
+        rank - 1,
+    ]:
         raise Mixes("the diagonal runs across rows")
     return axis
 
@@ -221,8 +227,10 @@ def strided(call: AtenCall) -> Found:
     """as_strided: only where it changes nothing."""
     tensor, result = call.args["self"], call.results[0]
     unmoved: Any = call.args.get("storage_offset") in (None, 0)
-    if list(tensor.shape) == list(result.shape) and list(tensor.stride()) == list(result.stride()) and unmoved:
+    if (
+        list(tensor.shape) == list(result.shape)
+        and list(tensor.stride()) == list(result.stride())
+        and unmoved
+    ):
         return call.axis("self")
     raise Mixes("as_strided may reach any row")
-
-

@@ -11,23 +11,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-
 from torchweft.capture import rows_index, rows_math, rows_network, rows_shape
 from torchweft.capture.aten_call import RowRule
 
 POINTWISE = """
     copy copy_ clone detach detach_ alias lift lift_fresh lift_fresh_copy _to_copy contiguous
     masked_fill fill zero clamp where bernoulli _conj conj _neg_view resolve_conj resolve_neg
-    native_dropout dropout convert_element_type view_of real imag _assert_async _assert_tensor_metadata
-    gelu silu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu selu softplus
-    softshrink hardshrink threshold rrelu prelu _prelu_kernel addcmul addcdiv lerp polar complex
-    log_sigmoid log_sigmoid_forward nan_to_num bitwise_not logical_not isnan isinf isfinite
-    fake_quantize_per_tensor_affine_cachemask floor_divide rsub to max.other min.other
-    _conj_physical frexp ldexp heaviside xlogy dequantize quantize_per_tensor _fill_mem_eff_dropout_mask_
+    native_dropout dropout convert_element_type view_of real imag _assert_async
+    _assert_tensor_metadata gelu silu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu
+    selu softplus softshrink hardshrink threshold rrelu prelu _prelu_kernel addcmul addcdiv lerp
+    polar complex log_sigmoid log_sigmoid_forward nan_to_num bitwise_not logical_not isnan isinf
+    isfinite fake_quantize_per_tensor_affine_cachemask floor_divide rsub to max.other min.other
+    _conj_physical _linalg_check_errors frexp ldexp heaviside xlogy dequantize quantize_per_tensor
 """
 ALONG = """
-    softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
-    sort topk argsort flip roll glu _cummax_helper rot90
+    softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin
+    logcumsumexp sort topk argsort flip roll glu _cummax_helper rot90
 """
 REDUCE = """
     sum mean amax amin max min argmax argmin prod any all var std var_mean std_mean logsumexp norm
@@ -58,10 +57,15 @@ ATTENTION = """
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
 """
-CREATE = "zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided"
+CREATE = (
+    "zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided"
+)
 LIKE = "zeros_like ones_like full_like empty_like"
 VIEWS: dict[str, tuple[Any, str]] = {
-    "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy": (rows_shape.view, "size shape"),
+    "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy": (
+        rows_shape.view,
+        "size shape",
+    ),
     "view.dtype": (rows_shape.dtype_view, ""),
     "expand expand_copy": (rows_shape.expand, "size"),
     "repeat": (rows_shape.repeat, "repeats"),
@@ -82,7 +86,10 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "cat concat concatenate": (rows_shape.cat, ""),
     "stack": (rows_shape.stack, ""),
     "constant_pad_nd pad": (rows_shape.pad, ""),
-    "view_as_real view_as_complex view_as_real_copy view_as_complex_copy": (rows_shape.complex_view, ""),
+    "view_as_real view_as_complex view_as_real_copy view_as_complex_copy": (
+        rows_shape.complex_view,
+        "",
+    ),
     "as_strided": (rows_shape.strided, "size stride"),
     CREATE: (rows_shape.create, "size stride"),
     LIKE: (rows_shape.like, ""),
@@ -97,10 +104,17 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
     "native_group_norm": (rows_math.group_norm, "N"),
     """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
-       _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm batch_norm""": (rows_math.batch_norm, ""),
+       _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm batch_norm""": (
+        rows_math.batch_norm,
+        "",
+    ),
     ATTENTION: (rows_math.attention, ""),
+    "_transformer_encoder_layer_fwd _native_multi_head_attention": (rows_math.encoder_layer, ""),
     "nll_loss nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss huber_loss "
-    "binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss": (rows_math.cross_entropy, ""),
+    "binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss": (
+        rows_math.cross_entropy,
+        "",
+    ),
     "embedding": (rows_index.embedding, ""),
     "take bucketize searchsorted isin": (rows_index.take, ""),
     "index _unsafe_index": (rows_index.index, ""),
@@ -110,7 +124,10 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "index_select": (rows_index.index_select, ""),
     "index_add index_copy index_fill index_reduce": (rows_index.index_write, ""),
     "slice_scatter select_scatter": (rows_index.slice_scatter, ""),
-    "convolution _convolution mkldnn_convolution convolution_overrideable": (rows_index.convolution, ""),
+    "convolution _convolution mkldnn_convolution convolution_overrideable": (
+        rows_index.convolution,
+        "",
+    ),
     "grid_sampler_2d grid_sampler_3d": (rows_index.grid_sample, ""),
     "_fft_r2c _fft_c2r _fft_c2c": (rows_index.fft, ""),
 }

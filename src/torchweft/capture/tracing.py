@@ -1,10 +1,10 @@
 """A `Tracer`: a Dynamo backend that captures every graph of a model and runs the reference.
 
-    tracer = Tracer(rules=...)
-    compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
-    compiled(x)                               # equal to model(x)
-    tracer.captures                           # one `Captured` a graph (graph breaks make several)
-    tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
+tracer = Tracer(rules=...)
+compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
+compiled(x)                               # equal to model(x)
+tracer.captures                           # one `Captured` a graph (graph breaks make several)
+tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
+import torch
+from torch import fx
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.reference import run_reference
 from torchweft.marks import MarkRule, require_matched

@@ -2,7 +2,7 @@
 
     split -> getitem, getitem          one unit: several results and who takes them out
     all_reduce -> wait_tensor (-> copy_)   one unit, a network op in two phases
-    vmap enter ... vmap leave          one unit
+    vmap begins ... vmap ends              one unit (and so for torch.func.grad)
 
 A unit has the worst kind of its calls. Calls that only compute sizes, and calls that switch
 autocast or grad mode, are no units: they are put wherever they are needed.
@@ -11,14 +11,15 @@ autocast or grad mode, are no units: they are put wherever they are needed.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
 from torch.utils._pytree import tree_leaves
 
+import torch
+from torch import fx
 from torchweft.capture.axes import SYMBOLIC
 from torchweft.capture.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
 from torchweft.capture.rows_network import NAMESPACE
@@ -48,28 +49,54 @@ class Unit:
         return self.nodes[0]
 
 
-def find_units(graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> list[Unit]:
+def find_units(
+    graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]
+) -> list[Unit]:
     """The units in program order."""
     bound = bound_symbols(graph, rows)
     taken: set[fx.Node] = set()
     units: list[Unit] = []
-    block: list[fx.Node] | None = None
+    block: list[fx.Node] = []
+    depth = 0
     for node in graph.nodes:
-        if block is not None:
+        depth += _nesting(node)
+        if depth or block:
             block.append(node)
-            if "_vmap_decrement_nesting" in target_name(node):
+            if not depth:
                 units.append(_unit(block, rows, marks))
-                block = None
+                taken.update(block)
+                block = []
             continue
         if node in taken or not is_work(rows, node, bound):
-            continue
-        if "_vmap_increment_nesting" in target_name(node):
-            block = [node]
             continue
         nodes = [node, *_followers(node)]
         taken.update(nodes)
         units.append(_unit(nodes, rows, marks))
-    return units
+    return _alive(units)
+
+
+def _alive(units: list[Unit]) -> list[Unit]:
+    """The units whose results somebody uses, or that do something else."""
+    dead: set[fx.Node] = set()
+    found: list[Unit] = []
+    for unit in reversed(units):
+        acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
+        users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
+        if acts or users:
+            found.append(unit)
+        else:
+            dead.update(unit.nodes)
+    return found[::-1]
+
+
+def _acts(node: fx.Node) -> bool:
+    return _asserts(node) or "nesting" in target_name(node)
+
+
+def _nesting(node: fx.Node) -> int:
+    """+1 where a transform of torch.func (vmap, grad, jvp) begins, -1 where it ends."""
+    name = target_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def bound_symbols(graph: fx.Graph, rows: Rows) -> frozenset[Any]:
@@ -176,10 +203,14 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     """
     written = set().union(*(unit.writes for unit in units)) if units else set()
     home = {node: unit for unit in units for node in unit.nodes}
-    twins: dict[int, list[Unit]] = {}
-    for node, unit in home.items():
-        twins.setdefault(id(rows.value(node)), []).append(unit)
-    views = {id(unit) for unit in units if _is_view(unit, rows, noticed)}
+    shown = Counter(id(call.value) for call in rows.calls.values())
+    first = {id(call.value): node for node, call in reversed(rows.calls.items())}
+    handed = {
+        id(leaf)
+        for node, call in rows.calls.items()
+        if node.op == "output"
+        for leaf in tree_leaves(call.value)
+    }
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
@@ -188,10 +219,12 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             if user is not unit:
                 found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
-        alike = [twin for node in unit.nodes for twin in twins[id(rows.value(node))]]
-        if id(unit) in views:
-            unit.cheap = all(id(twin) in views for twin in alike)
-        elif len(alike) == 1 and _is_pure(unit, rows, written):
+        results = [(node, id(rows.value(node))) for node in unit.nodes]
+        if any(number in handed for _, number in results):
+            continue
+        if _is_view(unit, rows, noticed):
+            unit.cheap = all(first[number] is node for node, number in results)
+        elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
 
 
@@ -202,8 +235,6 @@ def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
         return False
     if not all(call.only_views for call in calls) or any(_asserts(node) for node in unit.nodes):
         return False
-    if any(user.op == "output" for node in unit.nodes for user in node.users):
-        return False
     shown = storages([call.value for call in calls])
     return bool(shown) and (unit.kind == "batch-free" or shown <= noticed)
 
@@ -213,8 +244,6 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
     if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
         return False
     if len(unit.nodes) > 1 or unit.writes or unit.draws or _asserts(unit.first):
-        return False
-    if any(user.op == "output" for user in unit.first.users):
         return False
     return not (unit.reads | storages(rows.value(unit.first))) & written
 
@@ -241,5 +270,3 @@ def source_of(node: fx.Node) -> str | None:
     last = frames[-1]
     code = re.sub(r"[\s^~]+$", "", text[last.end() :].strip("\n")).strip().split("\n")[0].strip()
     return f"{last['file']}:{last['line']} in {last['name']}: {code}".strip()
-
-

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 
 from torchweft.context import Context
 from torchweft.cost import Costs
-from torchweft.errors import PlanError
+from torchweft.errors import PlanError, unknown
 from torchweft.machine import Machine
 from torchweft.plan import KINDS, Plan, Range, Step
 from torchweft.trace import Span, Trace
@@ -50,6 +50,8 @@ def simulate(
 
 def _check(plan: Plan) -> None:
     """Refuse names that mean nothing here; whether the plan is safe is left to `verify`."""
+    if unplaced := [place.value for place in plan.places if place.value not in plan.graph.value]:
+        raise PlanError(f"name: place: {unknown('value', unplaced[0], plan.graph.value)}")
     for number, step in enumerate(plan.steps):
         names = plan.graph.op if step.kind in ("run", "issue", "complete") else plan.graph.value
         lanes = {step.lane, step.on if step.kind == "issue" else step.lane}

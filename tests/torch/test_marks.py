@@ -1,0 +1,203 @@
+"""Each form of a mark names an op, breaks no graph, and says when it matched nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import torch
+from torch import nn
+from torchweft.capture.tracing import Tracer
+from torchweft.errors import CaptureError
+from torchweft.marks import (
+    MarkRule,
+    mark,
+    mark_function,
+    mark_module,
+    mark_op,
+    mark_path,
+)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    return y + 1
+
+
+@mark("decorated", uses="io")
+def decorated(x: torch.Tensor) -> torch.Tensor:
+    return (x + 3).relu()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with mark("attention", uses="memory"):
+            y = self.first(x).relu()
+        return scale(self.second(y)) + x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.sigmoid(self.head(decorated(x)))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def captured(model: Any, *rules: MarkRule) -> Any:
+    tracer = Tracer(rules=rules)
+    x = torch.randn(6, 4)
+    want = model(x)
+    compiled = tracer.compile(model, fullgraph=True)
+    assert torch.equal(compiled(x), want)
+    tracer.cut = lambda rows: (0, 2, rows)
+    torch.testing.assert_close(compiled(x), want)
+    assert len(tracer.captures) == 1, "a mark adds no graph break"
+    tracer.require_matched()
+    return tracer.captures[0].graph
+
+
+def marked(graph: Any, name: str) -> list[Any]:
+    return [op for op in graph.ops if op.mark == name]
+
+
+def test_context_manager_gives_one_op_a_block_and_equal_blocks_one_structure() -> None:
+    graph = captured(Model())
+    ops = marked(graph, "attention")
+    assert [op.name for op in ops] == ["attention", "attention.1", "attention.2"]
+    assert {op.uses for op in ops} == {"memory"}
+    assert len({graph.structure[op.name] for op in ops}) == 1
+    assert all(op.rows == "row-wise" for op in ops)
+
+
+def test_decorator() -> None:
+    (op,) = marked(captured(Model()), "decorated")
+    assert op.name == "decorated" and op.uses == "io"
+
+
+def test_module_class_and_instance() -> None:
+    model = Model()
+    graph = captured(
+        model, mark_module(model.head, "head", uses="compute"), mark_module(Block, "block")
+    )
+    assert [op.name for op in marked(graph, "block")] == ["block", "block.1", "block.2"]
+    assert not marked(graph, "attention"), "a rule wins over model code"
+    (head,) = marked(graph, "head")
+    assert head.name == "head"
+
+
+def test_function_of_the_user_and_of_torch() -> None:
+    graph = captured(
+        Model(), mark_function(scale), mark_function(torch.sigmoid, "gate", uses="memory")
+    )
+    assert len(marked(graph, "scale")) == 3
+    (gate,) = marked(graph, "gate")
+    assert gate.uses == "memory"
+
+
+def test_path_and_target_by_regular_expression() -> None:
+    graph = captured(
+        Model(),
+        mark_path(r"blocks\.\d+\.second", "second"),
+        mark_op(r"sigmoid", "sigmoid", uses="memory"),
+    )
+    assert len(marked(graph, "second")) == 3
+    assert len(marked(graph, "sigmoid")) == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        mark_module(nn.Conv1d, "conv"),
+        mark_module(nn.Linear(2, 2), "other"),
+        mark_function(torch.cumsum),
+        mark_path(r"nowhere\..*", "nothing"),
+        mark_op(r"all_reduce"),
+    ],
+    ids=lambda rule: rule.form,
+)
+def test_a_rule_that_matched_nothing_raises(rule: MarkRule) -> None:
+    with pytest.raises(CaptureError, match="matched nothing"):
+        captured(Model(), rule)
+
+
+def test_a_name_that_nothing_is_marked_with_lists_the_names() -> None:
+    from torchweft.marks import require_matched
+
+    with pytest.raises(CaptureError, match="Did you mean 'attention'"):
+        require_matched(["atention"], [], ["attention"])
+
+
+def test_bad_names_and_resources_raise() -> None:
+    with pytest.raises(CaptureError, match="not a name"):
+        mark_op("x", "two words")
+    with pytest.raises(CaptureError, match="unknown resource"):
+        mark_module(nn.Linear, uses="netwrk")
+    with pytest.raises(CaptureError, match="regular expression"):
+        mark_op("(")
+    with pytest.raises(CaptureError, match="unknown resource"), mark("a", uses="gpu"):
+        pass
+
+
+def test_a_mark_does_nothing_outside_of_capture() -> None:
+    x = torch.ones(2)
+    with mark("plain"):
+        y = x + 1
+    assert torch.equal(y, x + 1)
+    assert torch.equal(decorated(x), (x + 3).relu())
+
+
+def test_a_mixing_call_makes_its_whole_mark_mixing() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with mark("norm"):
+            y = x - x.mean(0)
+            y = y * 2
+        return y + 1
+
+    (op,) = marked(captured(fn), "norm")
+    assert op.rows == "mixing"
+
+
+def test_a_declared_region_is_row_wise_although_its_calls_are_not() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with mark("routed", rows="row-wise"):
+            order = x.sum(-1).argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0])
+            y = (x[order] * 2)[back]
+        return y + 1
+
+    (op,) = marked(captured(fn), "routed")
+    assert op.rows == "row-wise"
+
+
+def test_batch_free_calls_in_a_mark_that_others_read_leave_it() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with mark("first"):
+            table = torch.arange(4.0).exp().cumsum(0) * 2
+            y = x * table
+        return y + table.flip(0) + table
+
+    graph = captured(fn)
+    (op,) = marked(graph, "first")
+    assert op.rows == "row-wise"
+    assert any(op.rows == "batch-free" for op in graph.ops)
