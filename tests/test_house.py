@@ -34,7 +34,14 @@ def files_of(module: str) -> list[Path]:
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
-MIDDLE = [path for module in middle() for path in files_of(module)]
+# The middle stands on these: words, numbers, files and machines, with no plan in them.
+GROUND = {"blueprint", "bucket", "context", "cut", "errors", "files", "machine", "sizes"}
+MIDDLE = [
+    path
+    for module in middle()
+    if module.removeprefix("torchweft.") not in GROUND
+    for path in files_of(module)
+]
 
 
 def lines(path: Path) -> int:
@@ -43,7 +50,7 @@ def lines(path: Path) -> int:
 
 def test_the_middle_is_small() -> None:
     total = sum(map(lines, MIDDLE))
-    assert len(MIDDLE) > 25
+    assert len(MIDDLE) > 20
     assert total <= MAX_MIDDLE, f"the middle has {total} lines"
 
 

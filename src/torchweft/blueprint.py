@@ -3,7 +3,7 @@
 For demos, tests and benchmarks where no model has to run. `transformer` is a dense decoder under
 tensor parallelism (each all_reduce is a two-phase network op on one communicator):
 
-    x -> attn0 -> reduce_a0 -> mlp0 -> reduce_m0 -> attn1 -> ... -> head
+    x -> attn0 -> reduce_attn0 -> mlp0 -> reduce_mlp0 -> attn1 -> ... -> head
 """
 
 from __future__ import annotations
@@ -15,69 +15,75 @@ ROWS = Batch(0)
 
 
 def transformer(
-    num_layers: int = 2, hidden: int = 1024, *, tensor_parallel: bool = True, kv_cache: bool = False
+    num_layers: int = 2,
+    hidden: int = 1024,
+    *,
+    tensor_parallel: bool = True,
+    kv_cache: bool = False,
 ) -> Graph:
     """A decoder of `num_layers` layers over a batch of tokens `s0`."""
-    batch, wide = Size.of("s0"), Size.of(hidden)
-    values = [Value("x", (batch, wide), batch=ROWS)]
-    ops: list[Op] = []
-    inputs, last = ["x"], "x"
+    draw = _Draft(hidden, 2 if tensor_parallel else 1)
+    last = draw.rows("x", hidden, given=True)
+    for layer in range(num_layers):
+        for kind, factor in (("attn", 4), ("mlp", 8)):
+            changed: tuple[str, ...] = ()
+            if kind == "attn" and kv_cache:
+                changed = (draw.rows(f"kv{layer}", 2 * hidden, given=True),)
+            last = draw.matmul(f"{kind}{layer}", last, kind, factor, changed)
+            if tensor_parallel:
+                last = draw.reduce(f"reduce_{kind}{layer}", last)
+    draw.matmul("head", last, "head", draw.num_shards, made="y")
+    values, ops, inputs = tuple(draw.values), tuple(draw.ops), tuple(draw.inputs)
+    return Graph(f"transformer{num_layers}", values, ops, inputs, ("y",), "s0")
 
-    def weight(name: str, *shape: int) -> str:
-        values.append(Value(name, tuple(map(Size.of, shape))))
-        inputs.append(name)
+
+class _Draft:
+    """A graph being drawn: values, ops and inputs so far."""
+
+    def __init__(self, hidden: int, num_shards: int) -> None:
+        self.hidden, self.num_shards = hidden, num_shards
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.inputs: list[str] = []
+
+    def rows(self, name: str, wide: int, *, given: bool = False, placeable: bool = False) -> str:
+        """A value with one row a token."""
+        shape = (Size.of("s0"), Size.of(wide))
+        self.values.append(Value(name, shape, batch=ROWS, placeable=placeable))
+        self.inputs += [name] if given else []
         return name
 
-    def made(name: str, *, placeable: bool = True) -> str:
-        values.append(Value(name, (batch, wide), batch=ROWS, placeable=placeable))
-        return name
+    def matmul(
+        self,
+        name: str,
+        source: str,
+        body: str,
+        factor: int,
+        changed: tuple[str, ...] = (),
+        made: str = "",
+    ) -> str:
+        """An op with a weight of its own; `factor` times hidden wide, shared by all shards."""
+        wide = factor * self.hidden // self.num_shards
+        self.values.append(Value(f"w_{name}", (Size.of(wide), Size.of(self.hidden))))
+        self.inputs.append(f"w_{name}")
+        made = self.rows(made or f"{name}_out", self.hidden, placeable=True)
+        flops = Size.of("s0") * (2 * wide * self.hidden)
+        reads = (source, f"w_{name}")
+        self.ops.append(Op(name, reads, (made,), changed, mark=body, body=body, flops=flops))
+        return made
 
-    def reduce(name: str, source: str) -> str:
-        talk = Collective("all_reduce", "tp")
-        result = made(f"{name}_out", placeable=False)
-        ops.append(
+    def reduce(self, name: str, source: str) -> str:
+        """An all_reduce over the shards."""
+        made, talk = self.rows(f"{name}_out", self.hidden), Collective("all_reduce", "tp")
+        self.ops.append(
             Op(
                 name,
                 (source,),
-                (result,),
+                (made,),
                 uses="network",
                 two_phase=True,
                 collective=talk,
-                body="all_reduce",
+                body="sum",
             )
         )
-        return result
-
-    for layer in range(num_layers):
-        for kind, factor in (("attn", 4), ("mlp", 8)):
-            weights = weight(
-                f"w_{kind}{layer}", factor * hidden // (2 if tensor_parallel else 1), hidden
-            )
-            mutates: tuple[str, ...] = ()
-            if kind == "attn" and kv_cache:
-                values.append(Value(f"kv{layer}", (batch, Size.of(2 * hidden)), batch=ROWS))
-                inputs.append(f"kv{layer}")
-                mutates = (f"kv{layer}",)
-            result = made(f"{kind}{layer}_out")
-            flops = batch * (2 * factor * hidden * hidden // (2 if tensor_parallel else 1))
-            op = Op(
-                f"{kind}{layer}",
-                (last, weights),
-                (result,),
-                mutates,
-                body=kind,
-                flops=flops,
-                mark=kind,
-            )
-            ops.append(op)
-            last = reduce(f"reduce_{kind}{layer}", result) if tensor_parallel else result
-    ops.append(
-        Op(
-            "head",
-            (last, weight("w_head", hidden, hidden)),
-            (made("y"),),
-            body="head",
-            flops=batch * (2 * hidden**2),
-        )
-    )
-    return Graph(f"transformer{num_layers}", tuple(values), tuple(ops), tuple(inputs), ("y",), "s0")
+        return made

@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +26,7 @@ from torchweft import blueprint as blueprints
 from torchweft.cli_bench import BENCHES, run_bench
 from torchweft.cli_text import error_data, read_context, read_machine, read_pairs, say, say_json
 from torchweft.demo import story
+from torchweft.doctor import examine
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
 from torchweft.graph import Graph
@@ -32,7 +35,7 @@ from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.strategies import get_strategy, strategy_names
-from torchweft.strategy import option_defaults
+from torchweft.strategy import Strategy, option_defaults
 from torchweft.verify import Finding, findings_ranks, verify
 from torchweft.write import write
 
@@ -52,6 +55,11 @@ Tokens = Annotated[str, typer.Option("--tokens-per-request", metavar="N,N,...")]
 Phase = Annotated[str | None, typer.Option(help="prefill or decode, where the host knows")]
 MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
 Lanes = Annotated[int, typer.Option("--lanes", help="compute lanes of a CPU, if no --machine")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FUNCTION or MODULE:FUNCTION")]
+StrategyName = Annotated[str, typer.Option("--strategy", help="see: torchweft strategies")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="K=V", help="of the strategy")
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
@@ -219,10 +227,13 @@ def simulate_command(
 
 @app.command("show")
 def show_command(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="graph or plan file")],
+    name: Annotated[str, typer.Argument(metavar="FILE | MODEL", help="graph, plan or model")],
 ) -> None:
-    """Print a graph or a plan as numbered text."""
-    found = _load_either(path)
+    """Print a graph or a plan as numbered text, or the graphs that a model is captured as."""
+    if ":" in name:
+        _models().show_model(name)
+        return
+    found = _load_either(Path(name))
     if isinstance(found, Graph):
         say(str(found))
         return
@@ -279,6 +290,64 @@ def strategies_command(as_json: Json = False) -> None:
     wide = max(len(str(item)) for item in found.values())
     for name, item in found.items():
         say(f"{item!s:<{wide}}  {docs[name]}")
+
+
+@app.command("run")
+def run_command(
+    model: Model,
+    strategy: StrategyName = "sequential",
+    option: Options = None,
+    calls: Annotated[int, typer.Option(min=1, help="how often it is called")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Call a model under a strategy and tell what became of it."""
+    _models().run_model(model, _chosen(strategy, option), calls, as_json=as_json)
+
+
+@app.command("check")
+def check_command(
+    model: Model,
+    strategy: StrategyName = "overlap",
+    option: Options = None,
+    tolerance: Annotated[float | None, typer.Option(help="relative; default by dtype")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a model under a strategy with plain PyTorch; exit code 1 if they differ."""
+    equal = _models().check_model(model, _chosen(strategy, option), tolerance, as_json=as_json)
+    raise typer.Exit(0 if equal else 1)
+
+
+@app.command("trace")
+def trace_command(
+    model: Model,
+    strategy: StrategyName = "overlap",
+    option: Options = None,
+    output: Output = None,
+) -> None:
+    """Run a model and draw what really happened on its lanes."""
+    _models().trace_model(model, _chosen(strategy, option), output)
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False) -> None:
+    """Say what this machine can do for Weft, with cures; exit code 1 if something is broken."""
+    found = []
+    for item in examine():
+        found.append(item)
+        if not as_json:
+            say(f"{item.state:<8} {item.what:<19} {item.found}  {item.cure}".rstrip())
+    if as_json:
+        say_json({"diagnoses": [asdict(item) for item in found]})
+    raise typer.Exit(1 if any(item.state == "broken" for item in found) else 0)
+
+
+def _models() -> Any:
+    """The commands that run a model; they need torch, which takes seconds to load."""
+    return import_module("torchweft.cli_model")
+
+
+def _chosen(strategy: str, options: list[str] | None) -> Strategy:
+    return get_strategy(strategy)(**read_pairs(options or (), "option"))
 
 
 @app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

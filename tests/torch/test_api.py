@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
-from torch import nn
 
+import torch
 import torchweft as weft
+from torch import nn
 from torchweft.api import session_of
 
 
@@ -326,7 +326,8 @@ def test_context_tells_requests_to_the_strategy():
     def by_request(s):
         seen.append((s.context.phase, s.context.tokens_per_request))
         if not s.context.tokens_per_request:
-            return s.sequential()
+            s.sequential()
+            return
         s.split(2, at="requests")
         while ready := s.ready():
             for op, part in ready:

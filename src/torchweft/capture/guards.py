@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 from torch import fx
 
 
