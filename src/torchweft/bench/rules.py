@@ -51,10 +51,11 @@ def _check_ops(plan: Plan, step: Step) -> None:
             raise UnsafeError(f"{step.label}: no such op")
         op = plan.graph.op[name]
         _check_range(plan, step, not op.whole)
-        if step.kind != "complete" and op.uses not in lane.uses:
-            raise UnsafeError(f"{step.label}: lane {lane.name} does not take it")
-        if step.kind != "run" and not op.two_phase:
-            raise UnsafeError(f"{step.label}: has not two phases")
+    ops = [plan.graph.op[name] for name in step.names]
+    if step.kind != "complete" and not any(op.uses in lane.uses for op in ops):
+        raise UnsafeError(f"{step.label}: lane {lane.name} does not take it")
+    if step.kind != "run" and not any(op.two_phase for op in ops):
+        raise UnsafeError(f"{step.label}: has not two phases")
 
 
 def _check_value(plan: Plan, step: Step) -> None:

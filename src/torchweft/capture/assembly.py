@@ -59,7 +59,8 @@ class Assembly:
         """Fill in values, ops and bodies, region by region."""
         writers = []
         for region in self.regions:
-            writer = Writer(self.gm, self.rows, self.is_copied, self.canonical, self.modes)
+            copied, canonical = self.is_copied, self.canonical
+            writer = Writer(self.gm, self.rows, copied, canonical, self.modes, self.written)
             writer.write(region.calls)
             writers.append(writer)
         wanted = {node for writer in writers for node in writer.reads}

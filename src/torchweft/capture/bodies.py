@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.rows import INLINED, Rows
-from torchweft.capture.units import source_of, state_name
+from torchweft.capture.units import source_of, state_name, storages
 from torchweft.errors import CaptureError, SizeError
 from torchweft.marks import target_name
 from torchweft.sizes import Size
@@ -81,6 +81,7 @@ class Library:
 UNCHECKED: Mapping[Any, Any] = MappingProxyType(
     {torch.nn.functional.group_norm: torch.group_norm},
 )
+COPIES_OR_NOT = ("reshape", "reshape_as", "flatten", "ravel", "contiguous")
 Modes = tuple[tuple[fx.Node, ...], bool | None]
 
 
@@ -111,9 +112,10 @@ class Writer:
         is_copied: Callable[[fx.Node], bool],
         canonical: Mapping[fx.Node, fx.Node],
         modes: Mapping[fx.Node, Modes],
+        written: set[int],
     ) -> None:
         self.gm, self.rows, self.is_copied = gm, rows, is_copied
-        self.canonical, self.modes = canonical, modes
+        self.canonical, self.modes, self.written = canonical, modes, written
         self.graph = fx.Graph()
         self.local: dict[fx.Node, Any] = {}
         self.reads: dict[fx.Node, fx.Node] = {}
@@ -158,8 +160,19 @@ class Writer:
         else:
             target = UNCHECKED.get(node.target, node.target)
             new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+        if self._may_turn_into_view(node):
+            new = self.graph.call_method("clone", (new,))
         self.local[node] = new
         return new
+
+    def _may_turn_into_view(self, node: fx.Node) -> bool:
+        """Whether a call that copies the whole could be a mere view of a part with one row, and
+        the copy is written: the write must not reach what the view would show."""
+        if target_name(node).split(".")[-1] not in COPIES_OR_NOT:
+            return False
+        made = storages(self.rows.value(node))
+        given = {number for used in node.all_input_nodes for number in storages(self.rows.value(used))}
+        return bool(made & self.written) and not made & given
 
     def _switch(self, wanted: Modes) -> None:
         """Enter and leave autocast, and set grad mode, as the next call needs it."""

@@ -24,6 +24,11 @@ from torchweft.capture.reference import run_reference
 from torchweft.marks import MarkRule, require_matched
 
 
+PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
+MAX_DEPTH = 4
+MAX_HELD = 10_000
+
+
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Settings of Dynamo under which the batch can be told from other dims of the same size."""
@@ -35,10 +40,34 @@ def tracing() -> Iterator[None]:
 
 
 def make_dynamic(inputs: Any, dim: int = 0) -> None:
-    """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims)."""
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] > 1:
+    """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims).
+
+    Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    batches = {leaf.shape[dim] for leaf in tensors if leaf.dim() > dim}
+    for leaf in tensors + _held(inputs, batches, dim):
+        if leaf.dim() > dim and leaf.shape[dim] > 1:
             torch._dynamo.maybe_mark_dynamic(leaf, dim)
+
+
+def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
+    """Tensors of the same batch in the attributes of objects, a few levels deep."""
+    found: list[torch.Tensor] = []
+    waiting = [(leaf, 0) for leaf in tree_leaves(thing)]
+    seen: set[int] = set()
+    while waiting and len(seen) < MAX_HELD:
+        item, depth = waiting.pop()
+        if id(item) in seen or isinstance(item, PLAIN) or depth > MAX_DEPTH:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if depth and item.dim() > dim and item.shape[dim] in batches:
+                found.append(item)
+            continue
+        inside = vars(item) if hasattr(item, "__dict__") else {}
+        waiting += [(leaf, depth + 1) for leaf in tree_leaves([*inside.values()])]
+    return found
 
 
 @dataclass

@@ -164,10 +164,12 @@ class Store:
         """Cells of other values whose bytes overlap this cell's, which is about to be written.
 
         Those that it covers whole are forgotten: what is ordered behind it is behind them too.
+        Not so if parts interleave: then a sister of this cell overlaps them as well.
         """
         if location.buffer is None or cell.region is None:
             return []
         start, end = cell.region
+        covers = sum(sister.region == cell.region for sister in location.cells) == 1
         kept, found = [cell], []
         for other in location.buffer:
             if other is cell:
@@ -177,7 +179,7 @@ class Store:
             apart = _below(end, other_start) or _below(other_end, start) or other in location.cells
             if not apart:
                 found.append(other)
-            if apart or not (_below(start, other_start) and _below(other_end, end)):
+            if apart or not (covers and _below(start, other_start) and _below(other_end, end)):
                 kept.append(other)
         location.buffer[:] = kept
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchweft.errors import unknown
-from torchweft.graph import USES, Graph, Op
+from torchweft.graph import USES, Graph
 from torchweft.machine import Lane
 from torchweft.plan import Plan, Step, bracket
 from torchweft.verify.finding import Finding
@@ -94,7 +94,7 @@ def _op_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
             continue
         if op.whole and step.parts is not None:
             yield f"op {name!r} is {op.rows}: it runs once, without a range."
-        if step.kind == "run" and not _takes(plan.lane[step.lane], op, step):
+        if step.kind == "run" and not _takes(graph, plan.lane[step.lane], step):
             yield f"lane {step.lane!r} does not take {name!r}, which uses {op.uses}."
         phases = [graph.op[item].two_phase for item in step.names if item in graph.op]
         if step.kind != "run" and not any(phases):
@@ -103,13 +103,13 @@ def _op_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
             hosted = plan.lane.get(step.on or "")
             if hosted is None or hosted.via != step.lane:
                 yield f"lane {step.lane!r} cannot issue on {step.on!r}, which does not go via it."
-            elif not _takes(hosted, op, step):
+            elif not _takes(graph, hosted, step):
                 yield f"lane {step.on!r} does not take {name!r}, which uses {op.uses}."
 
 
-def _takes(lane: Lane, op: Op, step: Step) -> bool:
-    # A kernel in the place of several ops is the user's own: any lane may take it.
-    return op.uses in lane.uses or len(step.names) > 1
+def _takes(graph: Graph, lane: Lane, step: Step) -> bool:
+    """A kernel may stand on any lane that takes one of its ops."""
+    return any(graph.op[name].uses in lane.uses for name in step.names if name in graph.op)
 
 
 def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:

@@ -90,12 +90,17 @@ class Toucher:
             if copied is None:
                 names.append(name)
             else:
+                if name in self.graph.inputs:
+                    self.view(name, self.step.parts, device)
                 cells = self.store.cells_of(name, parts)
                 for part, cell in enumerate(copied.take(*cells), cells[0]):
                     self.read(cell, before, name, part)
         if not names:
             return
         for name in names:
+            if name != touch.root and name in self.graph.inputs and device != self.store.home:
+                self.missing(name, self.store.cells_of(name, parts), device)
+                return
             self.view(name, self.step.parts, device)
         cells = self.store.cells_of(touch.root, parts)
         location = inside.get(touch.root) or self.store.where(touch.root, device, cells)
@@ -273,6 +278,9 @@ class Toucher:
                 other = near.unordered(self.access, self.clock, writing=True)
                 if other is not None:
                     self.race("writes over the bytes of", self.at(name, part), other)
+                if near.write is self.access or self.access in near.reads:
+                    text = f"{self.step.label} writes {self.at(name, part)} over what it touches."
+                    self.report("memory", text, f"Give {name!r} another place.")
                 if near.lost is None:
                     near.lost = self.access.step
         cell.version = version
