@@ -34,8 +34,6 @@ class Ledger:
         self.graph, self.num_parts = graph, plan.num_parts
         self.writer: dict[tuple[str, int], int] = {}
         self.readers: dict[tuple[str, int], list[int]] = {}
-        self.placed = {place.value for place in plan.places}
-        self.devices = {lane.name: lane.device for lane in plan.lanes}
         self._op_cells: dict[tuple[str, tuple[int, int] | None], tuple[Touch, ...]] = {}
 
     def before(self, step: Step) -> list[int]:

@@ -100,10 +100,6 @@ class Costs:
         rates, key = self._device(device), op.body or op.name
         return self._seconds(key, device, graph, env, lambda env: _formula(graph, op, env, rates))
 
-    def transfer_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
-        """Seconds a two-phase op is in flight between its issue and its complete."""
-        return self.run_s(graph, op, env, device)
-
     def group_s(
         self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
     ) -> float:

@@ -236,8 +236,10 @@ def target_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target)
     module = getattr(target, "__module__", None) or "torch"
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", target)
-    return f"{module}.{str(name).removeprefix('_VariableFunctionsClass.')}"
+    name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", target))
+    if "pybind11" in name:  # the class in which bindings keep their functions
+        name = name.split(".")[-1]
+    return f"{module}.{name.removeprefix('_VariableFunctionsClass.')}"
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

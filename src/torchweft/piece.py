@@ -9,7 +9,7 @@ and the reason is counted; nothing is ever changed in silence.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,6 @@ class Piece:
 
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.graph = session, captured, captured.graph
-        self.original: Callable[..., Any] = gm.forward
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         self.entries: list[Entry] = []
         self.strategy_runs = 0

@@ -179,11 +179,10 @@ class Scheduler:
             ]
             outputs = dict.fromkeys(graph.outputs)
             tails = [Step("merge", lane, (name,)) for name in outputs if name in batched]
-        lanes = tuple(self.machine.lanes)
         steps = (*heads, *self.steps, *tails)
         history = (f"write {note}", *self.notes)
         return Plan(
-            graph.name, graph.digest, self.cut, lanes, steps,
+            graph.name, graph.digest, self.cut, self.machine.lanes, steps,
             history=history, bound=graph, kernels=dict(self.kernels),
         )  # fmt: skip
 

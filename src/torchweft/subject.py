@@ -40,11 +40,6 @@ class Subject:
             return self.model(*self.args, **self.kwargs)
 
 
-def is_subject(text: str) -> bool:
-    """Whether a word of the command line names a subject and not a file of ours."""
-    return ":" in text
-
-
 def load_subject(text: str) -> Subject:
     """Call the function that `text` names. Raises `WeftError` if it gives no model and inputs."""
     where, _, name = text.rpartition(":")

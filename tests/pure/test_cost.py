@@ -62,7 +62,7 @@ def test_network_ops_move_what_they_read_or_gather(kind: str, moved: int) -> Non
     op = Op("r", ("x",), ("y",), uses="network", two_phase=True, collective=talk)
     assert seconds(op, x=2, y=8) == pytest.approx(2 + moved)
     graph = graph_of(op, x=2, y=8)
-    assert Costs(MACHINE).transfer_s(graph, op, {"s0": 10}) == pytest.approx(2 + moved)
+    assert Costs(MACHINE).run_s(graph, op, {"s0": 10}) == pytest.approx(2 + moved)
 
 
 def test_io_and_host_overhead() -> None:

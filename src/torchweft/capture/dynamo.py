@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 import torch
@@ -25,7 +26,7 @@ from torchweft.capture.axes import SYMBOLIC, Symbols, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import Rows, find_rows
-from torchweft.capture.units import find_units
+from torchweft.capture.units import find_units, source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
 from torchweft.marks import MarkRule, marks_of
@@ -111,6 +112,7 @@ def capture(
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
+    _refuse_subclasses(gm)
     marks, matched = marks_of(gm.graph, rules)
     best: tuple[float, Rows, Assembly] | None = None
     for symbols in _candidates(gm, example_inputs, batch):
@@ -129,6 +131,20 @@ def capture(
             break
     assert best is not None, "there is always a candidate"
     return _captured(gm, best[1], best[2], frozenset(matched), name)
+
+
+def _refuse_subclasses(gm: fx.GraphModule) -> None:
+    """Raise for tensor subclasses: what they do (DTensor: collectives) is not in this graph."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+            kind, source = type(value).__name__, source_of(node)
+            raise CaptureError(
+                f"subclass: {node.name!r} is a {kind}, whose work cannot be seen at the torch level"
+                + (f", at {source}." if source else "."),
+                rule="subclass",
+                source=source,
+            )
 
 
 def _share(assembly: Assembly) -> float:

@@ -39,10 +39,10 @@ WINDOWS = {
     2: """avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d
           max_pool2d_with_indices upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d
           _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa reflection_pad2d
-          replication_pad2d im2col tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa""",
+          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa""",
     3: """avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d max_pool3d max_pool3d_with_indices
           upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d
-          replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle""",
+          replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle""",
 }
 LAST_DIMS = {
     1: "cosine_similarity",
