@@ -48,17 +48,20 @@ def compile(
     num_threads: int | None = None,
     jitter: bool = False,
     shadow: int = 0,
+    level: str | None = None,
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
     strategy says, "sequential" (counted, with its reason) or "error". batch: the dim of the inputs
     that a split cuts, default 0. shadow=N compares every N-th call with eager.
+    level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
+    gradients are wanted, else "torch".
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
-        machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow,
+        machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
     )  # fmt: skip
     if os.environ.get("WEFT_DISABLE") == "1":
         return model

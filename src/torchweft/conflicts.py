@@ -75,7 +75,7 @@ class Ledger:
         for root, (by_part, writes) in touches(graph, op).items():
             for part in self._cells(root, step if by_part else None):
                 yield Touch(root, part, writes)
-        for value in dict.fromkeys(op.reads + op.mutates + op.makes):
+        for value in op.touched + op.makes:
             split = value in graph.inputs and step.parts is not None
             if split or (value not in graph.inputs and graph.value[value].alias_of is not None):
                 for part in self._cells(value, step):

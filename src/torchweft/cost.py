@@ -122,12 +122,8 @@ class Costs:
         rates = self._device(source)
         return rates.overhead_s + 2 * num_bytes / rates.bytes_per_s
 
-    def issue_s(self, device: str = "cpu") -> float:
-        """Seconds that the issuing lane spends to start a two-phase op."""
-        return self._device(device).overhead_s
-
-    def complete_s(self, device: str = "cpu") -> float:
-        """Seconds that the completing lane spends once a two-phase op has ended."""
+    def host_s(self, device: str = "cpu") -> float:
+        """Seconds that a lane spends to start a two-phase op, and again to end it."""
         return self._device(device).overhead_s
 
     def _device(self, name: str) -> Device:
@@ -168,7 +164,7 @@ def _touched_bytes(graph: Graph, op: Op, env: Env) -> int:
     if op.makes and not op.mutates and all(graph.value[name].alias_of for name in op.makes):
         return 0
     roots: dict[str, int] = {}
-    for name in op.reads + op.mutates + op.makes:
+    for name in op.touched + op.makes:
         root = graph.root[name]
         roots[root] = max(roots.get(root, 0), graph.value[name].bytes.evaluate(env))
     return sum(roots.values())
@@ -178,6 +174,6 @@ def _moved_bytes(graph: Graph, op: Op, env: Env) -> int:
     def total(names: Sequence[str]) -> int:
         return sum(max(0, graph.value[name].bytes.evaluate(env)) for name in dict.fromkeys(names))
 
-    read, made = total(op.reads + op.mutates), total(op.makes)
+    read, made = total(op.touched), total(op.makes)
     kind = op.collective.kind if op.collective else ""
     return (made or read) if kind.startswith(_MAKES) else (read or made)

@@ -23,15 +23,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
 
 from torchweft.errors import GraphError, WeftError, clip, unknown
 from torchweft.sizes import ONE, ZERO, Size
 
-Uses = Literal["compute", "memory", "network", "io"]
-Rows = Literal["row-wise", "batch-free", "additive", "random", "mixing"]
-USES: tuple[str, ...] = get_args(Uses)
-ROWS: tuple[str, ...] = get_args(Rows)
+USES = ("compute", "memory", "network", "io")
+ROWS = ("row-wise", "batch-free", "additive", "random", "mixing")
 LEVELS = ("torch", "aten", "boundary", "none")
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
@@ -114,6 +111,11 @@ class Op:
     source: str | None = None
 
     @property
+    def touched(self) -> tuple[str, ...]:
+        """What it reads or changes, each name once."""
+        return tuple(dict.fromkeys(self.reads + self.mutates))
+
+    @property
     def whole(self) -> bool:
         """Whether it runs once over all parts instead of part by part."""
         return self.rows not in ("row-wise", "additive")
@@ -155,7 +157,7 @@ class Graph:
         """The ops that read or mutate a value by this name."""
         found: dict[str, list[Op]] = {value.name: [] for value in self.values}
         for op in self.ops:
-            for name in dict.fromkeys(op.reads + op.mutates):
+            for name in op.touched:
                 found[name].append(op)
         return {name: tuple(ops) for name, ops in found.items()}
 
@@ -296,7 +298,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
     if op.rows not in ROWS:
         raise GraphError(f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}")
-    for name in op.reads + op.mutates:
+    for name in op.touched:
         if name not in graph.value:
             raise GraphError(f"reads: {where}: {unknown('value', name, graph.value)}")
         if name not in defined:
@@ -307,7 +309,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         if name in defined:
             raise GraphError(f"makes: {where} makes {name!r} a second time.")
         alias = graph.value[name].alias_of
-        if alias is not None and alias not in op.reads + op.mutates + op.makes:
+        if alias is not None and alias not in op.touched + op.makes:
             raise GraphError(
                 f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
             )
@@ -325,7 +327,7 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
     def batched(names: tuple[str, ...]) -> list[str]:
         return [name for name in names if graph.value[name].batch is not None]
 
-    touched = op.reads + op.mutates
+    touched = op.touched
     if op.rows == "batch-free" and batched(touched + op.makes):
         raise GraphError(
             f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}."
@@ -340,10 +342,14 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
         raise GraphError(
             f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
         )
-    for name in op.makes:
-        alias = graph.value[name].alias_of
-        if alias is not None and op.rows == "additive":
-            raise GraphError(f"rows: {where} is additive, so {name!r} cannot be an alias.")
+    if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
+        raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
+    changed = {graph.root[name] for name in op.mutates} if op.rows == "row-wise" else set()
+    for root in changed:
+        names = [name for name in touched if graph.root[name] == root]
+        if 0 < len(batched(tuple(names))) < len(names):
+            text = f"{where} changes {root!r} row by row and touches all rows of it; use 'mixing'."
+            raise GraphError(f"rows: {text}")
 
 
 def _text(graph: Graph) -> str:

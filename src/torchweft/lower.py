@@ -97,7 +97,7 @@ class _Sender:
             return []
         graph, device = self.graph, self.plan.lane[step.lane].device
         names = step.names if step.kind != "merge" else ()
-        reads = [n for op in names for n in graph.op[op].reads + graph.op[op].mutates]
+        reads = [n for op in names for n in graph.op[op].touched]
         reads += step.names if step.kind == "merge" else ()
         found: list[Step] = []
         for name in dict.fromkeys(reads):
@@ -166,7 +166,7 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
     torn = set()
     for step in plan.steps:
         if step.kind in ("run", "issue"):
-            names = [n for op in step.names for n in graph.op[op].reads + graph.op[op].mutates]
+            names = [n for op in step.names for n in graph.op[op].touched]
         elif step.kind in ("merge", "copy"):
             names = list(step.names)
         else:

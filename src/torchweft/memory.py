@@ -31,13 +31,10 @@ def clocks(plan: Plan) -> tuple[list[Clock], list[int]]:
     at: list[int] = []
     targets = {step.target for step in plan.steps if step.kind == "wait"}
     for step in plan.steps:
-        clock = now[step.lane]
-        if step.target is not None:
-            clock = {**clock}
-            for lane, count in ended.get(step.target, {}).items():
-                clock[lane] = max(clock.get(lane, 0), count)
-        clock = {**clock, step.lane: clock.get(step.lane, 0) + 1}
-        now[step.lane] = clock
+        before = now[step.lane]
+        now[step.lane] = clock = {**before, step.lane: before.get(step.lane, 0) + 1}
+        for lane, count in ended.get(step.target or "", {}).items():
+            clock[lane] = max(clock.get(lane, 0), count)
         found.append(clock)
         at.append(clock[step.lane])
         if targets and step.label in targets:
@@ -88,6 +85,14 @@ def lives(plan: Plan) -> list[Life]:
     return found
 
 
+def _over(plan: Plan, life: Life, at: list[int]) -> Clock:
+    """How far each lane must have come for all uses to be over."""
+    needs: dict[str, int] = {}
+    for use in life.uses:
+        needs[plan.steps[use].lane] = max(needs.get(plan.steps[use].lane, 0), at[use])
+    return needs
+
+
 def add_frees(plan: Plan) -> Plan:
     """A free behind the last use of each location, on a lane that knows all uses to be over."""
     graph = plan.graph
@@ -102,10 +107,7 @@ def add_frees(plan: Plan) -> Plan:
     for life in lives(plan):
         if life.root in kept or life.root in foreign:
             continue
-        lane = plan.steps[life.uses[-1]].lane
-        needs: dict[str, int] = {}
-        for use in life.uses:
-            needs[plan.steps[use].lane] = max(needs.get(plan.steps[use].lane, 0), at[use])
+        lane, needs = plan.steps[life.uses[-1]].lane, _over(plan, life, at)
         for index in rows[lane][at[life.uses[-1]] - 1 :]:
             if all(ends[index].get(other, 0) >= count for other, count in needs.items()):
                 after.setdefault(index, []).append(Step("free", lane, (life.root,), life.parts))
@@ -149,10 +151,7 @@ def share_buffers(plan: Plan) -> Plan:
             writers = [ends[writer] for writer in torn[life.root]]
             block = shelf.take(unit[0], writers)
             places.append(Place(life.root, shelf.name, block.offset))
-            needs: dict[str, int] = {}
-            for use in life.uses:
-                needs[plan.steps[use].lane] = max(needs.get(plan.steps[use].lane, 0), at[use])
-            block.needs = needs
+            block.needs = _over(plan, life, at)
             lent.setdefault(max(life.uses), []).append((shelf, block))
         for shelf, block in lent.pop(index, ()):
             shelf.blocks.append(block)

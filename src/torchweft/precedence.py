@@ -35,7 +35,7 @@ def precedence(graph: Graph) -> Precedence:
             same = by_part and other[1]
             found[other[0].name] = found.get(other[0].name, True) and same
 
-        for name in op.reads + op.mutates:
+        for name in op.touched:
             maker = graph.maker.get(name)
             if maker is not None and graph.value[name].alias_of is not None:
                 # Read after write of the view itself.

@@ -164,21 +164,14 @@ class Scheduler:
         if self.num_parts > 1 and self._closed != "merge()":
             self._fail("merge", "the batch was split and never merged: call s.merge() at the end.")
         graph, lane = self.graph, self.machine.lanes[0].name
-        heads, tails = [], []
+        heads: list[Step] = []
+        tails: list[Step] = []
         if self.num_parts > 1:
-            ranged = {
-                n
-                for s in self.steps
-                if s.parts
-                for op in s.names
-                for n in graph.op[op].reads + graph.op[op].mutates
-            }
-            batched = {name for name in graph.value if graph.value[name].batch is not None}
-            heads = [
-                Step("split", lane, (name,)) for name in graph.inputs if name in ranged & batched
-            ]
-            outputs = dict.fromkeys(graph.outputs)
-            tails = [Step("merge", lane, (name,)) for name in outputs if name in batched]
+            ops = [graph.op[name] for step in self.steps if step.parts for name in step.names]
+            ranged = {name for op in ops for name in op.touched if graph.value[name].batch}
+            heads = [Step("split", lane, (name,)) for name in graph.inputs if name in ranged]
+            outputs = [name for name in dict.fromkeys(graph.outputs) if graph.value[name].batch]
+            tails = [Step("merge", lane, (name,)) for name in outputs]
         steps = (*heads, *self.steps, *tails)
         history = (f"write {note}", *self.notes)
         return Plan(

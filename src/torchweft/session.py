@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import fx
-from torchweft.capture.dynamo import capture
+from torchweft.capture.aten import check_level, level_of, run_aten
+from torchweft.capture.dynamo import Captured, capture
 from torchweft.context import Context
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
@@ -63,6 +64,7 @@ class Session:
         num_threads: int | None = None,
         jitter: bool = False,
         shadow: int = 0,
+        level: str | None = None,
     ) -> None:
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
@@ -74,6 +76,7 @@ class Session:
         self.costs = Costs(self.machine)
         self.num_threads, self.jitter = num_threads, jitter
         self.shadow = Shadow(shadow) if shadow else None
+        self.level = check_level(level)
         self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
@@ -85,11 +88,18 @@ class Session:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph; the result stands in for it."""
-        number = len(self.pieces)
+        number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
+        options: dict[str, Any] = {
+            "rules": self.rules, "batch": self.batch, "name": f"piece{number}",
+        }  # fmt: skip
+        if (self.level or level_of(gm, example_inputs)) == "aten":
+            return run_aten(gm, example_inputs, self._piece, **options)
+        return self._piece(gm, lambda: capture(gm, example_inputs, **options))
+
+    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Captured]) -> Callable[..., Any]:
+        """A graph that was captured, as a piece of this session."""
         try:
-            captured = capture(
-                gm, example_inputs, rules=self.rules, batch=self.batch, name=f"piece{number}"
-            )
+            captured = capture()
         except CaptureError as error:
             return self._uncaptured(gm, error)
         piece = Piece(self, captured, gm)

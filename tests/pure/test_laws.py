@@ -13,10 +13,13 @@ from torchweft.bench.oracle import is_safe
 from torchweft.bench.random_graphs import random_graph
 from torchweft.bench.random_plans import random_plan
 from torchweft.context import Context
+from torchweft.errors import GraphError
+from torchweft.graph import Batch, Graph, Op, Value
 from torchweft.lower import lower
 from torchweft.machine import cpu
 from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
+from torchweft.sizes import Size
 from torchweft.strategies import branches, overlap, sequential
 from torchweft.verify import findings, verify
 from torchweft.write import write
@@ -151,3 +154,14 @@ def test_a_race_is_told_with_the_step_marked_and_the_cure():
             assert caught.value.step is not None
             return
     raise AssertionError("no plan had a wait")
+
+
+def test_a_row_wise_op_must_not_touch_all_rows_of_what_it_changes():
+    rows, size = Batch(0), (Size.of("s0"),)
+    values = (Value("x", size, batch=rows), Value("view", size, alias_of="x"))
+    ops = (
+        Op("look", ("x",), ("view",), rows="mixing"),
+        Op("change", ("x", "view"), mutates=("x",)),
+    )
+    with pytest.raises(GraphError, match="use 'mixing'"):
+        Graph("g", values, ops, ("x",), ("x",), "s0")

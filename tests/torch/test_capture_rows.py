@@ -315,21 +315,6 @@ def test_caches_buffers_and_inputs_are_written_in_place() -> None:
         assert len(mutated) == 4, mutated
 
 
-def test_outputs_alias_as_in_eager() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = x + 1
-        return x, x.transpose(0, 1), y, y.view(-1), y[:, 0]
-
-    for cut in (None, unequal):
-        torch._dynamo.reset()
-        x = rand(6, 5, 4)
-        outputs = Tracer(cut=cut).compile(fn)(x)
-        compare(outputs, fn(x), exact=True)
-        assert outputs[0] is x
-        assert outputs[1].data_ptr() == x.data_ptr()
-        assert outputs[3].data_ptr() == outputs[2].data_ptr() == outputs[4].data_ptr()
-
-
 def test_batch_norm_in_training_mixes_and_in_eval_does_not() -> None:
     for training in (True, False):
         torch._dynamo.reset()

@@ -8,6 +8,7 @@ import pytest
 
 import torch
 from torch import nn
+from torchweft.capture import Captured, probe, run_reference
 from torchweft.capture.tracing import Tracer
 from torchweft.errors import CaptureError
 from torchweft.marks import (
@@ -188,6 +189,70 @@ def test_a_declared_region_is_row_wise_although_its_calls_are_not() -> None:
 
     (op,) = marked(captured(fn), "routed")
     assert op.rows == "row-wise"
+
+
+@torch.library.custom_op("weft_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("weft_test::centred", mutates_args=())
+def centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+@centred.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_probe_tells_custom_operators_apart_and_lists_what_it_assumed() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return centred(twice(x + 1) * 3) - 1
+
+    tracer, x = Tracer(), torch.randn(6, 4)
+    want = tracer.compile(fn)(x)
+    (before,) = tracer.captures
+    assert [op.rows for op in before.graph.ops if op.name in ("twice", "centred")] == ["mixing"] * 2
+    _, env = before.bind(inputs := given(before, x))
+    after = probe(before, inputs)
+    assert after.assumed == ("twice",)
+    assert after.graph.op["twice"].rows == "row-wise" and after.graph.op["centred"].rows == "mixing"
+    assert "centred" in after.reasons and "twice" not in after.reasons
+    (got,) = run_reference(after, inputs, (0, 2, env[after.graph.batch or ""]))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_probe_of_a_marked_region() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with mark("sorted"):
+            order = x.sum(-1).argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0])
+            y = (x[order] * 2)[back]
+        with mark("first"):
+            y = y + x[0]
+        return y + 1
+
+    tracer, x = Tracer(), torch.randn(6, 4)
+    tracer.compile(fn)(x)
+    (captured,) = tracer.captures
+    assert probe(captured, given(captured, x)).assumed == ("sorted",)
+
+
+def given(captured: Captured, x: torch.Tensor) -> list[Any]:
+    """The inputs as Dynamo passes them: sizes where it wants sizes."""
+    slots = max([*captured.slots.values(), *(slot for _, slot, _ in captured.symbols)]) + 1
+    inputs: list[Any] = [x] * slots
+    for _, slot, dim in captured.symbols:
+        if dim is None:
+            inputs[slot] = x.shape[0]
+    return inputs
 
 
 def test_batch_free_calls_in_a_mark_that_others_read_leave_it() -> None:

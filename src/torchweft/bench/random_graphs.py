@@ -132,6 +132,8 @@ class _Maker:
             # A cache, some paged state, or one of its own reads: all are changed in place.
             choices = self.known(False if op.rows == "batch-free" else None)
             mutates = (self.rng.choice(choices if self.chance(0.5) else op.reads),)
+            if op.rows == "row-wise" and not self.agree([*op.reads, *mutates], mutates[0]):
+                mutates = ()
         makes = []
         touched = op.reads + mutates
         if op.rows in ("row-wise", "mixing", "batch-free") and self.chance(0.22):
@@ -145,6 +147,15 @@ class _Maker:
                 batched = self.alias_has_batch(op, makes[0])
                 makes.append(self.value(f"b{number}", batched, alias_of=makes[0]))
         return replace(op, mutates=mutates, makes=tuple(makes))
+
+    def agree(self, names: Sequence[str], changed: str) -> bool:
+        """Whether all names for the changed bytes have a batch, or none has."""
+        same = [name for name in names if self.root(name) == self.root(changed)]
+        return len({self.values[name].batch is None for name in same}) == 1
+
+    def root(self, name: str) -> str:
+        alias = self.values[name].alias_of
+        return name if alias is None else self.root(alias)
 
     def made_has_batch(self, op: Op) -> bool:
         if op.rows in ("row-wise", "random"):

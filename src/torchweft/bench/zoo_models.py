@@ -242,22 +242,27 @@ def check(model: Model, *, split: Callable[[int], tuple[int, ...]] = unequal) ->
     torch.manual_seed(0)
     try:
         module, inputs = model.build().eval(), model.inputs()
-        with torch.no_grad():
-            want = module(**inputs)
-            tracer = Tracer(batch=model.batch)
-            compiled = tracer.compile(module)
-            whole = compiled(**inputs)
-            found.captured = bool(tracer.captures)
-            found.whole_equal = _distance(whole, want) == 0.0
-            tracer.cut = split
-            parts = compiled(**inputs)
-            found.split_equal = _distance(parts, want) < 1e-4
+        tracer = Tracer(batch=model.batch)
+        want = _run(module, inputs)
+        compiled = tracer.compile(module)
+        whole = _run(compiled, inputs)
+        found.captured = bool(tracer.captures)
+        found.whole_equal = _distance(whole, want) == 0.0
+        tracer.cut = split
+        parts = _run(compiled, inputs)
+        found.split_equal = _distance(parts, want) < 1e-4
         _describe(found, tracer)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         found.error = f"{type(error).__name__}: {lines[0][:300]}"
     found.seconds = time.perf_counter() - start
     return found
+
+
+def _run(model: Callable[..., Any], inputs: Inputs) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return model(**inputs)
 
 
 def _describe(found: Check, tracer: Tracer) -> None:
@@ -311,8 +316,8 @@ def main(names: list[str]) -> None:
         found = check(model)
         sys.stdout.write(
             f"{found.name:<12} captured {found.captured!s:<5} whole {found.whole_equal!s:<5} "
-            f"split {found.split_equal!s:<5} share {found.row_share:.2f}  graphs {found.num_graphs} "
-            f"ops {found.num_ops:<3} {found.seconds:.1f} s {found.error}\n"
+            f"split {found.split_equal!s:<5} share {found.row_share:.2f} "
+            f"graphs {found.num_graphs} ops {found.num_ops:<3} {found.seconds:.1f} s {found.error}\n"
         )
         for reason in found.reasons:
             sys.stdout.write(f"      {reason}\n")

@@ -198,6 +198,10 @@ class Assembly:
         batched = [value for value in [*touched, *made.values()] if value.batch is not None]
         if region.kind == "batch-free" and batched:
             return "mixing", "it touches the batch although it needs no row of it"
+        if region.kind == "additive" and (
+            mutates or any(v.batch is not None or v.alias_of is not None for v in made.values())
+        ):
+            return "mixing", "its sums over rows cannot stand alone"
         if region.kind != "row-wise":
             return region.kind, ""
         if not batched:
@@ -221,10 +225,9 @@ class Assembly:
         unit = region.reason
         others = sum(other.kind == region.kind for other in region.units) - 1
         more = f" (and {others} more)" if others else ""
-        where = source_of(unit.first)
-        return f"{target_name(unit.first)}: {unit.reason}{more}" + (
-            f", at {where}" if where else ""
-        )
+        where = source_of(unit.told)
+        told = f"{target_name(unit.told)}: {unit.reason}{more}"
+        return f"{told}, at {where}" if where else told
 
     def _flops(self, region: Region) -> Size:
         total: Any = sum(self.rows.calls[node].flops for node in region.calls)
@@ -241,9 +244,8 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "free"
         else:
-            base = re.sub(
-                r"\W", "_", target_name(region.reason.first).removesuffix(".default").split(".")[-1]
-            )
+            target = target_name(region.collective or region.reason.told)
+            base = re.sub(r"\W", "_", target.removesuffix(".default").split(".")[-1])
         name, number = base, 1
         while name in self.bodies:
             name, number = f"{base}.{number}", number + 1

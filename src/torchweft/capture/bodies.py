@@ -85,6 +85,14 @@ COPIES_OR_NOT = ("reshape", "reshape_as", "flatten", "ravel", "contiguous")
 Modes = tuple[tuple[fx.Node, ...], bool | None]
 
 
+def laid_out(tensor: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor:
+    """The tensor itself if it has these strides, else a copy that has."""
+    if list(tensor.stride()) == stride:
+        return tensor
+    empty = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor)
+
+
 def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
     """For each node the autocast switches it stands under, and the grad mode if it was set."""
     stack: list[fx.Node] = []
@@ -147,6 +155,8 @@ class Writer:
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
         self._switch(self.modes[node])
+        if target_name(node).split(".")[-1] == "as_strided":
+            args = (self._laid_out(node.args[0], args[0]), *args[1:])
         if isinstance(node.target, HigherOrderOperator) and str(node.target) in INLINED:
             module = next(
                 arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"
@@ -165,13 +175,21 @@ class Writer:
         self.local[node] = new
         return new
 
+    def _laid_out(self, old: Any, new: Any) -> fx.Node:
+        """The argument of `as_strided`, whose meaning hangs on strides, laid out as in eager."""
+        tensor = self.rows.value(old)
+        shape, stride = ([self._size(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+        return self.graph.call_function(laid_out, (new, shape, stride))
+
     def _may_turn_into_view(self, node: fx.Node) -> bool:
         """Whether a call that copies the whole could be a mere view of a part with one row, and
         the copy is written: the write must not reach what the view would show."""
         if target_name(node).split(".")[-1] not in COPIES_OR_NOT:
             return False
         made = storages(self.rows.value(node))
-        given = {number for used in node.all_input_nodes for number in storages(self.rows.value(used))}
+        given = {
+            number for used in node.all_input_nodes for number in storages(self.rows.value(used))
+        }
         return bool(made & self.written) and not made & given
 
     def _switch(self, wanted: Modes) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,15 +23,16 @@ from torch.utils._pytree import tree_map
 import torch
 from torch import fx
 from torchweft.capture.assembly import RNG, Assembly, value_name
-from torchweft.capture.axes import SYMBOLIC, Symbols, size_of
+from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import Rows, find_rows
+from torchweft.capture.sums import sink
 from torchweft.capture.units import find_units, source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
-from torchweft.marks import MarkRule, marks_of
-from torchweft.sizes import Size
+from torchweft.marks import Mark, MarkRule, marks_of
+from torchweft.sizes import ONE, Size
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
@@ -45,10 +47,11 @@ class Captured:
     num_calls: Mapping[str, int]
     slots: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    symbols: tuple[tuple[str, int, int | None], ...]
+    symbols: tuple[tuple[str, int, int | None, int], ...]
     outputs: tuple[Any, ...]
     same: tuple[str, ...] = ()
     matched: frozenset[MarkRule] = field(default=frozenset())
+    assumed: tuple[str, ...] = ()
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -57,13 +60,29 @@ class Captured:
         if RNG in self.graph.value:
             values[RNG] = None
         env: dict[str, int] = {}
-        for symbol, slot, dim in self.symbols:
-            env[symbol] = int(inputs[slot] if dim is None else inputs[slot].shape[dim])
+        for symbol, slot, dim, factor in self.symbols:
+            size = int(inputs[slot] if dim is None else inputs[slot].shape[dim])
+            env[symbol] = size // factor
         return values, env
 
     def rebuild(self, values: Mapping[str, Any], env: Mapping[str, int]) -> tuple[Any, ...]:
-        """The outputs as Dynamo wants them: tensors, numbers, None."""
+        """The outputs as Dynamo wants them: tensors, numbers, None.
+
+        Behind a graph break the outputs are inputs of the next graph: its batch shall have a
+        symbol too, so they say where it is.
+        """
+        for name, dim in self._handed_on:
+            tensor = values[name]
+            if isinstance(tensor, torch.Tensor) and tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
         return tuple(tree_map(lambda slot: slot.take(values, env), self.outputs, is_leaf=_is_slot))
+
+    @cached_property
+    def _handed_on(self) -> tuple[tuple[str, int], ...]:
+        """Outputs in which a dim is the batch and nothing else, with that dim."""
+        places = [(name, self.graph.value[name].batch) for name in self.graph.outputs]
+        plain = [(name, at) for name, at in places if at and at.outer == at.inner == ONE]
+        return tuple((name, at.dim) for name, at in plain)
 
     def splits(self, env: Mapping[str, int]) -> bool:
         """Whether the symbols that were taken for one batch are equal in this call."""
@@ -113,16 +132,32 @@ def capture(
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
     _refuse_subclasses(gm)
+    tried = candidates(gm, example_inputs, batch)
+    return analyse(gm, tried, rules=rules, name=name)[0]
+
+
+def analyse(
+    gm: fx.GraphModule,
+    tried: Sequence[Symbols],
+    *,
+    rules: Sequence[MarkRule] = (),
+    name: str = "graph",
+    level: str = "torch",
+    given: Mapping[str, Axis | None] | None = None,
+) -> tuple[Captured, Rows]:
+    """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
     marks, matched = marks_of(gm.graph, rules)
+    if given is not None:  # in training a mark has insides that are saved: no one vouches for them
+        marks = {n: (Mark(m.name, m.uses), key) for n, (m, key) in marks.items()}
     best: tuple[float, Rows, Assembly] | None = None
-    for symbols in _candidates(gm, example_inputs, batch):
+    for symbols in tried:
         declared = {
             n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"
         }
-        rows = find_rows(gm, symbols, declared)
+        rows = find_rows(gm, symbols, declared, level=level, given=given)
         units = find_units(gm.graph, rows, marks)
         settle(units, rows, gm.graph)
-        assembly = Assembly(gm, rows, cut(units, rows), units)
+        assembly = Assembly(gm, rows, cut(sink(units, rows), rows), units)
         assembly.build()
         share = _share(assembly)
         if best is None or share > best[0]:
@@ -130,7 +165,7 @@ def capture(
         if share >= GOOD_SHARE:
             break
     assert best is not None, "there is always a candidate"
-    return _captured(gm, best[1], best[2], frozenset(matched), name)
+    return _captured(gm, best[1], best[2], frozenset(matched), name), best[1]
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:
@@ -151,10 +186,10 @@ def _share(assembly: Assembly) -> float:
     counts = Counter({op.rows: 0 for op in assembly.ops})
     for op in assembly.ops:
         counts[op.rows] += assembly.num_calls[op.name]
-    return counts["row-wise"] / max(1, sum(counts.values()))
+    return (counts["row-wise"] + counts["additive"]) / max(1, sum(counts.values()))
 
 
-def _candidates(
+def candidates(
     gm: fx.GraphModule, example_inputs: Sequence[Any], batch: int | str | Sequence[str] | None
 ) -> list[Symbols]:
     """The symbols that may be the batch: those asked for, else the commonest sizes of its dim."""
@@ -227,7 +262,7 @@ def _captured(
         inputs=inputs,
         outputs=named,
         batch=str(batch) if batch is not None else None,
-        level="torch",
+        level=rows.level,
     )
     return Captured(
         graph=graph,
@@ -251,17 +286,25 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return found
 
 
-def _symbol_slots(placeholders: Sequence[fx.Node]) -> tuple[tuple[str, int, int | None], ...]:
-    """Where each symbol is found in the inputs: (symbol, input, dim or None for a number)."""
-    found: dict[str, tuple[str, int, int | None]] = {}
+def _symbol_slots(placeholders: Sequence[fx.Node]) -> tuple[tuple[str, int, int | None, int], ...]:
+    """Where each symbol is found in the inputs: (symbol, input, dim or None for a number, factor).
+
+    The factor is 1 wherever an input has the symbol itself; `5*s0` alone tells `s0` too.
+    """
+    found: dict[str, tuple[str, int, int | None, int]] = {}
     for slot, node in enumerate(placeholders):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
-            found.setdefault(str(value.node.expr), (str(value.node.expr), slot, None))
-        if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                    found.setdefault(str(size.node.expr), (str(size.node.expr), slot, dim))
+        sizes = list(enumerate(value.shape)) if isinstance(value, torch.Tensor) else [(None, value)]
+        for dim, size in sizes:
+            if not isinstance(size, torch.SymInt) or len(size.node.expr.free_symbols) != 1:
+                continue
+            symbol = next(iter(size.node.expr.free_symbols))
+            factor = exact(size.node.expr, symbol)
+            if factor is None or not factor.is_Integer:
+                continue
+            entry = (str(symbol), slot, dim, int(factor))
+            if found.setdefault(entry[0], entry)[3] > entry[3]:
+                found[entry[0]] = entry
     return tuple(found.values())
 
 

@@ -106,6 +106,15 @@ def merge(parts: Sequence[torch.Tensor], batch: Batch, env: dict[str, int]) -> t
     return torch.cat(apart, batch.dim + 1).flatten(batch.dim, batch.dim + 2)
 
 
+def permute_rows(
+    tensor: torch.Tensor, batch: Batch, order: torch.Tensor, env: dict[str, int]
+) -> torch.Tensor:
+    """The rows of a tensor in another order."""
+    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
+    apart = _apart(tensor, batch.dim, outer, inner).index_select(batch.dim + 1, order)
+    return apart.flatten(batch.dim, batch.dim + 2)
+
+
 def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
     """Dim `dim` as three: outer, rows, inner."""
     shape = list(tensor.shape)

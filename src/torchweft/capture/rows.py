@@ -4,7 +4,7 @@ The graph is run once on fake tensors. Every call falls apart into ATen operator
 dispatch mode; the row rules say where the rows of each result are. A call takes the worst kind
 of its operators:
 
-    batch-free < row-wise < random < mixing
+    batch-free < row-wise < additive (at the aten level) < random < mixing
 
     FX call  x.flatten(1).softmax(0)          ATen: view (rows on dim 0), _softmax along dim 0
              row-wise, then mixing: "_softmax works along the batch"
@@ -30,9 +30,10 @@ from torch import fx
 from torchweft.capture.aten_call import AtenCall, bind
 from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.flops import flops_of
+from torchweft.capture.rows_backward import is_sum
 from torchweft.capture.rows_table import rule_for
 
-ORDER = ("batch-free", "row-wise", "random", "mixing")
+ORDER = ("batch-free", "row-wise", "additive", "random", "mixing")
 QUIET = frozenset(
     {"prim::device", "prim::layout", "aten::size", "aten::stride", "aten::numel", "aten::dim"}
     | {"aten::storage_offset", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
@@ -69,6 +70,7 @@ class Rows:
     symbols: Symbols
     calls: dict[fx.Node, Call]
     axes: Any
+    level: str = "torch"
 
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
@@ -81,10 +83,18 @@ class Rows:
 
 
 def find_rows(
-    gm: fx.GraphModule, symbols: Symbols, declared: Mapping[fx.Node, str] | None = None
+    gm: fx.GraphModule,
+    symbols: Symbols,
+    declared: Mapping[fx.Node, str] | None = None,
+    *,
+    level: str = "torch",
+    given: Mapping[str, Axis | None] | None = None,
 ) -> Rows:
-    """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for."""
-    rows = Rows(symbols, {}, WeakIdKeyDictionary())
+    """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for.
+
+    level: at "aten" sums over rows are additive. given: where the rows of inputs are, by name.
+    """
+    rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
     fake_mode = _fake_mode(gm)
     watcher = _Watcher(rows)
     with contextlib.ExitStack() as stack:
@@ -96,7 +106,7 @@ def find_rows(
             stack.enter_context(fake_mode)
         stack.enter_context(watcher)
         stack.enter_context(_closed_autocast())
-        _Walker(gm, rows, watcher, fake_mode, dict(declared or {})).walk()
+        _Walker(gm, rows, watcher, fake_mode, dict(declared or {}), dict(given or {})).walk()
     return rows
 
 
@@ -158,10 +168,15 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         old = {id(tensor) for tensor in aten.tensors}
         call.only_views = call.only_views and not aten.written and _is_view(aten)
         axes: list[Axis | None]
+        if call.kind == "additive":
+            call.worsen("mixing", "it goes on with a sum over rows")
         try:
             kind, axes = _judge(aten, result)
         except Mixes as mixes:
-            call.worsen("mixing", str(mixes))
+            if self.rows.level == "aten" and is_sum(aten):
+                call.worsen("additive", "a sum over rows")
+            else:
+                call.worsen("mixing", str(mixes))
             axes = [_guess(aten, tensor) for tensor in aten.results]
         else:
             call.worsen(kind, "it draws random numbers" if kind == "random" else "")
@@ -247,13 +262,17 @@ class _Walker:
     watcher: _Watcher
     fake_mode: Any
     declared: dict[fx.Node, str]
+    given: dict[str, Axis | None]
 
     def walk(self) -> None:
         for node in self.gm.graph.nodes:
             call = self.rows.calls[node] = Call(node)
             if node.op == "placeholder":
                 call.value = node.meta.get("example_value")
-                self._tag_input(call.value)
+                if node.name not in self.given:
+                    self._tag_input(call.value)
+                elif (axis := self.given[node.name]) and self.rows.symbols.fits(axis, call.value):
+                    self.rows.axes[call.value] = axis
             elif node.op == "get_attr":
                 call.value = self._attribute(node)
             elif node.op == "output":

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torchweft.capture import rows_index, rows_math, rows_network, rows_shape
+from torchweft.capture import rows_backward, rows_index, rows_math, rows_network, rows_shape
 from torchweft.capture.aten_call import RowRule
 
 POINTWISE = """
@@ -42,7 +42,8 @@ WINDOWS = {
           replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa""",
     3: """avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d max_pool3d max_pool3d_with_indices
           upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d
-          replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle""",
+          replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle
+          native_channel_shuffle""",
 }
 LAST_DIMS = {
     1: "cosine_similarity",
@@ -143,6 +144,7 @@ def _table() -> dict[str, RowRule]:
         table.update(dict.fromkeys(names.split(), RowRule(rows_index.windows(num_dims))))
     for num_dims, names in LAST_DIMS.items():
         table.update(dict.fromkeys(names.split(), RowRule(rows_math.last_dims(num_dims))))
+    table.update(rows_backward.TABLE)
     return table
 
 

@@ -23,7 +23,6 @@ from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.reference import run_reference
 from torchweft.marks import MarkRule, require_matched
 
-
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000

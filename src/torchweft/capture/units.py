@@ -35,6 +35,7 @@ class Unit:
     nodes: list[fx.Node]
     kind: str
     reason: str = ""
+    cause: fx.Node | None = None
     mark: Mark | None = None
     key: object = None
     reads: set[int] = field(default_factory=set)
@@ -42,6 +43,11 @@ class Unit:
     collective: fx.Node | None = None
     cheap: bool = False
     draws: bool = False
+
+    @property
+    def told(self) -> fx.Node:
+        """The call that a message about the unit names."""
+        return self.cause or self.nodes[0]
 
     @property
     def first(self) -> fx.Node:
@@ -172,7 +178,10 @@ def is_collective(node: fx.Node) -> bool:
 def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> Unit:
     calls = [rows.calls[node] for node in nodes]
     worst = max(calls, key=lambda call: ORDER.index(call.kind))
-    unit = Unit(list(nodes), worst.kind, worst.reason, draws=any(call.draws for call in calls))
+    draws = any(call.draws for call in calls)
+    unit = Unit(
+        list(nodes), worst.kind, worst.reason, worst.node if worst.reason else None, draws=draws
+    )
     unit.mark, unit.key = marks.get(nodes[0], (None, None))
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}

@@ -99,8 +99,7 @@ class _Prices:
         if step.kind in ("split", "merge", "free", "wait"):
             return _NOTHING
         if step.kind in ("issue", "complete") and not flight:
-            host = self.costs.issue_s if step.kind == "issue" else self.costs.complete_s
-            return _Price(host(device), uses="network")
+            return _Price(self.costs.host_s(device), uses="network")
         key = step.kind, step.names, self.rows(step.parts), step.on, step.by, device
         if key not in self.known:
             work = self._copy if step.kind == "copy" else self._run

@@ -64,7 +64,7 @@ def reference(graph: Graph, num_parts: int) -> Reference:
 def _roots(graph: Graph, op: Op) -> dict[str, list[str]]:
     """The roots an op touches, each with the names by which it does."""
     found: dict[str, list[str]] = {}
-    for name in op.reads + op.mutates:
+    for name in op.touched:
         found.setdefault(graph.root[name], []).append(name)
     for name in op.makes:
         if graph.value[name].alias_of is None:

@@ -1,0 +1,147 @@
+"""The aten level: Dynamo's graph goes through AOTAutograd, each graph that comes out is captured.
+
+    gm --AOTAutograd--> inference                                   no gradients wanted
+                    \\-> forward --saved values--> backward          gradients wanted
+
+Wanted where the torch level would be blind (tensor subclasses such as DTensor hide their
+collectives) or would have no backward graph to cut. Forward and backward agree on the symbol of the
+batch, and the backward graph takes the rows of saved values from the forward graph: the shape
+`[5*s0, H]` alone does not tell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import torch
+from torch import fx
+from torchweft.capture.aten_passes import prepare
+from torchweft.capture.axes import Axis, Symbols
+from torchweft.capture.dynamo import Captured, analyse, candidates
+from torchweft.capture.rows import Rows
+from torchweft.errors import StrategyError, unknown
+from torchweft.marks import MarkRule
+
+LEVELS = ("torch", "aten")
+Make = Callable[[fx.GraphModule, Callable[[], Captured]], Callable[..., Any]]
+"""(graph, how to capture it) -> what runs in its place."""
+
+
+def check_level(level: str | None) -> str | None:
+    """`level` itself if there is such a level, or None. Raises `StrategyError` if not."""
+    if level is not None and level not in LEVELS:
+        raise StrategyError(f"level: {unknown('level', level, LEVELS)}", rule="option")
+    return level
+
+
+def level_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """The level that a graph of Dynamo needs: "aten" for subclasses and gradients, else "torch"."""
+    tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    if any(is_traceable_wrapper_subclass(value) for value in [*tensors, *values]):
+        return "aten"
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return "aten" if wanted else "torch"
+
+
+def run_aten(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    make: Make,
+    *,
+    rules: Sequence[MarkRule] = (),
+    batch: int | str | Sequence[str] | None = None,
+    name: str = "graph",
+) -> Callable[..., Any]:
+    """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
+    pair = _Pair(make, rules, candidates(gm, example_inputs, batch), name)
+    backend = aot_autograd(
+        fw_compiler=pair.forward,
+        bw_compiler=pair.backward,
+        inference_compiler=pair.inference,
+        partition_fn=pair.partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, example_inputs)
+
+
+class _Pair:
+    """The graphs that come of one graph of Dynamo, captured as they come."""
+
+    def __init__(
+        self, make: Make, rules: Sequence[MarkRule], tried: Sequence[Symbols], name: str
+    ) -> None:
+        self.make, self.rules, self.tried, self.name = make, rules, tried, name
+        self.num_outputs = 0
+        self.saved: dict[str, Axis | None] = {}
+        self.shown: list[tuple[Any, Axis | None]] = []
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        """How AOTAutograd cuts forward from backward; here we learn how many outputs are asked."""
+        self.num_outputs = options["num_fwd_outputs"]
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+    def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of a call without gradients."""
+        prepare(gm)
+        return self._make(gm, "inference", lambda: self._analyse(gm, "inference", None)[0])
+
+    def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of a call that keeps what the backward graph needs."""
+        names = prepare(gm)
+
+        def capture() -> Captured:
+            captured, rows = self._analyse(gm, "forward", {})
+            self._remember(gm, names, rows)
+            return captured
+
+        return self._make(gm, "forward", capture)
+
+    def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of gradients: saved values and tangents in, gradients out."""
+        prepare(gm)
+        given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
+        return self._make(gm, "backward", lambda: self._analyse(gm, "backward", given)[0])
+
+    def _make(
+        self, gm: fx.GraphModule, kind: str, capture: Callable[[], Captured]
+    ) -> Callable[..., Any]:
+        return make_boxed_func(self.make(gm, capture))
+
+    def _analyse(
+        self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None
+    ) -> tuple[Captured, Rows]:
+        name = f"{self.name}.{kind}"
+        return analyse(gm, self.tried, rules=self.rules, name=name, level="aten", given=given)
+
+    def _remember(self, gm: fx.GraphModule, names: Sequence[str], rows: Rows) -> None:
+        """Note the symbol of the batch, and where the rows of each output are."""
+        self.tried = [rows.symbols]
+        output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+        for number, (item, name) in enumerate(zip(output.args[0], names, strict=True)):  # type: ignore[arg-type]
+            value = rows.value(item) if isinstance(item, fx.Node) else None
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.saved[name] = rows.axis(value)
+            if number < self.num_outputs:
+                self.shown.append((rows.symbols.shape(value), rows.axis(value)))
+
+    def _rows_of(self, node: fx.Node) -> Axis | None:
+        """Where the rows of an input of the backward graph are; None if that is not certain."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        if node.name in self.saved:
+            return self.saved[node.name]
+        symbols = self.tried[0]
+        plain = symbols.uniform(value)
+        if plain is not None and plain.inner == 1:
+            return plain
+        shape = symbols.shape(value)
+        found = {axis for shown, axis in self.shown if shown == shape}
+        return found.pop() if len(found) == 1 else None

@@ -1,0 +1,112 @@
+"""The `probe`: ops that no rule vouches for, tried on real rows.
+
+    whole:     y = op(x)
+    in parts:  op(x[:1]), op(x[1:4]), op(x[4:])   must join to y
+    permuted:  op(x[order])                       must be y[order]
+
+An op that passes is row-wise as far as anybody saw: it is listed in `Captured.assumed`. Only
+marked ops and custom operators are tried, on the values of one real call; never an op that
+writes, draws random numbers or talks to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from torchweft.capture.dynamo import Captured
+from torchweft.capture.reference import merge, permute_rows, take_rows
+from torchweft.graph import Op
+
+MIN_ROWS = 4
+TOLERANCE = 1e-4
+
+
+def probe(captured: Captured, inputs: Sequence[Any], names: Iterable[str] | None = None) -> Captured:
+    """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed.
+
+    names: the ops to try; by default every marked op and every custom operator.
+    """
+    values, env = captured.bind([_kept(item) for item in inputs])
+    batch = captured.graph.batch
+    wanted = set(names) if names is not None else None
+    candidates = {op.name for op in captured.graph.ops if _is_candidate(captured, op, wanted)}
+    if batch is None or env[batch] < MIN_ROWS or not captured.splits(env) or not candidates:
+        return captured
+    passed: list[str] = []
+    with torch.no_grad():
+        for op in captured.graph.ops:
+            reads = [values[name] for name in op.reads]
+            made = captured.bodies[op.name](*reads, env=env)
+            values.update(zip(op.makes, made, strict=True))
+            if op.name in candidates and _passes(captured, op, reads, made, env):
+                passed.append(op.name)
+    if not passed:
+        return captured
+    ops = [replace(op, rows="row-wise") if op.name in passed else op for op in captured.graph.ops]
+    reasons = {name: why for name, why in captured.reasons.items() if name not in passed}
+    graph = replace(captured.graph, ops=tuple(ops))
+    return replace(captured, graph=graph, reasons=reasons, assumed=tuple(passed))
+
+
+def _is_candidate(captured: Captured, op: Op, wanted: set[str] | None) -> bool:
+    if op.rows != "mixing" or op.mutates or op.collective is not None or not op.makes:
+        return False
+    made = [captured.graph.value[name] for name in op.makes]
+    if any(value.batch is None or value.alias_of is not None for value in made):
+        return False
+    if wanted is not None:
+        return op.name in wanted
+    why = captured.reasons.get(op.name, "")
+    return op.mark is not None or ("no rule says how" in why and "no rule says how aten." not in why)
+
+
+def _passes(
+    captured: Captured, op: Op, reads: list[Any], made: Sequence[Any], env: dict[str, int]
+) -> bool:
+    """Whether parts join to the whole, and permuted rows give permuted results."""
+    batch = captured.graph.batch
+    assert batch is not None, "a graph without a batch has no rows to try"
+    rows, body = env[batch], captured.bodies[op.name]
+    places = [captured.graph.value[name].batch for name in op.reads]
+    results = [captured.graph.value[name].batch for name in op.makes]
+    found: list[tuple[Any, ...]] = []
+    order = torch.roll(torch.arange(rows), 1).flip(0)
+    try:
+        for start, stop in pairwise((0, 1, rows // 2 + 1, rows)):
+            part = [
+                read if place is None else take_rows(read, place, start, stop, env)
+                for read, place in zip(reads, places, strict=True)
+            ]
+            sizes = {**env, **dict.fromkeys((batch, *captured.same), stop - start)}
+            found.append(body(*part, env=sizes))
+        mixed = [
+            read if place is None else permute_rows(read, place, order, env)
+            for read, place in zip(reads, places, strict=True)
+        ]
+        permuted = body(*mixed, env=env)
+        for number, (whole, place) in enumerate(zip(made, results, strict=True)):
+            assert place is not None, "only values with a batch are tried"
+            joined = merge([parts[number] for parts in found], place, env)
+            if not _close(joined, whole):
+                return False
+            if not _close(permuted[number], permute_rows(whole, place, order, env)):
+                return False
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    return True
+
+
+def _close(got: Any, want: Any) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    return bool(torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
+
+
+def _kept(item: Any) -> Any:
+    """A copy, so that ops which write leave the caller's tensors alone."""
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item
