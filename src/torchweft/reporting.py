@@ -8,6 +8,7 @@ from torchweft.gate import Check
 from torchweft.piece import Entry, Piece
 from torchweft.plan import Plan
 from torchweft.session import Session
+from torchweft.trace import Span
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class PieceReport:
     num_calls: int
     strategy_runs: int
     split_share: float | None
+    measured_s: float
     num_copies: int
+    level: str = "torch"
+    additive_ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Report:
     @property
     def split_share(self) -> float | None:
         """The share of measured op time that ran in parts; None before the second call."""
-        known = [piece.split_share for piece in self.pieces if piece.split_share is not None]
-        return max(known) if known else None
+        total_s = sum(piece.measured_s for piece in self.pieces)
+        shared = [(piece.split_share or 0.0) * piece.measured_s for piece in self.pieces]
+        return sum(shared) / total_s if total_s else None
 
     @property
     def num_breaks(self) -> int:
@@ -77,7 +82,7 @@ class Report:
 def _piece_lines(piece: PieceReport) -> list[str]:
     share = "not measured yet" if piece.split_share is None else f"{piece.split_share:.0%}"
     lines = [
-        f"  {piece.name}: {piece.num_ops} ops, {piece.num_split_ops} of them may be split; "
+        f"  {piece.name} ({piece.level} level): {piece.num_ops} ops, {piece.num_split_ops} of them may be split; "
         f"{piece.num_calls} calls, {piece.strategy_runs} strategy runs",
         f"    share of op time in parts: {share}; copies: {piece.num_copies}",
     ]
@@ -85,6 +90,8 @@ def _piece_lines(piece: PieceReport) -> list[str]:
         note = plan.history[0].removeprefix("write ") if plan.history else ""
         size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
         lines.append(f"    batch {bucket}: {note}, {size}")
+    if piece.additive_ops:
+        lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
     for name, rows, reason in piece.whole_ops[:8]:
         lines.append(f"    {name} runs whole ({rows}): {reason}")
     if len(piece.whole_ops) > 8:
@@ -109,6 +116,9 @@ def _piece(piece: Piece) -> PieceReport:
     graph, reasons = piece.graph, piece.captured.reasons
     entries = piece.all_entries()
     whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
+    spans = _spans(entries)
+    total_s = sum(span.busy_s for span in spans)
+    in_parts_s = sum(span.busy_s for span in spans if span.parts)
     return PieceReport(
         name=graph.name,
         frame=piece.frame,
@@ -119,20 +129,18 @@ def _piece(piece: Piece) -> PieceReport:
         buckets=tuple(str(entry.bucket) for entry in entries),
         num_calls=sum(entry.num_calls for entry in entries),
         strategy_runs=piece.strategy_runs,
-        split_share=_split_share(entries),
+        split_share=in_parts_s / total_s if total_s else None,
+        measured_s=total_s,
         num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
+        level=graph.level,
+        additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
     )
 
 
-def _split_share(entries: list[Entry]) -> float | None:
-    shares = [share for entry in entries if (share := split_share(entry)) is not None]
-    return max(shares) if shares else None
-
-
-def split_share(entry: Entry) -> float | None:
-    """The share of an entry's op time that ran in parts; None if it was not traced yet."""
-    if entry.trace is None:
-        return None
-    spans = [span for span in entry.trace.spans if span.kind == "run"]
-    total_s = sum(span.busy_s for span in spans)
-    return sum(span.busy_s for span in spans if span.parts) / total_s if total_s else 0.0
+def _spans(entries: list[Entry]) -> list[Span]:
+    """The measured runs of the entry that was called most often."""
+    traced = [entry for entry in entries if entry.trace is not None]
+    if not traced:
+        return []
+    trace = max(traced, key=lambda entry: entry.num_calls).trace
+    return [span for span in trace.spans if span.kind == "run"] if trace is not None else []

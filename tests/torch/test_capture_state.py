@@ -135,6 +135,7 @@ def in_place_chain(x: torch.Tensor) -> Any:
         (write_after_cumsum, plain),
         (in_place_chain, plain),
         (lambda x: (x, x.t(), x[:, 0], (x + 1).t()), plain),
+        (lambda x: torch.as_strided((x * 2).t() + 1, (3, 2), (5, 2)) * 2, plain),
         (lambda x: (lambda y: (y[:, :2], y[:, 2:]))(x * 2), plain),
         (lambda x: x.chunk(2, 1), plain),
         (lambda x: (x.detach(), x.contiguous(), x.to(torch.float32)), plain),
@@ -226,6 +227,36 @@ def test_grad_mode_is_kept_and_gradients_flow() -> None:
     want = torch.autograd.grad(fn(x)[0].sum(), layer.weight)
     got = torch.autograd.grad(tracer.compile(fn)(x)[0].sum(), layer.weight)
     torch.testing.assert_close(got, want)
+
+
+def test_behind_a_graph_break_the_batch_is_still_known() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y.softmax(-1) + 1
+
+    with torch.no_grad():
+        tracer = check(fn, plain)
+    assert len(tracer.captures) == 2
+    assert all(captured.graph.batch is not None for captured in tracer.captures)
+    assert all(captured.row_share == 1.0 for captured in tracer.captures)
+
+
+def test_sizes_taken_for_one_batch_are_compared_at_each_call() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return a.relu() + 1, b.sigmoid() * 2, a @ b.T
+
+    tracer = Tracer(cut=unequal)
+    compiled = tracer.compile(fn)
+    with torch.no_grad():
+        for rows in (6, 6), (6, 5), (7, 7):
+            args = [torch.randn(number, 4) for number in rows]
+            torch.testing.assert_close(compiled(*args), fn(*args))
+    (captured,) = tracer.captures
+    assert len(captured.same) == 1
+    batch = captured.graph.batch or ""
+    assert captured.splits({batch: 6, captured.same[0]: 6})
+    assert not captured.splits({batch: 6, captured.same[0]: 5})
 
 
 def test_reasons_name_the_call_and_the_source_line() -> None:

@@ -247,9 +247,9 @@ def test_a_probe_of_a_marked_region() -> None:
 
 def given(captured: Captured, x: torch.Tensor) -> list[Any]:
     """The inputs as Dynamo passes them: sizes where it wants sizes."""
-    slots = max([*captured.slots.values(), *(slot for _, slot, _ in captured.symbols)]) + 1
+    slots = max([*captured.slots.values(), *(found[1] for found in captured.symbols)]) + 1
     inputs: list[Any] = [x] * slots
-    for _, slot, dim in captured.symbols:
+    for _, slot, dim, *_ in captured.symbols:
         if dim is None:
             inputs[slot] = x.shape[0]
     return inputs

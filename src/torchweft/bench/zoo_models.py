@@ -281,8 +281,8 @@ def _describe(found: Check, tracer: Tracer) -> None:
 
 def _distance(got: Any, want: Any) -> float:
     """The largest difference, relative to the largest entry; infinite where shapes differ."""
-    left = [leaf for leaf in tree_leaves(_plain(got)) if isinstance(leaf, torch.Tensor)]
-    right = [leaf for leaf in tree_leaves(_plain(want)) if isinstance(leaf, torch.Tensor)]
+    left = [leaf for leaf in tree_leaves(outputs_of(got)) if isinstance(leaf, torch.Tensor)]
+    right = [leaf for leaf in tree_leaves(outputs_of(want)) if isinstance(leaf, torch.Tensor)]
     if [leaf.shape for leaf in left] != [leaf.shape for leaf in right] or not left:
         return float("inf")
     worst = 0.0
@@ -293,14 +293,14 @@ def _distance(got: Any, want: Any) -> float:
     return worst
 
 
-def _plain(value: Any) -> Any:
+def outputs_of(value: Any) -> Any:
     """Outputs as nested lists: mappings and caches become what they hold."""
     if isinstance(value, torch.Tensor) or value is None:
         return value
     if isinstance(value, Mapping):
-        return [_plain(item) for item in value.values()]
+        return [outputs_of(item) for item in value.values()]
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [outputs_of(item) for item in value]
     if hasattr(value, "layers"):
         return [
             [getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in value.layers
@@ -317,7 +317,8 @@ def main(names: list[str]) -> None:
         sys.stdout.write(
             f"{found.name:<12} captured {found.captured!s:<5} whole {found.whole_equal!s:<5} "
             f"split {found.split_equal!s:<5} share {found.row_share:.2f} "
-            f"graphs {found.num_graphs} ops {found.num_ops:<3} {found.seconds:.1f} s {found.error}\n"
+            f"graphs {found.num_graphs} ops {found.num_ops:<3} {found.seconds:.1f} s "
+            f"{found.error}\n"
         )
         for reason in found.reasons:
             sys.stdout.write(f"      {reason}\n")

@@ -244,8 +244,11 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "free"
         else:
-            target = target_name(region.collective or region.reason.told)
-            base = re.sub(r"\W", "_", target.removesuffix(".default").split(".")[-1])
+            told = region.collective or region.reason.told
+            target = target_name(told).removesuffix(".default")
+            if isinstance(told.target, torch._ops.OpOverload):
+                target = str(told.target.overloadpacket)
+            base = re.sub(r"\W", "_", target.split(".")[-1])
         name, number = base, 1
         while name in self.bodies:
             name, number = f"{base}.{number}", number + 1

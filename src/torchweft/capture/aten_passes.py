@@ -24,6 +24,7 @@ SPLIT = {
     aten._fused_rms_norm_backward.default: 5,
     aten.native_batch_norm_backward.default: 9,
 }
+NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -40,6 +41,11 @@ def prepare(gm: fx.GraphModule) -> list[str]:
             split_dropout(gm.graph, node)
         elif node.target in VIEWS[:2]:
             node.target = aten.reshape.default
+        elif node.target is aten.new_zeros.default:
+            node.target, node.args = aten.zeros.default, node.args[1:]
+            node.kwargs = {"dtype": node.meta["val"].dtype, **node.kwargs}
+        elif node.target in NORMS:
+            drop_statistics(gm.graph, node)
     part_outputs(gm.graph, output)
     for node in gm.graph.nodes:
         if "val" in node.meta:
@@ -96,6 +102,17 @@ def split_dropout(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(mask if user.args[1] == 1 else scaled)
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def drop_statistics(graph: fx.Graph, node: fx.Node) -> None:
+    """Batch norm by running statistics saves two empty tensors, which have no rows."""
+    for user in list(node.users):
+        if user.args[1] != 0:
+            value = user.meta["val"]
+            if value.numel() == 0:
+                user.target = aten.empty.memory_format
+                user.args = ([0],)
+                user.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _size(graph: fx.Graph, source: Any, dim: int, length: Any) -> Any:

@@ -178,7 +178,9 @@ class Writer:
     def _laid_out(self, old: Any, new: Any) -> fx.Node:
         """The argument of `as_strided`, whose meaning hangs on strides, laid out as in eager."""
         tensor = self.rows.value(old)
-        shape, stride = ([self._size(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+        shape, stride = (
+            [self._size(size) for size in sizes] for sizes in (tensor.shape, tensor.stride())
+        )
         return self.graph.call_function(laid_out, (new, shape, stride))
 
     def _may_turn_into_view(self, node: fx.Node) -> bool:

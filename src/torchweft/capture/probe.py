@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.reference import merge, permute_rows, take_rows
 from torchweft.graph import Op
@@ -26,7 +25,9 @@ MIN_ROWS = 4
 TOLERANCE = 1e-4
 
 
-def probe(captured: Captured, inputs: Sequence[Any], names: Iterable[str] | None = None) -> Captured:
+def probe(
+    captured: Captured, inputs: Sequence[Any], names: Iterable[str] | None = None
+) -> Captured:
     """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed.
 
     names: the ops to try; by default every marked op and every custom operator.
@@ -62,7 +63,9 @@ def _is_candidate(captured: Captured, op: Op, wanted: set[str] | None) -> bool:
     if wanted is not None:
         return op.name in wanted
     why = captured.reasons.get(op.name, "")
-    return op.mark is not None or ("no rule says how" in why and "no rule says how aten." not in why)
+    return op.mark is not None or (
+        "no rule says how" in why and "no rule says how aten." not in why
+    )
 
 
 def _passes(

@@ -71,6 +71,7 @@ class Rows:
     calls: dict[fx.Node, Call]
     axes: Any
     level: str = "torch"
+    zeros: Any = field(default_factory=WeakIdKeyDictionary)
 
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
@@ -173,7 +174,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             kind, axes = _judge(aten, result)
         except Mixes as mixes:
-            if self.rows.level == "aten" and is_sum(aten):
+            if self.rows.level == "aten" and is_sum(aten, self.rows.zeros):
                 call.worsen("additive", "a sum over rows")
             else:
                 call.worsen("mixing", str(mixes))
@@ -181,6 +182,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             call.worsen(kind, "it draws random numbers" if kind == "random" else "")
         call.draws = call.draws or _draws(aten)
+        if aten.name == "zeros" or (aten.name == "full" and aten.args["fill_value"] == 0):
+            self.rows.zeros[aten.results[0]] = True
         for tensor, axis in zip(aten.results, axes, strict=True):
             if axis is not None and (
                 id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags

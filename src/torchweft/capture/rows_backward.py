@@ -41,6 +41,7 @@ ATTENTION = """
     _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention_backward
 """
+INTO_ZEROS = ("index_put",)
 MEAN = 1  # a loss with this reduction divides by the number of entries
 
 
@@ -149,12 +150,18 @@ def nll_loss(call: AtenCall) -> Found:
 # Sums over rows.
 
 
-def is_sum(call: AtenCall) -> bool:
+def is_sum(call: AtenCall, zeros: Mapping[torch.Tensor, bool]) -> bool:
     """Whether a call makes sums over the rows of the batch and nothing else.
 
     Run on each part of the batch, its results then add up to what it makes of the whole.
+    zeros: the tensors that are known to hold nothing but zeros.
     """
-    if not call.results or call.written or any(map(call.symbols.dims, call.results)):
+    results, mask = call.results, call.args.get("output_mask")
+    if mask is not None and len(results) == len(mask):  # some make what nobody asked for
+        results = [result for result, wanted in zip(results, mask, strict=True) if wanted]
+    if not results or call.written or any(map(call.symbols.dims, results)):
+        return False
+    if call.name in INTO_ZEROS and call.args["self"] not in zeros:
         return False
     if any(map(call.symbols.inside, [arg for n, arg in call.args.items() if n != "N"])):
         return False
@@ -162,7 +169,7 @@ def is_sum(call: AtenCall) -> bool:
     if not batched or any(call.axis_of(tensor) is None for tensor in batched):
         return False
     find = SUMS.get(call.name)
-    return find is not None and all(map(_adds, call.results)) and bool(find(call))
+    return find is not None and all(map(_adds, results)) and bool(find(call))
 
 
 def _adds(result: torch.Tensor) -> bool:
@@ -196,6 +203,29 @@ def _embedding(call: AtenCall) -> bool:
     return places is not None and places == call.axis("grad_output") and not scaled
 
 
+def _index_put(call: AtenCall) -> bool:
+    """Rows are added to places that they name themselves."""
+    given = [(dim, i) for dim, i in enumerate(call.args["indices"]) if i is not None]
+    if not call.args["accumulate"] or any(i.dtype == torch.bool for _, i in given):
+        return False
+    rank = max(i.dim() for _, i in given)
+    axes = [call.axis_of(i) for _, i in given]
+    try:
+        places = agreed(
+            [a and a.at(a.dim + rank - i.dim()) for a, (_, i) in zip(axes, given, strict=True)]
+        )
+    except Mixes:
+        return False
+    dims = [dim for dim, _ in given]
+    front = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    values = call.args["values"]
+    full = rank + call.rank("self") - len(dims)
+    axis = call.axis_of(values)
+    if places is None or axis is None:
+        return False
+    return axis.at(axis.dim + full - values.dim()) == places.at(places.dim + front)
+
+
 def _weights(call: AtenCall) -> bool:
     """The weights' part of a gradient whose input's part was asked for apart."""
     axis = call.axis("input")
@@ -212,6 +242,7 @@ SUMS: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("mm", "bmm", "dot", "vdot"), _product),
         "mv": _vector,
         "embedding_dense_backward": _embedding,
+        "index_put": _index_put,
         **dict.fromkeys(
             """native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward
                convolution_backward native_batch_norm_backward""".split(),

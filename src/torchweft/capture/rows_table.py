@@ -104,7 +104,8 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "linear": (rows_math.linear, ""),
     "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
     "native_group_norm": (rows_math.group_norm, "N"),
-    """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+    """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+       _native_batch_norm_legit_no_training
        _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm batch_norm""": (
         rows_math.batch_norm,
         "",
