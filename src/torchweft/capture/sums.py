@@ -3,7 +3,8 @@
 A backward pass has a weight gradient behind every product. Left where it is, each would cut the
 row-wise stretch in two; nobody needs it so soon, so it waits until the stretch ends anyway:
 
-    row  sum  row  sum  free(sum)  collective     ->     [row row] [sum sum] [free] [collective]
+    row  sum  row  sum  free(sum)  mixing      ->     [row row] [sum sum] [free] [mixing]
+    row  sum  row  collective  row             ->     [row row] [collective] [sum] [row]
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class _Sinker:
                 continue
             if unit.kind == "batch-free" and waits and unit.key is None and not unit.writes:
                 self.waiting.add(unit)
+                continue
+            if unit.collective is not None and not waits:
+                self.done.append(unit)  # the sums run while it is under way
+                self._flush()
                 continue
             if waits or self._cuts(unit):
                 self._flush()
