@@ -21,7 +21,8 @@ $(STAMP):
 	touch $@
 
 demo: setup
-	@$(BIN)/torchweft demo
+	@mkdir -p demo
+	@$(BIN)/torchweft demo --folder demo
 
 test: setup
 	$(BIN)/python -m pytest

@@ -21,6 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
+
 from torchweft.capture.tracing import make_dynamic, tracing
 from torchweft.errors import WeftError
 from torchweft.gate import Check, compare, run_copy
@@ -53,7 +56,8 @@ def compile(
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
-    strategy says, "sequential" (counted, with its reason) or "error". batch: the dim of the inputs
+    strategy says, "sequential" (counted, with its reason) or "error". strict: ops that no rule
+    vouches for are not tried on rows and stay whole. batch: the dim of the inputs
     that a split cuts, default 0. shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch".
@@ -66,7 +70,10 @@ def compile(
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
     if isinstance(model, nn.Module):
-        model._compiled_call_impl = _wrap(session, model._call_impl)
+        call: Callable[..., Any] = model._call_impl
+        if trace_rules.check(model.forward):  # Dynamo skips torch's own modules, such as Sequential
+            call = wrap_inline(call)
+        model._compiled_call_impl = _wrap(session, call)
         return model
     return functools.wraps(model)(_wrap(session, model))  # type: ignore[return-value]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+
 from torchweft.errors import StrategyError, unknown
 from torchweft.session import Session
 

@@ -361,7 +361,13 @@ def bench_command(
 
 
 @app.command("demo")
-def demo_command() -> None:
-    """Plan, verify, simulate and draw a two-layer transformer."""
+def demo_command(
+    folder: Annotated[Path, typer.Option(help="where the trace is saved")] = Path(),
+    quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
+) -> None:
+    """Plan, verify, simulate and draw a transformer; then run two small models for real."""
     for text in story():
         say(text)
+    if not quick:
+        for text in import_module("torchweft.demo_run").story(folder):
+            say(text)

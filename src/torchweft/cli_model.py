@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+
 from torchweft.api import check, compile, report, session_of, trace
 from torchweft.cli_text import say, say_json
 from torchweft.strategies import sequential

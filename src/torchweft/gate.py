@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils._pytree import tree_leaves, tree_map
-
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
 from torchweft.errors import clip
 from torchweft.piece import Entry, Piece
 from torchweft.runtimes.cpu import run

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.graph import NAME, ROWS, USES
 

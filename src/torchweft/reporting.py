@@ -26,6 +26,7 @@ class PieceReport:
     strategy_runs: int
     split_share: float | None
     measured_s: float
+    head_room: float | None
     num_copies: int
     level: str = "torch"
     additive_ops: tuple[str, ...] = ()
@@ -82,10 +83,14 @@ class Report:
 def _piece_lines(piece: PieceReport) -> list[str]:
     share = "not measured yet" if piece.split_share is None else f"{piece.split_share:.0%}"
     lines = [
-        f"  {piece.name} ({piece.level} level): {piece.num_ops} ops, {piece.num_split_ops} of them may be split; "
-        f"{piece.num_calls} calls, {piece.strategy_runs} strategy runs",
+        f"  {piece.name} ({piece.level} level): {piece.num_ops} ops, {piece.num_split_ops} of them "
+        f"may be split; {piece.num_calls} calls, {piece.strategy_runs} strategy runs",
         f"    share of op time in parts: {share}; copies: {piece.num_copies}",
     ]
+    if piece.head_room is not None and piece.head_room < 1.01:
+        lines.append("    nothing to overlap: one resource takes all of the measured time")
+    elif piece.head_room is not None:
+        lines.append(f"    head-room: at best {piece.head_room:.2f} times as fast by overlap")
     for plan, bucket in zip(piece.plans, piece.buckets, strict=True):
         note = plan.history[0].removeprefix("write ") if plan.history else ""
         size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
@@ -105,7 +110,7 @@ def report_of(session: Session) -> Report:
         strategy=str(session.strategy),
         pieces=tuple(_piece(piece) for piece in session.pieces),
         fallbacks=tuple(session.fallbacks.most_common()),
-        assumed=(),
+        assumed=tuple(name for piece in session.pieces for name in piece.captured.assumed),
         num_uncaptured=session.num_uncaptured,
         num_shadowed=session.shadow.num_compared if session.shadow else 0,
         shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
@@ -131,16 +136,27 @@ def _piece(piece: Piece) -> PieceReport:
         strategy_runs=piece.strategy_runs,
         split_share=in_parts_s / total_s if total_s else None,
         measured_s=total_s,
+        head_room=_head_room(entries),
         num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
         level=graph.level,
         additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
     )
 
 
-def _spans(entries: list[Entry]) -> list[Span]:
-    """The measured runs of the entry that was called most often."""
+def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:
+    """The measured spans of the entry that was called most often."""
     traced = [entry for entry in entries if entry.trace is not None]
     if not traced:
         return []
     trace = max(traced, key=lambda entry: entry.num_calls).trace
-    return [span for span in trace.spans if span.kind == "run"] if trace is not None else []
+    return [span for span in trace.spans if span.kind in kinds] if trace is not None else []
+
+
+def _head_room(entries: list[Entry]) -> float | None:
+    """All op time over that of the busiest resource: what perfect overlap could bring."""
+    totals_s: dict[str, float] = {}
+    for span in _spans(entries, ("run", "transfer")):
+        resource = "compute" if span.uses == "memory" else span.uses
+        totals_s[resource] = totals_s.get(resource, 0.0) + span.busy_s
+    busiest_s = max(totals_s.values(), default=0.0)
+    return sum(totals_s.values()) / busiest_s if busiest_s else None

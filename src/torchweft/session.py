@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from torch import fx
+from torch import SymInt, fx
+
 from torchweft.capture.aten import check_level, level_of, run_aten
 from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.probe import probe
 from torchweft.context import Context
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
@@ -94,7 +96,14 @@ class Session:
         }  # fmt: skip
         if (self.level or level_of(gm, example_inputs)) == "aten":
             return run_aten(gm, example_inputs, self._piece, **options)
-        return self._piece(gm, lambda: capture(gm, example_inputs, **options))
+
+        def captured() -> Captured:
+            found = capture(gm, example_inputs, **options)
+            # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
+            given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
+            return found if self.strict else probe(found, given)
+
+        return self._piece(gm, captured)
 
     def _piece(self, gm: fx.GraphModule, capture: Callable[[], Captured]) -> Callable[..., Any]:
         """A graph that was captured, as a piece of this session."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from torchweft.errors import WeftError, unknown
 
 

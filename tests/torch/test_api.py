@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-
 import torch
-import torchweft as weft
 from torch import nn
+
+import torchweft as weft
 from torchweft.api import session_of
 
 
@@ -360,3 +360,94 @@ def test_threads_of_a_session_end():
         model(torch.randn(8, 32))
     session_of(model).lanes.close()
     assert not [t for t in threading.enumerate() if t.name == "weft lane"]
+
+
+@torch.library.custom_op("weft_test::double", mutates_args=())
+def double_rows(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double_rows.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("weft_test::shift", mutates_args=())
+def shift_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 0)
+
+
+@shift_rows.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_custom_op_that_passes_the_probe_is_assumed_and_refused_by_strict():
+    def custom(x):
+        return double_rows(x.sin()) + 1
+
+    x = torch.randn(9, 4)
+    run = weft.compile(custom, weft.overlap(parts=2))
+    assert torch.equal(run(x), custom(x))
+    assert len(weft.report(run).assumed) == 1
+    assert "assumed ops: none" not in str(weft.report(run))
+    torch._dynamo.reset()
+    strict = weft.compile(custom, weft.overlap(parts=2), strict=True)
+    assert torch.equal(strict(x), custom(x))
+    assert weft.report(strict).assumed == ()
+    assert weft.report(strict).pieces[0].whole_ops
+
+
+def test_a_custom_op_that_mixes_rows_is_never_split():
+    def custom(x):
+        return shift_rows(x.sin()) + 1
+
+    x = torch.randn(9, 4)
+    run = weft.compile(custom, weft.overlap(parts=2))
+    assert torch.equal(run(x), custom(x))
+    assert weft.report(run).assumed == ()
+
+
+def test_plain_sequential_modules_of_torch_are_captured_too():
+    model = compiled(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), eager(model, x))
+    report = weft.report(model)
+    assert len(report.pieces) == 1
+    assert report.pieces[0].head_room == pytest.approx(1.0)
+    assert "nothing to overlap" in str(report)
+
+
+def higher_order(name):
+    from torch.utils.checkpoint import checkpoint
+
+    def cond(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)) + 1
+
+    def scan(x):
+        from torch._higher_order_ops.scan import scan as torch_scan
+
+        def step(carry, row):
+            return carry + row, carry * row
+
+        return torch_scan(step, x[0] * 0, x, dim=0)[1] + 1
+
+    def checkpointed(x):
+        return checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False) + 1
+
+    return {"cond": cond, "scan": scan, "checkpoint": checkpointed}[name]
+
+
+@pytest.mark.parametrize("name", ["cond", "scan", "checkpoint"])
+def test_higher_order_ops_are_one_op_or_a_reason_with_the_source_line(name):
+    function = higher_order(name)
+    x = torch.randn(8, 4)
+    run = weft.compile(function, weft.overlap(parts=2))
+    with torch.no_grad():
+        wanted = function(x)
+        torch.testing.assert_close(run(x), wanted)
+    told = [why for piece in weft.report(run).pieces for _, _, why in piece.whole_ops]
+    if name != "checkpoint":
+        assert any("test_api.py" in why for why in told), told

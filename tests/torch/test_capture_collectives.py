@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-
-import torch
 from torch import nn
+
 from torchweft.capture.tracing import Tracer
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 
-import torch
 from torchweft.capture.tracing import Tracer
 
 Call = Callable[..., Any]

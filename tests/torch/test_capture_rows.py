@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-import torch
-from torch import nn
 from torchweft.capture.tracing import Tracer
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 import torch
 from torch import nn
+
 from torchweft.capture import Captured, probe, run_reference
 from torchweft.capture.tracing import Tracer
 from torchweft.errors import CaptureError

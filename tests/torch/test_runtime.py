@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
-
 import torch
+
 from torchweft.context import Context
 from torchweft.errors import RunError
 from torchweft.graph import Batch, Graph, Op, Value

@@ -3,7 +3,7 @@
     torchweft bench zoo [--models llama,t5] [--json]
 
 Each model runs under `sequential` (must be bit-equal to eager) and under `overlap(parts=2)` on an
-odd batch (equal within tolerance). `split_share` is the measured share of op time that ran in parts.
+odd batch (equal within tolerance). `split_share` is the measured share of op time run in parts.
 A model that cannot be split counts as such only if the op that forbids it is named.
 """
 

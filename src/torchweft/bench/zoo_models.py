@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 
-import torch
 from torchweft.capture.tracing import Tracer
 
 ROWS = 5

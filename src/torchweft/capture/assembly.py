@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
+
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.bodies import Body, Library, Writer, modes_of
 from torchweft.capture.collectives import collective_of, two_phases

@@ -12,14 +12,15 @@ batch, and the backward graph takes the rows of saved values from the forward gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import torch
-from torch import fx
 from torchweft.capture.aten_passes import prepare
 from torchweft.capture.axes import Axis, Symbols
 from torchweft.capture.dynamo import Captured, analyse, candidates
@@ -59,7 +60,8 @@ def run_aten(
     name: str = "graph",
 ) -> Callable[..., Any]:
     """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
-    pair = _Pair(make, rules, candidates(gm, example_inputs, batch), name)
+    tried = candidates(gm, example_inputs, batch)
+    pair = _Pair(make, rules, tried, batch if isinstance(batch, int) else 0, name)
     backend = aot_autograd(
         fw_compiler=pair.forward,
         bw_compiler=pair.backward,
@@ -74,9 +76,14 @@ class _Pair:
     """The graphs that come of one graph of Dynamo, captured as they come."""
 
     def __init__(
-        self, make: Make, rules: Sequence[MarkRule], tried: Sequence[Symbols], name: str
+        self,
+        make: Make,
+        rules: Sequence[MarkRule],
+        tried: Sequence[Symbols],
+        dim: int,
+        name: str,
     ) -> None:
-        self.make, self.rules, self.tried, self.name = make, rules, tried, name
+        self.make, self.rules, self.tried, self.dim, self.name = make, rules, tried, dim, name
         self.num_outputs = 0
         self.saved: dict[str, Axis | None] = {}
         self.shown: list[tuple[Any, Axis | None]] = []
@@ -88,36 +95,51 @@ class _Pair:
 
     def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call without gradients."""
-        prepare(gm)
-        return self._make(gm, "inference", lambda: self._analyse(gm, "inference", None)[0])
+        _, notes = prepare(gm)
+
+        def capture() -> Captured:
+            return replace(self._analyse(gm, "inference", None)[0], notes=tuple(notes))
+
+        return make_boxed_func(self.make(gm, capture))
 
     def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call that keeps what the backward graph needs."""
-        names = prepare(gm)
+        names, notes = prepare(gm)
 
         def capture() -> Captured:
             captured, rows = self._analyse(gm, "forward", {})
             self._remember(gm, names, rows)
-            return captured
+            return replace(captured, notes=tuple(notes))
 
-        return self._make(gm, "forward", capture)
+        return make_boxed_func(self.make(gm, capture))
 
     def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of gradients: saved values and tangents in, gradients out."""
         prepare(gm)
         given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
-        return self._make(gm, "backward", lambda: self._analyse(gm, "backward", given)[0])
-
-    def _make(
-        self, gm: fx.GraphModule, kind: str, capture: Callable[[], Captured]
-    ) -> Callable[..., Any]:
-        return make_boxed_func(self.make(gm, capture))
+        run = self.make(gm, lambda: self._analyse(gm, "backward", given)[0])
+        return make_boxed_func(run)
 
     def _analyse(
         self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None
     ) -> tuple[Captured, Rows]:
         name = f"{self.name}.{kind}"
+        if kind != "backward":
+            self.tried = self._known(gm)
         return analyse(gm, self.tried, rules=self.rules, name=name, level="aten", given=given)
+
+    def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
+        """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""
+        sizes = [
+            size.node.expr
+            for node in gm.graph.nodes
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+            for size in node.meta["val"].shape
+            if isinstance(size, torch.SymInt)
+        ]
+        known = set().union(*(expr.free_symbols for expr in sizes)) if sizes else set()
+        found = [symbols for symbols in self.tried if symbols.batch in known]
+        return found or candidates(gm, (), self.dim)
 
     def _remember(self, gm: fx.GraphModule, names: Sequence[str], rows: Rows) -> None:
         """Note the symbol of the batch, and where the rows of each output are."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 
-import torch
 from torchweft.capture.axes import Axis, Symbols, wrap
 
 Found = Axis | None | list[Axis | None]
@@ -30,6 +30,7 @@ class AtenCall:
     results: list[torch.Tensor]
     symbols: Symbols
     axis_of: Callable[[torch.Tensor], Axis | None]
+    level: str = "torch"
 
     def axis(self, name: str) -> Axis | None:
         """The axis of a tensor argument; None if it has none or was not given."""

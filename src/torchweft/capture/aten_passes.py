@@ -1,9 +1,10 @@
 """Passes that make a graph of AOTAutograd easy to cut; what it computes stays the same, bit by bit.
 
-    layer_norm_backward -> (x, w, b)      one call for x (row-wise), one for w and b (sums)
-    native_dropout(x)   -> (y, mask)      the mask is drawn without x; y = x * mask * scale
-    view(x)                               reshape: a part of x may have gaps
-    return y, y.view(...)                 the view is taken again at the end, for the caller only
+layer_norm_backward -> (x, w, b)      one call for x (row-wise), one for w and b (sums)
+native_dropout(x)   -> (y, mask)      the mask is drawn without x; y = x * mask * scale
+view(x)                               reshape: a part of x may have gaps
+copy_(x, index_put(x, ...))           index_put_(x, ...), see `inplace`
+return y, y.view(...)                 the view is taken again at the end, for the caller only
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch.fx.experimental.proxy_tensor import py_sym_types
-
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import py_sym_types
+
+from torchweft.capture.inplace import put_back
 
 aten = torch.ops.aten
 SPLIT = {
@@ -28,8 +30,9 @@ NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_traini
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def prepare(gm: fx.GraphModule) -> list[str]:
-    """Run all passes; the names of the outputs as they were before."""
+def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
+    """Run all passes; the names of the outputs as they were before, and notes on mutations."""
+    notes = put_back(gm)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     names = [getattr(item, "name", "") for item in output.args[0]]
     for node in list(gm.graph.nodes):
@@ -52,7 +55,7 @@ def prepare(gm: fx.GraphModule) -> list[str]:
             node.meta["example_value"] = node.meta["val"]
     gm.graph.lint()
     gm.recompile()
-    return names
+    return names, notes
 
 
 def split_gradient(graph: fx.Graph, node: fx.Node) -> None:

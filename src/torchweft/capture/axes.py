@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-
 import torch
+
 from torchweft.errors import SizeError
 from torchweft.graph import Batch
 from torchweft.sizes import Size

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
-import torch
-from torch import fx
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.rows import INLINED, Rows
 from torchweft.capture.units import source_of, state_name, storages

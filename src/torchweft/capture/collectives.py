@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+
 from torchweft.capture.bodies import Function
 from torchweft.graph import Collective
 from torchweft.marks import target_name

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-import torch
-from torch import fx
 from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
@@ -52,6 +52,7 @@ class Captured:
     same: tuple[str, ...] = ()
     matched: frozenset[MarkRule] = field(default=frozenset())
     assumed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""

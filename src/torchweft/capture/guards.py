@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-
 from torch import fx
 
 

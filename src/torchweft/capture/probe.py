@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.reference import merge, permute_rows, take_rows
 from torchweft.graph import Op

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
 from torchweft.capture.dynamo import Captured
 from torchweft.graph import Batch, Op
 

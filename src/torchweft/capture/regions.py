@@ -6,6 +6,11 @@ put before it, so that a mask computed in the middle of a layer does not cut the
 
     row  row  free  row  mixing(row)  row      ->      [free] [row row row] [mixing] [row]
                 ^ needs no row                          (dependences and writes keep their order)
+
+What waits for a slow op (a collective, a read from disk) is not joined to what does not: the latter
+can run beside it.
+
+    slow  row  row  row(slow)  row             ->      [slow] [row row] [row row]
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import fx
+
 from torchweft.capture.rows import ORDER, Rows, id_of
 from torchweft.capture.units import Unit, mark_cheap, storages
 from torchweft.marks import Mark
@@ -28,6 +34,7 @@ class Region:
     kind: str
     mark: Mark | None = None
     key: object = None
+    awaits: frozenset[int] = frozenset()
     nodes: set[fx.Node] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
@@ -59,37 +66,56 @@ class Region:
 def cut(units: list[Unit], rows: Rows) -> list[Region]:
     """The regions, in an order that keeps every dependence."""
     cheap = {node: unit for unit in units if unit.cheap for node in unit.nodes}
+    awaited = _awaited(units)
     done: list[Region] = []
     opened: Region | None = None
-    for unit in units:
+    for unit, awaits in zip(units, awaited, strict=True):
         if unit.cheap:
             continue
-        if opened is not None and _joins(opened, unit):
+        if opened is not None and _joins(opened, unit, awaits):
             opened.add(unit)
-        elif opened is not None and unit.kind in WHOLE and not _needs(unit, opened, cheap, rows):
-            _append(done, unit)
+        elif opened is not None and _passes(unit, opened, cheap, rows):
+            _append(done, unit, awaits)
         else:
             if opened is not None:
                 done.append(opened)
-            opened = Region([], unit.kind, unit.mark, unit.key)
+            opened = Region([], unit.kind, unit.mark, unit.key, awaits)
             opened.add(unit)
     return done + ([opened] if opened is not None else [])
 
 
-def _joins(region: Region, unit: Unit) -> bool:
+def _awaited(units: list[Unit]) -> list[frozenset[int]]:
+    """For each unit the slow units that it waits for, directly or not."""
+    behind: dict[fx.Node, frozenset[int]] = {}
+    found = []
+    for number, unit in enumerate(units):
+        used = {other for node in unit.nodes for other in node.all_input_nodes}
+        awaits = frozenset[int]().union(*(behind.get(node, frozenset()) for node in used))
+        found.append(awaits)
+        slow = unit.collective is not None or (unit.mark and unit.mark.uses in ("network", "io"))
+        behind |= dict.fromkeys(unit.nodes, awaits | {number} if slow else awaits)
+    return found
+
+
+def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
     """Whether a unit may become part of the open region."""
     if unit.collective is not None or region.collective is not None or region.key != unit.key:
         return False
     if unit.key is not None:
         return True
-    return region.kind == unit.kind and unit.kind != "random"
+    return region.kind == unit.kind and unit.kind != "random" and region.awaits == awaits
 
 
-def _append(done: list[Region], unit: Unit) -> None:
+def _append(done: list[Region], unit: Unit, awaits: frozenset[int]) -> None:
     """Put a unit behind all closed regions, as part of the last one if that is alike."""
-    if not (done and done[-1].kind == unit.kind and _joins(done[-1], unit)):
-        done.append(Region([], unit.kind, unit.mark, unit.key))
+    if not (done and done[-1].kind == unit.kind and _joins(done[-1], unit, awaits)):
+        done.append(Region([], unit.kind, unit.mark, unit.key, awaits))
     done[-1].add(unit)
+
+
+def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether a unit may go before a region that it does not need; marked units stay together."""
+    return unit.key is None and unit.kind in WHOLE and not _needs(unit, region, cheap, rows)
 
 
 def _needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:

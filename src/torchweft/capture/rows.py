@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-import torch
-from torch import fx
 from torchweft.capture.aten_call import AtenCall, bind
 from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.flops import flops_of
@@ -156,7 +156,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bare = name.partition("::")[2]
         given = (args, kwargs or {})
         bound = bind(func, *given)
-        aten = AtenCall(bare, func, given, bound, results, self.rows.symbols, self.rows.axis)
+        rows = self.rows
+        aten = AtenCall(bare, func, given, bound, results, rows.symbols, rows.axis, rows.level)
         self.look(aten, result)
         return result
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
 from torchweft.capture.aten_call import AtenCall, Found, RowRule
 from torchweft.capture.axes import Axis, Mixes, agreed, wrap
 
@@ -47,7 +48,9 @@ MEAN = 1  # a loss with this reduction divides by the number of entries
 
 def gradient(call: AtenCall) -> Axis | None:
     """The axis of the gradient that comes in."""
-    name = next(n for n in ("grad_output", "grad_out", "grad_out_", "grad", "grad_in") if n in call.args)
+    name = next(
+        n for n in ("grad_output", "grad_out", "grad_out_", "grad", "grad_in") if n in call.args
+    )
     return call.axis(name)
 
 
@@ -244,8 +247,13 @@ SUMS: Mapping[str, Any] = MappingProxyType(
         "embedding_dense_backward": _embedding,
         "index_put": _index_put,
         **dict.fromkeys(
-            """native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward
-               convolution_backward native_batch_norm_backward""".split(),
+            [
+                "native_layer_norm_backward",
+                "_fused_rms_norm_backward",
+                "native_group_norm_backward",
+                "convolution_backward",
+                "native_batch_norm_backward",
+            ],
             _weights,
         ),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from torchweft.capture.aten_call import AtenCall, Found
 from torchweft.capture.axes import Axis, Mixes, agreed, wrap
 

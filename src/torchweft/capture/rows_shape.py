@@ -15,6 +15,8 @@ from typing import Any
 from torchweft.capture.aten_call import AtenCall, Found
 from torchweft.capture.axes import Axis, Mixes, agreed, exact, product, same, wrap
 
+SPLIT_SIZES = ("split_size", "split_sizes", "chunks", "sections", "indices")
+
 
 def view(call: AtenCall) -> Found:
     """view, reshape: the batch must stay one factor of one dim."""
@@ -119,10 +121,21 @@ def select(call: AtenCall) -> Found:
 
 
 def split(call: AtenCall) -> Found:
+    """split, chunk: along any dim but the batch, or between whole copies of it (outer)."""
     axis = call.axis("self")
-    if axis is not None and wrap(call.args["dim"], call.rank("self")) == axis.dim:
-        raise Mixes("it cuts the batch itself")
-    return axis
+    dim = wrap(call.args.get("dim", 0), call.rank("self"))
+    if axis is None or dim != axis.dim:
+        if call.symbols.inside([call.args.get(name) for name in SPLIT_SIZES]):
+            raise Mixes("where it cuts depends on the batch size")
+        return axis
+    found: list[Axis | None] = []
+    for result in call.results:
+        size = call.symbols.expr(result.shape[dim])
+        outer = exact(size, call.symbols.batch * axis.inner) if axis.outer != 1 else None
+        if outer is None or call.symbols.in_expr(outer):
+            raise Mixes("it cuts the batch itself")
+        found.append(Axis(dim, outer, axis.inner))
+    return found
 
 
 def unbind(call: AtenCall) -> Found:
@@ -165,10 +178,17 @@ def unfold(call: AtenCall) -> Found:
 
 
 def cat(call: AtenCall) -> Found:
-    """cat: along any dim but the batch."""
-    tensors = call.args["tensors"]
-    axis = agreed([call.axis_of(tensor) for tensor in tensors])
-    if axis is not None and wrap(call.args["dim"], call.results[0].dim()) == axis.dim:
+    """cat: along any dim but the batch; at the aten level (DTensor lays out the pieces of all
+    ranks so) also along the batch: copies of it stand one after another (outer)."""
+    axes = [call.axis_of(tensor) for tensor in call.args["tensors"]]
+    dim = wrap(call.args.get("dim", 0), call.results[0].dim())
+    given = [axis for axis in axes if axis is not None]
+    if call.level == "aten" and given and all(axis.dim == dim for axis in given):
+        if len(given) < len(axes) or len({axis.inner for axis in given}) > 1:
+            raise Mixes("it joins tensors along the batch")
+        return Axis(dim, sum(axis.outer for axis in given), given[0].inner)
+    axis = agreed(axes)
+    if axis is not None and dim == axis.dim:
         raise Mixes("it joins tensors along the batch")
     return axis
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
 from torchweft.capture import rows_backward, rows_index, rows_math, rows_network, rows_shape
 from torchweft.capture.aten_call import RowRule
 
@@ -78,7 +79,7 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "select select_copy": (rows_shape.select, ""),
     "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk": (
         rows_shape.split,
-        "",
+        "split_size split_sizes",
     ),
     "unbind unbind_copy": (rows_shape.unbind, ""),
     "diagonal diagonal_copy": (rows_shape.diagonal, ""),

@@ -10,6 +10,7 @@ row-wise stretch in two; nobody needs it so soon, so it waits until the stretch 
 from __future__ import annotations
 
 from torch import fx
+
 from torchweft.capture.regions import Region, _needs
 from torchweft.capture.rows import Rows
 from torchweft.capture.units import Unit

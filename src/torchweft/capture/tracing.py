@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import fx
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
-import torch
-from torch import fx
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.reference import run_reference
 from torchweft.marks import MarkRule, require_matched

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
+
 from torchweft.capture.axes import SYMBOLIC
 from torchweft.capture.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
 from torchweft.capture.rows_network import NAMESPACE

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from torchweft.errors import RunError, WeftError
 from torchweft.runtimes.program import Program
 from torchweft.trace import SPANS, Span, Trace

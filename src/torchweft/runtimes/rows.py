@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from torchweft.graph import Value
 
 Take = Callable[[Any, int, int, int], Any]

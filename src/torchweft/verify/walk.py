@@ -51,7 +51,8 @@ class Rank:
     def __init__(self, number: int, plan: Plan, graph: Graph, findings: list[Finding]) -> None:
         self.number, self.plan, self.graph = number, plan, graph
         self.labels = [step.label for step in plan.steps]
-        self.targets = {step.target for step in plan.steps if step.kind == "wait"}
+        first = {label: index for index, label in reversed(list(enumerate(self.labels)))}
+        self.targets = {first.get(step.target) for step in plan.steps if step.target is not None}
         self.ends: dict[str, Clock] = {}
         self.flying: dict[
             tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[Talk]]
@@ -106,7 +107,7 @@ class Walk:
         lane.begun = False
         lane.at += 1
         lane.clock[lane.number] = 2 * lane.at
-        if label in rank.targets and label not in rank.ends:
+        if index in rank.targets:
             rank.ends[label] = list(lane.clock)
         return True
 

@@ -1,0 +1,152 @@
+"""Mutations at the aten level go back in place, or stay copies with a note."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torchweft as weft
+from torchweft.api import session_of
+from torchweft.capture import aten_passes
+
+ROWS, HEADS, LENGTH, HIDDEN = 6, 4, 64, 8
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def by_index(cache, key, at):
+    cache[:, :, at] = key
+    return (cache * 2).sum(-1)
+
+
+def by_index_copy(cache, key, at):
+    cache.index_copy_(2, at, key)
+    return cache.sum(-1)
+
+
+def by_slice(cache, key, at):
+    cache[:, :, 3:4] = key
+    return cache.sum(-1)
+
+
+def by_select(cache, key, at):
+    cache[:, 1, 3] = key[:, 1, 0]
+    return cache.sum(-1)
+
+
+def twice(cache, key, at):
+    cache[:, :, 3:4] = key
+    first = cache.sum(-1)
+    cache.add_(1)
+    return first + cache.amax(-1)
+
+
+def reads_old(cache, key, at):
+    old = cache[:, :, :2]
+    cache[:, :, at] = key
+    return old.sum(-1) + cache[:, :, :2].mean(-1)
+
+
+def from_itself(cache, key, at):
+    cache[:, :, 1:] = cache[:, :, :-1]
+    return cache.sum(-1)
+
+
+def returns_it(cache, key, at):
+    cache.index_copy_(2, at, key)
+    return cache, cache[:, 0]
+
+
+def keeps_old(cache, key, at):
+    old = cache * 1
+    cache.mul_(2).index_copy_(2, at, key)
+    return old + cache
+
+
+WRITES = [
+    by_index, by_index_copy, by_slice, by_select, twice, reads_old, from_itself, returns_it,
+    keeps_old,
+]  # fmt: skip
+
+
+def inputs():
+    return (
+        torch.randn(ROWS, HEADS, LENGTH, HIDDEN),
+        torch.randn(ROWS, HEADS, 1, HIDDEN),
+        torch.tensor([5]),
+    )
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_writes_are_those_of_eager(write):
+    for strategy in ("sequential", weft.overlap(parts=2)):
+        torch._dynamo.reset()
+        run = weft.compile(write, strategy, level="aten")
+        for _ in range(2):
+            cache, key, at = inputs()
+            twin = cache.clone()
+            with torch.no_grad():
+                found, wanted = run(cache, key, at), write(twin, key, at)
+            assert torch.equal(cache, twin)
+            for mine, theirs in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+                torch.testing.assert_close(mine, theirs)
+        assert [piece.graph.level for piece in session_of(run).pieces] == ["aten"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes that calls write: new results, and what they change in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        views = all(r.alias_info is not None and not r.alias_info.is_write
+                    for r in func._schema.returns)  # fmt: skip
+        if not views:
+            name, leaves = func._schema.name, tree_leaves(result)
+            if name in ("aten::index_put_", "aten::index_copy_"):
+                leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)][1:]
+            self.num_bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
+        return result
+
+
+def count(write, **options):
+    run = weft.compile(write, "sequential", level="aten", **options)
+    with torch.no_grad():
+        run(*inputs())
+        given = inputs()
+        with Counted() as counted:
+            run(*given)
+    notes = [note for piece in session_of(run).pieces for note in piece.captured.notes]
+    return counted.num_bytes, notes
+
+
+@pytest.mark.parametrize("write", [by_index, by_index_copy, by_slice])
+def test_a_write_of_one_token_copies_one_token(write, monkeypatch):
+    def only(cache, key, at):
+        write(cache, key, at)
+        return key + 1
+
+    whole = ROWS * HEADS * LENGTH * HIDDEN * 4
+    after, notes = count(only)
+    assert notes == []
+    assert after < whole / 8
+    monkeypatch.setattr(aten_passes, "put_back", lambda gm: [])
+    torch._dynamo.reset()
+    before, _ = count(only)
+    assert before >= 2 * whole
+
+
+def test_what_stays_a_copy_has_a_note():
+    _, notes = count(reads_old)
+    assert len(notes) == 1
+    assert "copy of the whole" in notes[0]
+    assert "reads its old content" in notes[0]
