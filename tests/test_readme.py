@@ -37,9 +37,11 @@ def test_code_runs_and_prints_what_the_readme_shows(
         printed = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
         after = found[number + 1] if number + 1 < len(found) else ("", "")
         assert after[0] == "text", "each python block is followed by what it prints"
+        # Dynamo's names make the digest of a captured graph; it is not what the README is about.
+        printed = [re.sub(r"^(graph piece0) \w{16}$", r"\1 DIGEST", line) for line in printed]
         assert printed == after[1].rstrip().splitlines()
         ran += 1
-    assert ran == 2
+    assert ran == 3
 
 
 def test_commands_of_the_readme_run(
@@ -48,7 +50,10 @@ def test_commands_of_the_readme_run(
     from torchweft import cli
 
     monkeypatch.chdir(tmp_path)
-    lines = [line for _, text in blocks() for line in text.splitlines()]
+    (tmp_path / "my_model.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Linear(4, 4), torch.randn(8, 4)\n"
+    )
+    lines = [line.partition("#")[0] for _, text in blocks() for line in text.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("torchweft ")]
     assert len(commands) >= 6
     for words in commands:

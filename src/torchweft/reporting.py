@@ -30,6 +30,7 @@ class PieceReport:
     num_copies: int
     level: str = "torch"
     additive_ops: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def _piece_lines(piece: PieceReport) -> list[str]:
         note = plan.history[0].removeprefix("write ") if plan.history else ""
         size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
         lines.append(f"    batch {bucket}: {note}, {size}")
+    lines += [f"    note: {note}" for note in piece.notes]
     if piece.additive_ops:
         lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
     for name, rows, reason in piece.whole_ops[:8]:
@@ -140,6 +142,7 @@ def _piece(piece: Piece) -> PieceReport:
         num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
         level=graph.level,
         additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
+        notes=piece.captured.notes,
     )
 
 

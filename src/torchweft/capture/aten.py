@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchweft.capture.aten_passes import prepare
@@ -145,7 +146,7 @@ class _Pair:
         """Note the symbol of the batch, and where the rows of each output are."""
         self.tried = [rows.symbols]
         output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-        for number, (item, name) in enumerate(zip(output.args[0], names, strict=True)):  # type: ignore[arg-type]
+        for number, (item, name) in enumerate(zip(output.args[0], names, strict=True)):
             value = rows.value(item) if isinstance(item, fx.Node) else None
             if not isinstance(value, torch.Tensor):
                 continue

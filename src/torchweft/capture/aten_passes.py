@@ -168,6 +168,6 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
         return False
-    returns = target._schema.returns
-    shows = len(returns) == 1 and returns[0].alias_info is not None
-    return shows and not returns[0].alias_info.is_write and node.args[0] is node.all_input_nodes[0]
+    shown = [result.alias_info for result in target._schema.returns]
+    shows = len(shown) == 1 and shown[0] is not None and not shown[0].is_write
+    return shows and node.args[0] is node.all_input_nodes[0]

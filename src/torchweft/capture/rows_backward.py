@@ -39,7 +39,8 @@ LOSSES = """
     binary_cross_entropy_backward
 """
 ATTENTION = """
-    _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention_backward
 """
 INTO_ZEROS = ("index_put",)

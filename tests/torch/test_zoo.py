@@ -1,0 +1,22 @@
+"""A few models of the zoo; `torchweft bench zoo` runs them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchweft.bench import zoo
+from torchweft.errors import WeftError
+
+
+@pytest.mark.parametrize(("name", "library"), [("llama", "transformers"), ("unet", "diffusers")])
+def test_a_model_is_captured_split_and_equal(name, library):
+    pytest.importorskip(library)
+    rows, summary = zoo.run(models=name)
+    assert rows[0]["error"] == ""
+    assert summary["captured"] == summary["sequential_equal"] == summary["split_equal"] == 1
+    assert rows[0]["split_share"] > 0.8
+
+
+def test_an_unknown_model_lists_the_choices():
+    with pytest.raises(WeftError, match="llama"):
+        zoo.run(models="lama")
