@@ -12,19 +12,13 @@ noted at the complete.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torchweft.graph import Graph
 from torchweft.plan import Plan, Step
 from torchweft.precedence import touches
 
-
-class Touch(NamedTuple):
-    """One cell that a step touches: a root (or a view) and a part."""
-
-    name: str
-    part: int
-    writes: bool
+Touch = tuple[str, int, bool]
+"""One cell that a step touches: a root (or a view), a part, and whether it is written."""
 
 
 class Ledger:
@@ -74,12 +68,12 @@ class Ledger:
         graph, op = self.graph, self.graph.op[name]
         for root, (by_part, writes) in touches(graph, op).items():
             for part in self._cells(root, step if by_part else None):
-                yield Touch(root, part, writes)
+                yield root, part, writes
         for value in op.touched + op.makes:
             split = value in graph.inputs and step.parts is not None
             if split or (value not in graph.inputs and graph.value[value].alias_of is not None):
                 for part in self._cells(value, step):
-                    yield Touch(f"view {value}", part, value in op.makes)
+                    yield f"view {value}", part, value in op.makes
 
     def _move(self, step: Step) -> Iterator[Touch]:
         graph, name = self.graph, step.names[0]
@@ -87,12 +81,12 @@ class Ledger:
         if step.kind in ("split", "merge"):
             view = step.kind == "split" or graph.value[name].alias_of is not None
             for part in self._cells(name, step) if view else ():
-                yield Touch(f"view {name}", part, step.kind == "split")
+                yield f"view {name}", part, step.kind == "split"
         if step.kind != "split":
             # A copy to another device only reads here; into its place it is the value's last maker.
             writes = step.kind == "free" or (step.kind == "copy" and step.on is None)
             for part in self._cells(root, step):
-                yield Touch(root, part, writes)
+                yield root, part, writes
 
     def _cells(self, name: str, step: Step | None) -> range:
         if self.graph.value[name].batch is None:
