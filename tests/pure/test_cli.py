@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -343,14 +342,12 @@ def test_every_bench_has_a_module_with_a_run() -> None:
         assert cli_bench.read_options(module.run, []) == {}
 
 
-def test_command_starts_fast_and_without_torch(tmp_path: Path) -> None:
+def test_command_starts_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from torchweft import cli; code = cli.run(['strategies']);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
     )
-    start_s = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
-    assert time.monotonic() - start_s < 3
 
 
 def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -91,9 +90,7 @@ def test_looping_for_ever_without_a_call_is_stopped_in_time() -> None:
         while True:
             pass
 
-    start_s = time.monotonic()
     error = refused(body, "loop", "had not finished after 0.5 s", limit_s=0.5)
-    assert time.monotonic() - start_s < 5
     assert error.source is not None
 
 

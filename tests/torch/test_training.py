@@ -74,14 +74,16 @@ class Fused(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """The batch is second: [5*s0, H] has its rows apart."""
+    """The batch is second: [5*s0, H] has its rows apart, statistics of a part have gaps."""
 
     def __init__(self):
         super().__init__()
+        self.norm = nn.LayerNorm(12)
         self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 12)
 
     def forward(self, x):
-        y = self.up(x.transpose(0, 1).contiguous().flatten(0, 1)).relu()
+        y = self.norm(x.transpose(0, 1) * 2)
+        y = self.up(y.contiguous().flatten(0, 1)).relu()
         return self.down(y).unflatten(0, (5, x.shape[0])).transpose(0, 1) * x
 
 

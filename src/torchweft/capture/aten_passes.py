@@ -10,6 +10,8 @@ return y, y.view(...)                 the view is taken again at the end, for th
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,10 +60,32 @@ def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
     return names, notes
 
 
+def layer_norm_backward(
+    grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+) -> Any:
+    """Its kernel reads the statistics as if they had no gaps; those of a part may have some."""
+    statistics = (mean.contiguous(), rstd.contiguous())
+    return aten.native_layer_norm_backward.default(grad, x, shape, *statistics, weight, bias, mask)
+
+
+def rms_norm_backward(grad: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+    """As for `layer_norm_backward`."""
+    return aten._fused_rms_norm_backward.default(grad, x, shape, rstd.contiguous(), weight, mask)
+
+
+WRAPPED: Mapping[Any, Any] = MappingProxyType(
+    {
+        aten.native_layer_norm_backward.default: layer_norm_backward,
+        aten._fused_rms_norm_backward.default: rms_norm_backward,
+    }
+)
+
+
 def split_gradient(graph: fx.Graph, node: fx.Node) -> None:
     """One call for the gradient of the input, another for those of the weights."""
     at = SPLIT[node.target]  # type: ignore[index]
     mask = list(node.args[at])  # type: ignore[arg-type]
+    node.target = WRAPPED.get(node.target, node.target)
     if not mask[0] or not any(mask[1:]):
         return
     wanted = [[True] + [False] * (len(mask) - 1), [False, *mask[1:]]]
