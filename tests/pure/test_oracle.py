@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchweft.bench import verify as bench
 from torchweft.bench.mutations import MUTATIONS
 from torchweft.bench.oracle import by_closure, by_interleavings, is_safe
-from torchweft.bench.overlap import Span, overlap, overlap_at
+from torchweft.bench.oracle.overlap import Span, overlap, overlap_at
 from torchweft.bench.random_graphs import random_graph
 from torchweft.bench.random_plans import random_pair, random_plan
 from torchweft.graph import Batch, Collective, Graph, Op, Value

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from torchweft.bench.overlap import Span, overlap, units_of
-from torchweft.bench.reading import Reading, read
-from torchweft.bench.reference import Spot, parts_of, spots
+from torchweft.bench.oracle.overlap import Span, overlap, units_of
+from torchweft.bench.oracle.reading import Reading, read
+from torchweft.bench.oracle.reference import Spot, parts_of, spots
 from torchweft.cut import Cut
 from torchweft.graph import USES, Graph, Op
 from torchweft.machine import Lane

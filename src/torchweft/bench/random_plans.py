@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from torchweft.bench.content import Action, conflict
+from torchweft.bench.oracle.content import Action, conflict
 from torchweft.bench.random_drafts import (
     Draft,
     Drafter,

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torchweft.bench.content import Action, Content, Talk, UnsafeError, conflict, perform
-from torchweft.bench.reading import Reading
+from torchweft.bench.oracle.content import Action, Content, Talk, UnsafeError, conflict, perform
+from torchweft.bench.oracle.reading import Reading
 
 Positions = tuple[int, ...]
 Arrivals = dict[tuple[int, tuple[str | int, ...]], tuple[tuple[str, Talk], ...]]

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torchweft.bench.content import Action, Cell, Talk, UnsafeError, perform
-from torchweft.bench.reading import Reading
+from torchweft.bench.oracle.content import Action, Cell, Talk, UnsafeError, perform
+from torchweft.bench.oracle.reading import Reading
 
 Event = tuple[int, int, bool]  # rank, step, whether it is the end
 Met = tuple[Action, Talk]

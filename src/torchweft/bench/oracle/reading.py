@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from torchweft.bench.content import Action, Cell, Content, Move, Overlaps, Talk, UnsafeError
-from torchweft.bench.overlap import Span, overlap, units_of
-from torchweft.bench.reference import Reference, Spot, follow
-from torchweft.bench.rules import check
+from torchweft.bench.oracle.content import Action, Cell, Content, Move, Overlaps, Talk, UnsafeError
+from torchweft.bench.oracle.overlap import Span, overlap, units_of
+from torchweft.bench.oracle.reference import Reference, Spot, follow
+from torchweft.bench.oracle.rules import check
 from torchweft.graph import Op
 from torchweft.plan import Plan, Step
 from torchweft.sizes import ONE

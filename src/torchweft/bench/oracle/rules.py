@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torchweft.bench.content import UnsafeError
+from torchweft.bench.oracle.content import UnsafeError
 from torchweft.graph import Graph
 from torchweft.plan import Plan, Step
 

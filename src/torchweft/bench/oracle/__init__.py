@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchweft.bench.closure import close
-from torchweft.bench.content import UnsafeError
-from torchweft.bench.interleavings import TooManyError, count_bound, search
-from torchweft.bench.reading import Reading, read
+from torchweft.bench.oracle.closure import close
+from torchweft.bench.oracle.content import UnsafeError
+from torchweft.bench.oracle.interleavings import TooManyError, count_bound, search
+from torchweft.bench.oracle.reading import Reading, read
 from torchweft.plan import Plan
 
 MAX_STATES = 20_000
