@@ -46,6 +46,7 @@ class Entry:
     plan: Plan
     program: Program
     bucket: Bucket
+    told: tuple[str | None, bool] = (None, False)
     num_calls: int = 0
     trace: Trace | None = None
     shapes: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Piece:
 
     def entry(self, context: Context, env: dict[str, int]) -> Entry:
         """The plan for a call: the strategy's, or the sequential one with a counted reason."""
-        key = (context.batch, context.num_tokens, context.phase, context.tokens_per_request)
+        key = (context.batch, context.num_tokens, *_told(context))
         entry = self._by_batch.get(key)
         if entry is None:
             with self._lock:
@@ -148,8 +149,7 @@ class Piece:
     def _find(self, context: Context) -> tuple[Entry, str]:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
         for entry in self.entries:
-            same = entry.plan.num_parts == 1 or not context.tokens_per_request
-            if context.batch in entry.bucket and same and context.phase is None:
+            if context.batch in entry.bucket and entry.told == _told(context):
                 return entry, ""
         try:
             return self._write(self.session.strategy, context), ""
@@ -162,7 +162,7 @@ class Piece:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
-        entry = Entry(plan, self.compile(plan), bucket_of(context, seen))
+        entry = Entry(plan, self.compile(plan), bucket_of(context, seen), _told(context))
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
         self.entries.append(entry)
@@ -195,3 +195,11 @@ class Piece:
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""
+
+
+def _told(context: Context) -> tuple[str | None, bool]:
+    """What the host told that makes another plan: the phase, and whether it knows requests.
+
+    How many tokens each request has does not: it is new at every step, and a cut by rule binds it.
+    """
+    return context.phase, bool(context.tokens_per_request)

@@ -451,3 +451,20 @@ def test_higher_order_ops_are_one_op_or_a_reason_with_the_source_line(name):
     told = [why for piece in weft.report(run).pieces for _, _, why in piece.whole_ops]
     if name != "checkpoint":
         assert any("test_api.py" in why for why in told), told
+
+
+def test_new_requests_at_every_step_run_the_strategy_once():
+    def by_request(s):
+        s.split(2, at="requests")
+        while ready := s.ready():
+            for op, part in ready:
+                s.run(op, part)
+        s.merge()
+
+    model = compiled(strategy=by_request)
+    with torch.no_grad():
+        for first in range(3, 20):
+            x = torch.randn(40, 32)
+            with weft.context(phase="prefill", tokens_per_request=[first, 30 - first, 10]):
+                torch.testing.assert_close(model(x), eager(model, x))
+    assert weft.report(model).pieces[0].strategy_runs == 1
