@@ -105,9 +105,9 @@ def split_gradient(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def draw_mask(size: list[int], keep: float, device: torch.device) -> torch.Tensor:
-    """The mask of native_dropout, drawn as that draws it."""
-    return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(keep)
+def draw_mask(size: list[int], order: list[int], keep: float, device: torch.device) -> torch.Tensor:
+    """The mask of native_dropout, drawn as that draws it: in the order of its input's memory."""
+    return torch.empty_permuted(size, order, dtype=torch.bool, device=device).bernoulli_(keep)
 
 
 def split_dropout(graph: fx.Graph, node: fx.Node) -> None:
@@ -115,11 +115,13 @@ def split_dropout(graph: fx.Graph, node: fx.Node) -> None:
     source, chance, _ = node.args
     value, mask_value = node.meta["val"]
     keep = 1.0 - float(chance)  # type: ignore[arg-type]
-    if value.device.type != "cpu":
+    if value.device.type != "cpu":  # other kernels may draw otherwise
         return
     with graph.inserting_before(node):
         size = [_size(graph, source, dim, length) for dim, length in enumerate(value.shape)]
-        mask = graph.call_function(draw_mask, (size, keep, value.device))
+        strides = [getattr(getattr(s, "node", None), "hint", s) for s in mask_value.stride()]
+        order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+        mask = graph.call_function(draw_mask, (size, order, keep, value.device))
         kept = graph.call_function(aten.mul.Tensor, (source, mask))
         scaled = graph.call_function(aten.mul.Tensor, (kept, 1.0 / keep if keep else 0.0))
     for made, meaning in ((mask, mask_value), (kept, value), (scaled, value)):

@@ -61,7 +61,8 @@ def _put_back(graph: fx.Graph, copy: fx.Node) -> str:
     assert isinstance(target, fx.Node) and isinstance(last, fx.Node), "copy_ takes two tensors"
     versions = _versions(target, last)
     if not versions:
-        return f"{last.name} is no known write to it"
+        # Whole new content (running statistics) has to be copied anyhow.
+        return f"{last.name} is no known write to it" if target in last.all_input_nodes else ""
     for version in versions:
         inside = _inside(version, ())
         why = _refused(graph, target, inside, copy)

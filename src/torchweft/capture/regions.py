@@ -115,10 +115,10 @@ def _append(done: list[Region], unit: Unit, awaits: frozenset[int]) -> None:
 
 def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
     """Whether a unit may go before a region that it does not need; marked units stay together."""
-    return unit.key is None and unit.kind in WHOLE and not _needs(unit, region, cheap, rows)
+    return unit.key is None and unit.kind in WHOLE and not needs(unit, region, cheap, rows)
 
 
-def _needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+def needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
     """Whether a unit must stay behind a region: it reads what that makes, or one writes."""
     if unit.draws and any(other.draws for other in region.units):
         return True  # draws keep their order, or they would draw other numbers

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.aten_call import AtenCall, Found, RowRule
-from torchweft.capture.axes import Axis, Mixes, agreed, wrap
+from torchweft.capture.axes import Axis, Mixes, agreed, same, wrap
 
 POINTWISE = """
     elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
@@ -102,8 +102,14 @@ def scatter(call: AtenCall) -> Found:
         return None
     dim = wrap(call.args["dim"], len(call.args["input_sizes"]))
     moved = axis.at(axis.dim + (call.name == "select_backward" and dim <= axis.dim))
-    sizes = [size for at, size in enumerate(call.args["input_sizes"]) if at != moved.dim]
-    if dim == moved.dim or call.symbols.inside(sizes):
+    sizes = list(call.args["input_sizes"])
+    whole = call.symbols.expr(sizes.pop(moved.dim))
+    if call.symbols.inside(sizes):
+        raise Mixes("it spreads the batch over several dims")
+    if dim == moved.dim:
+        given = call.symbols.expr(call.tensors[0].shape[axis.dim])
+        if call.name == "slice_backward" and call.args["step"] == 1 and same(whole, given):
+            return moved
         raise Mixes("it writes to a piece of the batch")
     places = [call.args.get(name) for name in ("start", "end", "index")]
     if call.symbols.inside(places):
@@ -270,7 +276,7 @@ def _table() -> dict[str, RowRule]:
         ("native_group_norm_backward", norm_input, "N"),
         ("native_batch_norm_backward", batch_norm, ""),
         ("convolution_backward", convolution, ""),
-        ("slice_backward select_backward", scatter, "input_sizes"),
+        ("slice_backward select_backward", scatter, "input_sizes end"),
         (ATTENTION, attention, ""),
         (LOSSES, loss, ""),
         ("nll_loss_backward nll_loss2d_backward", nll_loss, ""),

@@ -60,7 +60,8 @@ ATTENTION = """
     _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
 """
 CREATE = (
-    "zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided"
+    "zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided "
+    "empty_permuted"
 )
 LIKE = "zeros_like ones_like full_like empty_like"
 VIEWS: dict[str, tuple[Any, str]] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from torchweft.capture.regions import Region, _needs
+from torchweft.capture.regions import Region, needs
 from torchweft.capture.rows import Rows
 from torchweft.capture.units import Unit
 
@@ -40,7 +40,7 @@ class _Sinker:
             if unit.cheap:
                 self.done.append(unit)
                 continue
-            waits = _needs(unit, self.waiting, self.cheap, self.rows)
+            waits = needs(unit, self.waiting, self.cheap, self.rows)
             if unit.kind == "additive" and not waits:
                 self.waiting.add(unit)
                 continue
@@ -68,7 +68,7 @@ class _Sinker:
             return False
         if unit.kind == "row-wise" and unit.collective is None:
             return unit.key != self.stretch.units[-1].key
-        return _needs(unit, self.stretch, self.cheap, self.rows)
+        return needs(unit, self.stretch, self.cheap, self.rows)
 
     def _restart(self) -> None:
         self.stretch = Region([], "batch-free")
