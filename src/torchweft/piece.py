@@ -50,6 +50,7 @@ class Entry:
     num_calls: int = 0
     trace: Trace | None = None
     shapes: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    refused: dict[object, str] = field(default_factory=dict)
 
 
 class Piece:
@@ -182,7 +183,15 @@ class Piece:
         return self._sequential
 
     def _parts_refused(self, entry: Entry, env: dict[str, int], context: Context) -> str:
-        """Why a call cannot be cut as its plan says; empty if it can."""
+        """Why a call cannot be cut as its plan says; empty if it can. Remembered by shape."""
+        key = (*env.values(), context.tokens_per_request)
+        if key not in entry.refused:
+            if len(entry.refused) >= MAX_SHAPES:
+                entry.refused.clear()
+            entry.refused[key] = self._refusal(entry, env, context)
+        return entry.refused[key]
+
+    def _refusal(self, entry: Entry, env: dict[str, int], context: Context) -> str:
         batch = self.graph.batch
         assert batch is not None, "a graph without a batch is not split"
         if not self.captured.splits(env):
