@@ -25,7 +25,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
 from torchweft.capture.tracing import make_dynamic, tracing
-from torchweft.errors import WeftError
+from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
 from torchweft.machine import Machine
 from torchweft.marks import MarkRule
@@ -67,6 +67,8 @@ def compile(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
     )  # fmt: skip
+    if not callable(model):
+        raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
     if isinstance(model, nn.Module):
@@ -75,7 +77,8 @@ def compile(
             call = wrap_inline(call)
         model._compiled_call_impl = _wrap(session, call)
         return model
-    return functools.wraps(model)(_wrap(session, model))  # type: ignore[return-value]
+    plain = _plain(model)  # compiled again: the new strategy takes the place of the old
+    return functools.wraps(plain)(_wrap(session, plain))  # type: ignore[return-value]
 
 
 def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +93,8 @@ def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
                 outputs = session.shadow(compiled, call, args, kwargs)
             else:
                 outputs = compiled(*args, **kwargs)
+        if not session.pieces and not session.num_uncaptured:
+            session.fall_back(None, "capture: Dynamo captured no graph of this call")
         if session.unmatched:
             session.require_marks()
         return outputs
@@ -98,13 +103,22 @@ def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
     return weft_call
 
 
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without our own wrapper; decorators of its author stay."""
+    found: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
+    return found
+
+
 def session_of(model: Callable[..., Any]) -> Session:
     """The session behind a compiled model or function. Raises `WeftError` if there is none."""
     call = model._compiled_call_impl if isinstance(model, nn.Module) else model
     session = getattr(call, "session", None)
     if not isinstance(session, Session):
         name = getattr(model, "__name__", type(model).__name__)
-        raise WeftError(f"compile: {name!r} was not compiled by weft.compile.", rule="compile")
+        raise WeftError(
+            f"compile: {name!r} was not compiled by weft.compile (or WEFT_DISABLE=1 is set).",
+            rule="compile",
+        )
     return session
 
 
@@ -147,7 +161,7 @@ def check(
     """
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
-    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else inspect.unwrap(model)
+    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else _plain(model)
     subject = copy.deepcopy(plain) if isinstance(plain, nn.Module) else plain
     if strategy is None:
         strategy = session_of(model).strategy

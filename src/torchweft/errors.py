@@ -61,7 +61,7 @@ class PlanError(WeftError):
     """A plan is unsafe or unreadable; `step` is the index of the step at fault."""
 
 
-class RunError(WeftError):
+class RunError(WeftError, RuntimeError):
     """A verified plan failed while running; `story` is what each lane had done."""
 
     def __init__(self, message: str, *, story: str = "", lane: str | None = None) -> None:

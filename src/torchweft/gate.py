@@ -92,7 +92,11 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
 
 
 def preserved(inputs: Any) -> Any:
-    """A copy of a nest of inputs: tensors cloned, everything else deep-copied."""
+    """A copy of a nest of inputs; tensors that share bytes share them in the copy too."""
+    try:
+        return copy.deepcopy(inputs)
+    except RuntimeError:  # a tensor with a gradient history: cloned one by one
+        pass
 
     def one(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

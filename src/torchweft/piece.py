@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch._guards import CompileContext
+from torch.nn import Buffer, Parameter
 
 from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
@@ -59,6 +60,8 @@ class Piece:
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.graph = session, captured, captured.graph
         self.guards: Guards = guards_of(gm, captured.graph.batch)
+        self.unsplit = ""
+        self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
         self.entries: list[Entry] = []
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()
@@ -74,8 +77,13 @@ class Piece:
             self.session.kept[self] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
         values, env = self.captured.bind(inputs)
         context = self.session.context(self.graph, env)
-        entry = self.entry(context, env)
         given = [values[name] for name in self.graph.inputs]
+        forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
+        if forbidden:
+            entry = self.sequential(context)
+            self.session.fall_back(self, forbidden)
+        else:
+            entry = self.entry(context, env)
         outputs = self.run(entry, given, env, context)
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
 
@@ -204,6 +212,23 @@ class Piece:
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""
+
+
+def shared_bytes(inputs: Sequence[Any]) -> str:
+    """Why inputs cannot be cut into rows: two of them overlap in memory; empty if none do.
+
+    A row of one may then be another row of the other, which a write would reach too early.
+    """
+    spans: list[tuple[int, int]] = []
+    for item in {id(item): item for item in inputs if isinstance(item, Tensor)}.values():
+        if type(item) in (Tensor, Parameter, Buffer) and item.numel():
+            reach = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True))
+            start = item.data_ptr()
+            spans.append((start, start + (reach + 1) * item.element_size()))
+    spans.sort()
+    if any(start < end for (_, end), (start, _) in pairwise(spans)):
+        return "alias: two inputs overlap in memory, and one of them may be written"
+    return ""
 
 
 def _told(context: Context) -> tuple[str | None, bool]:

@@ -147,12 +147,13 @@ def _piece(piece: Piece) -> PieceReport:
 
 
 def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:
-    """The measured spans of the entry that was called most often."""
-    traced = [entry for entry in entries if entry.trace is not None]
-    if not traced:
-        return []
-    trace = max(traced, key=lambda entry: entry.num_calls).trace
-    return [span for span in trace.spans if span.kind in kinds] if trace is not None else []
+    """The measured spans of all entries, those of each as often as it was called."""
+    spans: list[Span] = []
+    for entry in entries:
+        for span in entry.trace.spans if entry.trace is not None else ():
+            if span.kind in kinds:
+                spans.append(span._replace(busy_s=span.busy_s * entry.num_calls))
+    return spans
 
 
 def _head_room(entries: list[Entry]) -> float | None:

@@ -8,8 +8,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
+import torch
 from torch import SymInt, fx
 
 from torchweft.capture.aten import check_level, level_of, run_aten
@@ -22,7 +24,7 @@ from torchweft.gate import Shadow, first_difference
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
 from torchweft.marks import MarkRule, require_matched
-from torchweft.piece import Piece
+from torchweft.piece import Piece, shared_bytes
 from torchweft.runtimes.cpu import Lanes
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
@@ -95,7 +97,8 @@ class Session:
             "rules": self.rules, "batch": self.batch, "name": f"piece{number}",
         }  # fmt: skip
         if (self.level or level_of(gm, example_inputs)) == "aten":
-            return run_aten(gm, example_inputs, self._piece, **options)
+            why = shared_bytes(example_inputs)
+            return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
 
         def captured() -> Captured:
             found = capture(gm, example_inputs, **options)
@@ -103,15 +106,18 @@ class Session:
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             return found if self.strict else probe(found, given)
 
-        return self._piece(gm, captured)
+        return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
-    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Captured]) -> Callable[..., Any]:
+    def _piece(
+        self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str = ""
+    ) -> Callable[..., Any]:
         """A graph that was captured, as a piece of this session."""
         try:
             captured = capture()
         except CaptureError as error:
             return self._uncaptured(gm, error)
         piece = Piece(self, captured, gm)
+        piece.unsplit = unsplit
         self.pieces.append(piece)
         return piece
 
@@ -178,3 +184,17 @@ class Session:
         if first:
             where = piece.graph.name if piece is not None else "a graph"
             log.warning("%s runs sequentially: %s", where, reason)
+
+
+def _sets_grad(gm: fx.GraphModule) -> str:
+    """Why a graph must run whole: it turns gradients on for itself; empty if it does not.
+
+    Parts are put together outside of that stretch, so the result would lose its history.
+    """
+    for node in gm.graph.nodes:
+        turned_on = node.target is torch._C._set_grad_enabled and node.args == (True,)
+        if turned_on and not torch.is_grad_enabled():
+            return "grad: the model turns gradients on inside"
+        if "_enter_inference_mode" in str(node.target):
+            return "grad: the model enters inference mode inside"
+    return ""

@@ -468,3 +468,67 @@ def test_new_requests_at_every_step_run_the_strategy_once():
             with weft.context(phase="prefill", tokens_per_request=[first, 30 - first, 10]):
                 torch.testing.assert_close(model(x), eager(model, x))
     assert weft.report(model).pieces[0].strategy_runs == 1
+
+
+def test_inputs_that_overlap_in_memory_are_not_split_when_one_is_written():
+    def shifted(x, y):
+        y.mul_(2)
+        return x + y
+
+    def both():
+        base = torch.arange(9.0).view(9, 1)
+        return base[1:], base[:-1]
+
+    run = weft.compile(shifted, weft.overlap(parts=2))
+    for _ in range(2):
+        assert torch.equal(run(*both()), shifted(*both()))
+    assert "overlap in memory" in weft.report(run).fallbacks[0][0]
+    assert weft.check(shifted, both(), strategy="overlap").equal == "bit-equal"
+
+
+def test_gradients_turned_on_inside_are_kept():
+    def inside(x):
+        with torch.enable_grad():
+            return x * 2
+
+    x = torch.randn(8, 3, requires_grad=True)
+    run = weft.compile(inside, weft.overlap(parts=2))
+    with torch.no_grad():
+        assert run(x).requires_grad
+    assert "turns gradients on" in weft.report(run).fallbacks[0][0]
+
+
+def test_compiling_again_takes_the_new_strategy():
+    def double(x):
+        return x * 2
+
+    once = weft.compile(double, weft.overlap(parts=2))
+    twice = weft.compile(once, weft.overlap(parts=3))
+    x = torch.ones(9, 2)
+    assert torch.equal(twice(x), x * 2)
+    assert weft.plans(twice)[0].num_parts == 3
+
+
+def test_many_models_of_one_class_are_all_captured():
+    x = torch.ones(8, 4)
+    for _ in range(12):
+        model = weft.compile(nn.Sequential(nn.Linear(4, 4)), weft.overlap(parts=2))
+        with torch.no_grad():
+            model(x)
+        assert len(weft.plans(model)) == 1
+
+
+def test_a_call_of_which_nothing_is_captured_is_told():
+    inner = torch.compiler.disable(lambda x: x * 2)
+    run = weft.compile(lambda x: inner(x), weft.overlap(parts=2))
+    assert torch.equal(run(torch.ones(4)), torch.full((4,), 2.0))
+    assert "captured no graph" in weft.report(run).fallbacks[0][0]
+
+
+def test_only_what_can_be_called_is_compiled():
+    with pytest.raises(weft.WeftError, match="neither a model nor a function"):
+        weft.compile(3, "overlap")
+
+
+def test_a_run_error_is_a_runtime_error():
+    assert issubclass(weft.RunError, RuntimeError)

@@ -242,7 +242,7 @@ class Assembly:
         elif region.kind == "row-wise" and region.collective is None:
             base = "op"
         elif region.kind == "batch-free" and region.collective is None:
-            base = "free"
+            base = "once"
         else:
             told = region.collective or region.reason.told
             target = target_name(told).removesuffix(".default")

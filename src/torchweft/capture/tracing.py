@@ -33,7 +33,8 @@ def tracing() -> Iterator[None]:
     """Settings of Dynamo under which the batch can be told from other dims of the same size."""
     with (
         fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        torch._dynamo.config.patch(specialize_float=True),
+        # Each compiled model is a backend of its own; models of one class share Dynamo's cache.
+        torch._dynamo.config.patch(specialize_float=True, recompile_limit=128),
     ):
         yield
 
