@@ -35,11 +35,11 @@ from torchweft.trace import Trace
 
 if TYPE_CHECKING:
     from torchweft.api import check, compile, plans, report, warmup
-    from torchweft.marks import mark, mark_function, mark_module, mark_op
+    from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "warmup"),
-    "marks": ("mark", "mark_function", "mark_module", "mark_op"),
+    "marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path"),
 }
 __all__ = [
     "CaptureError",
@@ -66,7 +66,7 @@ __all__ = [
     "mark",
     "mark_function",
     "mark_module",
-    "mark_op",
+    "mark_op", "mark_path",
     "overlap",
     "plans",
     "report",

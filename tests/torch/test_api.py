@@ -532,3 +532,55 @@ def test_only_what_can_be_called_is_compiled():
 
 def test_a_run_error_is_a_runtime_error():
     assert issubclass(weft.RunError, RuntimeError)
+
+
+def scaled(x):
+    return x * 3 + 1
+
+
+class Marked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with weft.mark("inside", uses="memory"):
+            y = torch.relu(x)
+        return scaled(self.second(self.first(y)))
+
+
+RULES = {
+    "module": (lambda: weft.mark_module(nn.Linear, "layer"), {"layer", "layer.1"}),
+    "path": (lambda: weft.mark_path(r"second", "last"), {"last"}),
+    "function": (lambda: weft.mark_function(scaled, "scaling"), {"scaling"}),
+    "op": (lambda: weft.mark_op(r"relu", "rectify"), {"rectify"}),
+}
+
+
+@pytest.mark.parametrize("form", RULES)
+def test_each_mark_form_names_its_op_and_breaks_no_graph(form):
+    rule, names = RULES[form]
+    model = compiled(Marked(), rules=[rule()])
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), eager(model, x))
+    graph = session_of(model).pieces[0].graph
+    assert names <= set(graph.op)
+    assert weft.report(model).num_breaks == 0
+    if form != "op":
+        assert graph.op["inside"].uses == "memory"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: weft.mark_module(nn.Conv2d, "conv"),
+        lambda: weft.mark_path(r"third", "third"),
+        lambda: weft.mark_function(torch.fft.fft, "fft"),
+        lambda: weft.mark_op(r"softmax", "soft"),
+    ],
+)
+def test_a_rule_that_matches_nothing_raises(rule):
+    model = compiled(Marked(), rules=[rule()])
+    with torch.no_grad(), pytest.raises(weft.CaptureError, match="matched nothing"):
+        model(torch.randn(8, 8))
