@@ -77,7 +77,7 @@ def compile_program(
     bodies: for each op its function, reads in, makes out. It may have `sizes`, which are passed
     behind the reads, and for a two-phase op `issue` and `complete`.
     traced: every step leaves (step, start, end). jitter: every step is delayed at random, or by
-    what a function says, in seconds.
+    what a function says, in seconds, and room for whole values starts as NaN.
     """
     return _Writer(plan, bodies, traced, jitter).program()
 
@@ -316,19 +316,20 @@ class _Writer:
             raise PlanError(f"device: this runtime has one device; {step.label}.", rule="device")
         name, number = step.names[0], self.index[step.names[0]]
         value = self.graph.value[name]
-        self.space |= {f"u{number}": putter(value), f"n{number}": whole_like(value)}
+        room = whole_like(value, poison=bool(self.jitter))
+        self.space |= {f"u{number}": putter(value), f"n{number}": room}
         piece = next(p for p in self.made[name] if _holds(p, step.parts))
         part = self._take(name, self._variable(name, piece), piece, step.parts)
         start, stop = step.parts or (0, self.plan.num_parts)
         last = f"b{self.plan.num_parts}"
         place = self._use(f"p{number}")
         others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
-        room = f"n{number}({part}, b{stop} - b{start}, {last})"
+        make = f"n{number}({part}, b{stop} - b{start}, {last})"
         if len({other.lane for other in others}) > 1:
             # Any of several lanes may come first.
-            lines = [f"first(c, {{at_p{number}}}, lambda: {room})"]
+            lines = [f"first(c, {{at_p{number}}}, lambda: {make})"]
         else:
-            lines = [f"{place} = {room}"] if others[0] is step else []
+            lines = [f"{place} = {make}"] if others[0] is step else []
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
         dead = f"{self._use(self._variable(name, piece))} = None"
         return [*lines, put, dead] if piece == step.parts else [*lines, put]

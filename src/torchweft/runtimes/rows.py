@@ -60,10 +60,12 @@ def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
     return put_outer
 
 
-def whole_like(value: Value) -> Callable[[Any, int, int], Any]:
+def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int], Any]:
     """The function that makes room for all rows: (a part, its rows, all rows) -> empty tensor.
 
     Dims lie in memory in the part's order, so a transposed part gives a transposed whole.
+    poison: fill the room with NaN, so that a read that comes too early cannot find the right
+    numbers of an earlier call.
     """
     assert value.batch is not None, "only values with a batch have rows"
     dim = value.batch.dim
@@ -72,7 +74,8 @@ def whole_like(value: Value) -> Callable[[Any, int, int], Any]:
         shape = list(part.shape)
         shape[dim] = shape[dim] // part_rows * rows
         order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
-        return torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+        room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+        return room.fill_(float("nan")) if poison and room.is_floating_point() else room
 
     return make
 
