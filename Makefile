@@ -1,14 +1,15 @@
-# make setup | demo | test | lint | plans.  Needs Python 3.11 and a package index, nothing else.
+# make setup | demo | test | lint | plans | bench-setup.  Needs Python 3.11 and a package index.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP_BENCH := $(VENV)-bench/bin/python -m pip --quiet --disable-pip-version-check
 SOURCES := pyproject.toml requirements/constraints.txt requirements/dev.txt
 # Named after what the requirement files say: other requirements, another stamp, a new set-up.
 STAMP := $(VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint plans clean
+.PHONY: setup demo test lint plans bench-setup clean
 
 setup: $(STAMP)
 
@@ -37,5 +38,15 @@ lint: setup
 plans: setup
 	$(BIN)/python -m pytest tests/pure/test_strategies.py --write-plans
 
+# The peers that `torchweft bench overlap` races against, in a venv that sees all of $(VENV):
+# then run $(VENV)-bench/bin/torchweft bench overlap.
+bench-setup: setup
+	$(PYTHON) -m venv --without-pip $(VENV)-bench
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+		> "$$($(VENV)-bench/bin/python -c 'import site; print(site.getsitepackages()[0])')/layer.pth"
+	$(PIP_BENCH) install --no-deps --no-build-isolation -c requirements/constraints.txt \
+		-r requirements/bench.txt
+	$(PIP_BENCH) install --no-deps --no-build-isolation -e .
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -34,6 +34,7 @@ from torchweft.strategy import Strategy, get_strategy, strategy, strategy_names
 from torchweft.trace import Trace
 
 if TYPE_CHECKING:
+    from torchweft import lab
     from torchweft.api import check, compile, plans, report, warmup
     from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path
 
@@ -63,6 +64,7 @@ __all__ = [
     "context",
     "cpu",
     "get_strategy",
+    "lab",
     "mark",
     "mark_function",
     "mark_module",
@@ -90,6 +92,8 @@ def trace(model: Any, *args: Any, **kwargs: Any) -> Trace:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lab":
+        return import_module("torchweft.lab")
     for home, names in _LAZY.items():
         if name in names:
             return getattr(import_module(f"torchweft.{home}"), name)

@@ -31,6 +31,7 @@ from torchweft.machine import Machine
 from torchweft.marks import MarkRule
 from torchweft.plan import Plan
 from torchweft.reporting import Report, report_of
+from torchweft.runtimes.ranks import WATCHDOG_S
 from torchweft.session import Session
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
@@ -52,20 +53,24 @@ def compile(
     jitter: bool = False,
     shadow: int = 0,
     level: str | None = None,
+    watchdog_s: float = WATCHDOG_S,
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
     strategy says, "sequential" (counted, with its reason) or "error". strict: ops that no rule
     vouches for are not tried on rows and stay whole. batch: the dim of the inputs
-    that a split cuts, default 0. shadow=N compares every N-th call with eager.
+    that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
+    or "inductor".
+    shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
-    gradients are wanted, else "torch".
+    gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
+        watchdog_s=watchdog_s,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")

@@ -5,6 +5,7 @@ A bench is a module `torchweft.bench.NAME` with
     def run(*, num_plans: int = 20_000, seed: int = 0, progress=None) -> (rows, summary)
 
 Its keyword-only arguments are the options (`--plans`, `--seed`); it calls `progress(done, total)`.
+Where rows are wide, its `COLUMNS` are those that people see; `--json` gives all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, get_type_hints
 from torchweft.cli_text import printable, read_literal, say, say_json
 from torchweft.errors import WeftError, clip, unknown
 
-BENCHES = ("verify", "zoo")
+BENCHES = ("overlap", "verify", "zoo")
 MAX_ROWS = 40
 MAX_CELL = 60
 Row = Mapping[str, Any]
@@ -30,13 +31,16 @@ def run_bench(name: str, words: Sequence[str], *, as_json: bool) -> None:
         raise WeftError(f"bench: which one? Known: {', '.join(BENCHES)}.", rule="bench")
     if name not in BENCHES:
         raise WeftError(f"bench: {unknown('bench', name, BENCHES)}", rule="bench")
-    run = importlib.import_module(f"torchweft.bench.{name}").run
+    bench = importlib.import_module(f"torchweft.bench.{name}")
+    run = bench.run
     options = read_options(run, words)
     rows, summary = _with_bar(name, run, options)
     if as_json:
         say_json({"bench": name, "rows": list(rows), "summary": summary})
     else:
-        _show(name, list(rows), summary)
+        columns = getattr(bench, "COLUMNS", None)
+        shown = [{key: row[key] for key in columns} for row in rows] if columns else list(rows)
+        _show(name, shown, summary)
 
 
 def read_options(run: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:

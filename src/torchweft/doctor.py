@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchweft import lab
+
 TORCH = "2.13.0"
 
 
@@ -84,16 +86,9 @@ def _gloo() -> Diagnosis:
 
 def _namespaces() -> Diagnosis:
     """Whether a bandwidth-limited link can be made here without root."""
-    tools = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
-    if tools:
-        cure = "Install util-linux and iproute2 for limited links."
-        return Diagnosis("network namespaces", "warning", f"missing: {', '.join(tools)}", cure)
-    limit = "tc qdisc replace dev lo root tbf rate 1gbit burst 512kb latency 100ms"
-    command = ["unshare", "-Urn", "sh", "-c", f"ip link set lo up && {limit}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        cure = "Links run over plain loopback here."
-        return Diagnosis("network namespaces", "warning", _last(done.stderr), cure)
+    if reason := lab.check():
+        cure = "Links run over plain loopback here; they need Linux, util-linux and iproute2."
+        return Diagnosis("network namespaces", "warning", reason, cure)
     return Diagnosis("network namespaces", "ok", "unprivileged, with a token-bucket filter")
 
 

@@ -21,12 +21,14 @@ from torch.nn import Buffer, Parameter
 from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
+from torchweft.capture.inner import compile_bodies
 from torchweft.context import Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.cpu import run, run_traced
 from torchweft.runtimes.program import Program, compile_program
+from torchweft.runtimes.talk import Talk, digests, refuse
 from torchweft.strategies import sequential
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 MAX_ENTRIES = 256
 MAX_SHAPES = 4096
+Shape = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
+"""Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Entry:
     told: tuple[str | None, bool] = (None, False)
     num_calls: int = 0
     trace: Trace | None = None
-    shapes: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    shapes: dict[object, Shape] = field(default_factory=dict)
     refused: dict[object, str] = field(default_factory=dict)
 
 
@@ -62,6 +66,8 @@ class Piece:
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         self.unsplit = ""
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
+        self.bodies = compile_bodies(captured.bodies, session.inner)
+        self.talks = any(op.collective is not None for op in captured.graph.ops)
         self.entries: list[Entry] = []
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()
@@ -83,7 +89,7 @@ class Piece:
             entry = self.sequential(context)
             self.session.fall_back(self, forbidden)
         else:
-            entry = self.entry(context, env)
+            entry = self._entry(context, env)
         outputs = self.run(entry, given, env, context)
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
 
@@ -91,7 +97,15 @@ class Piece:
         self, entry: Entry, given: Sequence[Any], env: dict[str, int], context: Context
     ) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        bounds, numbers = self._shape(entry, env, context)
+        bounds, numbers, told = self._shape(entry, env, context)
+        if not told:
+            return self._run(entry, given, bounds, numbers)
+        with Talk(entry.plan, told, self.session.watchdog_s):
+            return self._run(entry, given, bounds, numbers)
+
+    def _run(
+        self, entry: Entry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
+    ) -> tuple[Any, ...]:
         entry.num_calls += 1
         lanes, threads = self.session.lanes, self.session.num_threads
         collected = self.session.traces
@@ -113,25 +127,31 @@ class Piece:
 
     def compile(self, plan: Plan, *, traced: bool = False) -> Program:
         """The program of a plan."""
-        return compile_program(
-            plan, self.captured.bodies, traced=traced, jitter=self.session.jitter
-        )
+        return compile_program(plan, self.bodies, traced=traced, jitter=self.session.jitter)
 
-    def _shape(
-        self, entry: Entry, env: dict[str, int], context: Context
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Row borders and sizes of a call; remembered, for a shape rarely comes alone."""
+    def _shape(self, entry: Entry, env: dict[str, int], context: Context) -> Shape:
+        """Borders, sizes and digests of a call; remembered, for a shape rarely comes alone."""
         key = (*env.values(), context.tokens_per_request)
         found = entry.shapes.get(key)
         if found is None:
             rows = env.get(self.graph.batch or "", 1)
             whole = entry.plan.num_parts == 1
             bounds = (0, rows) if whole else entry.plan.cut.bounds(rows, context.tokens_per_request)
-            found = (bounds, entry.program.numbers(env, bounds))
+            told = digests(entry.plan, self.captured.bodies, env, bounds) if self.talks else {}
+            found = (bounds, entry.program.numbers(env, bounds), told)
             if len(entry.shapes) >= MAX_SHAPES:
                 entry.shapes.clear()
             entry.shapes[key] = found
         return found
+
+    def _entry(self, context: Context, env: dict[str, int]) -> Entry:
+        """The plan for a call; a rank that finds none tells the others before it raises."""
+        try:
+            return self.entry(context, env)
+        except WeftError:
+            if self.talks:
+                refuse(self.graph, self.session.watchdog_s)
+            raise
 
     def entry(self, context: Context, env: dict[str, int]) -> Entry:
         """The plan for a call: the strategy's, or the sequential one with a counted reason."""
@@ -205,7 +225,7 @@ class Piece:
         if not self.captured.splits(env):
             return "batch: the sizes that were taken for one batch differ in this call"
         try:
-            bounds, _ = self._shape(entry, env, context)
+            bounds = self._shape(entry, env, context)[0]
         except WeftError as error:
             return str(error)
         for start, stop in pairwise(bounds):

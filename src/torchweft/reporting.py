@@ -31,6 +31,7 @@ class PieceReport:
     level: str = "torch"
     additive_ops: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    broken: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Report:
         return max(0, len({piece.frame for piece in self.pieces}) - 1)
 
     @property
+    def breaks(self) -> tuple[str, ...]:
+        """What Dynamo could not capture: the user's line and the reason, once each."""
+        return tuple(dict.fromkeys(piece.broken for piece in self.pieces if piece.broken))
+
+    @property
     def num_copies(self) -> int:
         """Copy steps of all plans in use."""
         return sum(piece.num_copies for piece in self.pieces)
@@ -78,6 +84,7 @@ class Report:
             )
         if self.num_breaks:
             lines.append(f"  graph breaks: {self.num_breaks}; each piece is scheduled on its own")
+        lines += [f"    not captured, runs as it is: {text}" for text in self.breaks]
         return "\n".join(lines)
 
 
@@ -143,6 +150,7 @@ def _piece(piece: Piece) -> PieceReport:
         level=graph.level,
         additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
         notes=piece.captured.notes,
+        broken=piece.captured.broken,
     )
 
 

@@ -16,6 +16,7 @@ from torch import SymInt, fx
 
 from torchweft.capture.aten import check_level, level_of, run_aten
 from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
 from torchweft.context import Context
 from torchweft.cost import Costs
@@ -26,12 +27,12 @@ from torchweft.machine import Machine, cpu
 from torchweft.marks import MarkRule, require_matched
 from torchweft.piece import Piece, shared_bytes
 from torchweft.runtimes.cpu import Lanes
+from torchweft.runtimes.ranks import WATCHDOG_S, introduce
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
 
 log = logging.getLogger("torchweft")
 FALLBACKS = ("sequential", "error")
-INNERS = ("eager",)
 _told: ContextVar[Mapping[str, Any]] = ContextVar("weft context", default={})  # noqa: B039
 
 
@@ -69,18 +70,23 @@ class Session:
         jitter: bool = False,
         shadow: int = 0,
         level: str | None = None,
+        watchdog_s: float = WATCHDOG_S,
     ) -> None:
+        if not watchdog_s > 0:
+            raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
-        if inner not in INNERS:
-            raise StrategyError(f"inner: {unknown('inner backend', inner, INNERS)}")
-        self.strategy, self.rules, self.inner = as_strategy(strategy), tuple(rules), inner
+        self.strategy, self.rules, self.inner = (
+            as_strategy(strategy),
+            tuple(rules),
+            check_inner(inner),
+        )
         self.fallback, self.strict, self.batch = fallback, strict, batch
         self.machine = machine or cpu()
         self.costs = Costs(self.machine)
         self.num_threads, self.jitter = num_threads, jitter
         self.shadow = Shadow(shadow) if shadow else None
-        self.level = check_level(level)
+        self.level, self.watchdog_s = check_level(level), watchdog_s
         self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
@@ -89,9 +95,11 @@ class Session:
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None
         self._lock = threading.Lock()
+        introduce()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph; the result stands in for it."""
+        introduce()
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
         options: dict[str, Any] = {
             "rules": self.rules, "batch": self.batch, "name": f"piece{number}",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import os
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import check_clean, check_overlap, run_cases
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
-
-TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Shard(torch.nn.Module):
@@ -36,47 +33,34 @@ class Shard(torch.nn.Module):
         return x
 
 
-def rank_main(rank: int, folder: str, in_place: bool, parts: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    try:
-        torch.manual_seed(rank)
-        model, x = Shard(in_place).eval(), torch.arange(7 * 16.0).reshape(7, 16) / 50
-        with torch.no_grad():
-            wanted = model(x.clone())
-            weft.compile(model, weft.overlap(parts=parts))
-            for _ in range(3):
-                torch.testing.assert_close(model(x.clone()), wanted)
-        plan = weft.plans(model)[0]
-        kinds = [step.kind for step in plan.steps]
-        assert kinds.count("issue") == kinds.count("complete") == 2 * parts, str(plan)
-        assert plan.num_parts == parts
-        first = kinds.index("complete")
-        assert "run" in kinds[kinds.index("issue") : first], (
-            "compute stands between issue and complete"
-        )
-        verdict = weft.report(model).fallbacks
-        assert verdict == (), verdict
-        dist.barrier()  # a gloo rank that leaves while its peer still talks aborts one of them
-    finally:
-        dist.destroy_process_group()
-    # gloo's own threads now and then abort a process while the interpreter is being taken down.
-    os._exit(0)
+def check_shard(rank, *, in_place, parts, jitter):
+    model, x = Shard(in_place).eval(), torch.arange(7 * 16.0).reshape(7, 16) / 50
+    wanted = model(x.clone())
+    weft.compile(model, weft.overlap(parts=parts), jitter=jitter)
+    for _ in range(3):
+        torch.testing.assert_close(model(x.clone()), wanted)
+    plan = weft.plans(model)[0]
+    kinds = [step.kind for step in plan.steps]
+    assert kinds.count("issue") == kinds.count("complete") == 2 * parts, str(plan)
+    assert plan.num_parts == parts
+    check_overlap(plan)
+    check_clean(model)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("parts", [2, 3])
-def test_overlap_on_two_ranks_is_equal_to_eager(tmp_path, in_place, parts):
-    context = mp.spawn(rank_main, (str(tmp_path), in_place, parts), nprocs=2, join=False)
-    assert context is not None
-    try:
-        deadline = 120
-        while deadline > 0 and not context.join(timeout=5):
-            deadline -= 5
-        assert deadline > 0, "the ranks did not end"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
+CASES = {
+    f"in_place={in_place} parts={parts} jitter={jitter}": functools.partial(
+        check_shard, in_place=in_place, parts=parts, jitter=jitter
+    )
+    for in_place in (False, True)
+    for parts, jitter in ((2, False), (3, False), (3, True))
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_cases(tmp_path_factory.mktemp("ranks"), CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_on_two_ranks_is_equal_to_eager(results, name):
+    assert results[name] == "", results[name]

@@ -79,7 +79,7 @@ def test_two_phases_do_what_the_whole_does(reduce: Callable[[Any], Any]) -> None
     for tensor in (torch.randn(3, 4), torch.randn(4, 3).t()):
         given, other = tensor.clone(), tensor.clone()
         made = body.complete(body.issue(given))
-        want = body(other)
+        want = body.code(other)
         assert len(made) == len(want) and torch.equal(given, other)
         assert all(torch.equal(a, b) for a, b in zip(made, want, strict=True))
 
@@ -96,3 +96,65 @@ def test_gather_and_scatter_keep_rows_apart() -> None:
     assert torch.equal(tracer.compile(fn)(x), (x * 2 + 1) * 3)
     kinds = [op.collective.kind for op in tracer.captures[0].graph.ops if op.collective]
     assert kinds == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+def test_only_what_nobody_reads_again_is_reduced_where_it_is() -> None:
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x * 2, "sum", dist.group.WORLD)
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return funcol.all_reduce(y, "sum", dist.group.WORLD) + y
+
+    def given(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x, "sum", dist.group.WORLD)
+
+    def handed_out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return funcol.all_reduce(y.view(-1), "sum", dist.group.WORLD), y
+
+    def perhaps_a_view(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).view(-1, 2, 2).transpose(1, 2).reshape(-1, 4)
+        return funcol.all_reduce(y, "sum", dist.group.WORLD)
+
+    for function, in_place in (
+        (last, True), (again, False), (given, False), (handed_out, False), (perhaps_a_view, False),
+    ):  # fmt: skip
+        tracer = Tracer()
+        tracer.compile(function)(torch.randn(6, 4))
+        body = tracer.captures[0].bodies["all_reduce"]
+        assert body.issue is not None and body.complete is not None
+        tensor = torch.randn(24) if function is handed_out else torch.randn(6, 4)
+        (made,) = body.complete(body.issue(tensor))
+        assert (made.data_ptr() == tensor.data_ptr()) is in_place, function.__name__
+        slice_of_more = torch.randn(8, 4)[:6]
+        if function is last:
+            (made,) = body.complete(body.issue(slice_of_more))
+            assert made.data_ptr() != slice_of_more.data_ptr()
+        torch._dynamo.reset()
+
+
+def test_a_buffer_that_only_a_collective_fills_is_left_out() -> None:
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        dist.all_gather_single(out, x * 2)
+        return out + 1
+
+    def read_before(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        y = out + x
+        dist.all_gather_single(out, x * 2)
+        return out + y
+
+    def from_outside(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        dist.all_gather_single(out, x * 2)
+        return out + 1
+
+    x = torch.randn(6, 4)
+    for function, more in ((fresh, ()), (read_before, ()), (from_outside, (torch.zeros(6, 4),))):
+        tracer = Tracer(cut=lambda rows: (0, 2, rows))
+        want = function(x, *more)
+        assert torch.equal(tracer.compile(function)(x, *more), want)
+        (op,) = [op for op in tracer.captures[0].graph.ops if op.collective is not None]
+        assert bool(op.mutates) is (function is not fresh)
+        torch._dynamo.reset()

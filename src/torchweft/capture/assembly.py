@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.bodies import Body, Library, Writer, modes_of
-from torchweft.capture.collectives import collective_of, two_phases
+from torchweft.capture.collectives import Phases, collective_of, two_phases
+from torchweft.capture.owners import Owners
 from torchweft.capture.regions import Region
 from torchweft.capture.rows import Rows
 from torchweft.capture.units import Unit, bound_symbols, is_work, source_of, storages
@@ -44,6 +45,7 @@ class Assembly:
     reasons: dict[str, str] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
+    phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.gm.graph
@@ -54,6 +56,7 @@ class Assembly:
         self.canonical = _canonical(graph, self.rows)
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.written = set().union(*(unit.writes for unit in self.units)) if self.units else set()
+        self.owners = Owners(graph, self.rows, self.regions, self.cheap)
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
@@ -139,8 +142,8 @@ class Assembly:
         kind = declared or kind
         name = self._name(region)
         code, sizes, key = writer.finish(makes)
-        phases = two_phases(region.calls) if region.collective else (None, None)
-        body = Body(key, self.library.share(key, code), sizes, writer.switches_grad, *phases)
+        code = self.library.share(key, code)
+        body = Body(key, code, sizes, writer.switches_grad, *self._phases(region, code))
         draws = any(unit.draws for unit in region.units) and RNG in self.values
         self.values.update({value.name: value for value in made.values()})
         self.bodies[name] = body
@@ -164,6 +167,14 @@ class Assembly:
         )
         if kind not in ("row-wise", "batch-free"):
             self.reasons[name] = reason or self._reason(region)
+
+    def _phases(self, region: Region, code: fx.GraphModule) -> Phases:
+        if region.collective is None:
+            return None, None
+        mine = self.owners.is_dead(region)
+        if (code, mine) not in self.phases:
+            self.phases[code, mine] = two_phases(code, mine=mine)
+        return self.phases[code, mine]
 
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""

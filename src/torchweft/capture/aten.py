@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchweft.capture.aten_passes import prepare
 from torchweft.capture.axes import Axis, Symbols
+from torchweft.capture.breaks import break_of
 from torchweft.capture.dynamo import Captured, analyse, candidates
 from torchweft.capture.rows import Rows
 from torchweft.errors import StrategyError, unknown
@@ -63,6 +64,7 @@ def run_aten(
     """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
     tried = candidates(gm, example_inputs, batch)
     pair = _Pair(make, rules, tried, batch if isinstance(batch, int) else 0, name)
+    pair.broken = break_of(gm)
     backend = aot_autograd(
         fw_compiler=pair.forward,
         bw_compiler=pair.backward,
@@ -85,7 +87,7 @@ class _Pair:
         name: str,
     ) -> None:
         self.make, self.rules, self.tried, self.dim, self.name = make, rules, tried, dim, name
-        self.num_outputs = 0
+        self.num_outputs, self.broken = 0, ""
         self.saved: dict[str, Axis | None] = {}
         self.shown: list[tuple[Any, Axis | None]] = []
 
@@ -99,7 +101,8 @@ class _Pair:
         _, notes = prepare(gm)
 
         def capture() -> Captured:
-            return replace(self._analyse(gm, "inference", None)[0], notes=tuple(notes))
+            captured, _ = self._analyse(gm, "inference", None)
+            return replace(captured, notes=tuple(notes), broken=self.broken)
 
         return make_boxed_func(self.make(gm, capture))
 
@@ -110,7 +113,7 @@ class _Pair:
         def capture() -> Captured:
             captured, rows = self._analyse(gm, "forward", {})
             self._remember(gm, names, rows)
-            return replace(captured, notes=tuple(notes))
+            return replace(captured, notes=tuple(notes), broken=self.broken)
 
         return make_boxed_func(self.make(gm, capture))
 

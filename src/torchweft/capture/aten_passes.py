@@ -4,6 +4,7 @@ layer_norm_backward -> (x, w, b)      one call for x (row-wise), one for w and b
 native_dropout(x)   -> (y, mask)      the mask is drawn without x; y = x * mask * scale
 view(x)                               reshape: a part of x may have gaps
 copy_(x, index_put(x, ...))           index_put_(x, ...), see `inplace`
+copy(empty, wait_tensor(t))           the result itself, see `buffers`
 return y, y.view(...)                 the view is taken again at the end, for the caller only
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
+from torchweft.capture.buffers import drop_buffers
 from torchweft.capture.inplace import put_back
 
 aten = torch.ops.aten
@@ -55,6 +57,7 @@ def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
+    drop_buffers(gm)
     gm.graph.lint()
     gm.recompile()
     return names, notes

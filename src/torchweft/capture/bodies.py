@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,8 @@ class Body:
     @property
     def function(self) -> Function:
         """The plain function of reads and sizes."""
+        if self.issue is not None and self.complete is not None:
+            return partial(_at_once, self.issue, self.complete)
         forward: Function = self.code.forward
         if not self.switches_grad:
             return forward
@@ -65,6 +68,10 @@ class Body:
                 return forward(*arguments)
 
         return restoring
+
+
+def _at_once(issue: Function, complete: Function, *arguments: Any) -> Any:
+    return complete(issue(*arguments))
 
 
 @dataclass

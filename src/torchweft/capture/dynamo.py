@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
+from torchweft.capture.breaks import break_of
+from torchweft.capture.buffers import drop_buffers
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import Rows, find_rows
 from torchweft.capture.sums import sink
@@ -53,6 +55,7 @@ class Captured:
     matched: frozenset[MarkRule] = field(default=frozenset())
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    broken: str = ""
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -133,8 +136,9 @@ def capture(
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
     _refuse_subclasses(gm)
+    drop_buffers(gm)
     tried = candidates(gm, example_inputs, batch)
-    return analyse(gm, tried, rules=rules, name=name)[0]
+    return replace(analyse(gm, tried, rules=rules, name=name)[0], broken=break_of(gm))
 
 
 def analyse(

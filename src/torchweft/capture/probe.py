@@ -43,7 +43,10 @@ def probe(
     with torch.no_grad():
         for op in captured.graph.ops:
             reads = [values[name] for name in op.reads]
-            made = captured.bodies[op.name](*reads, env=env)
+            if op.collective is not None:
+                made = _unheard(captured, op, reads, env)
+            else:
+                made = captured.bodies[op.name](*reads, env=env)
             values.update(zip(op.makes, made, strict=True))
             if op.name in candidates and _passes(captured, op, reads, made, env):
                 passed.append(op.name)
@@ -103,6 +106,23 @@ def _passes(
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return True
+
+
+def _unheard(
+    captured: Captured, op: Op, reads: Sequence[Any], env: dict[str, int]
+) -> tuple[Any, ...]:
+    """What stands in for the results of a collective: other ranks may have nothing to try.
+
+    Its own share where that has the right shape, else numbers at random.
+    """
+    made = []
+    for name in op.makes:
+        value = captured.graph.value[name]
+        shape = [size.evaluate(env) for size in value.shape]
+        alike = [r for r in reads if isinstance(r, torch.Tensor) and list(r.shape) == shape]
+        dtype = getattr(torch, value.dtype)
+        made.append(alike[0].clone() if alike else torch.rand(shape).to(dtype))
+    return tuple(made)
 
 
 def _close(got: Any, want: Any) -> bool:

@@ -63,9 +63,11 @@ def _broadcast(axis: Axis | None, rank: int, wanted: int) -> Axis | None:
 
 
 def index_put(call: AtenCall) -> Found:
-    """x[:, i] = v with the same places for all rows."""
+    """x[:, i] = v with the same places for all rows; x[mask] = 0, row by row."""
     own = call.axis("self")
     indices = [item for item in call.args["indices"] if isinstance(item, torch.Tensor)]
+    if own is not None and _is_fill(call) and call.axis_of(indices[0]) in (own, None):
+        return own
     if own is None or any(call.axis_of(item) for item in indices):
         raise Mixes("rows write to places that other rows may write to")
     places = [
@@ -85,6 +87,13 @@ def index_put(call: AtenCall) -> Found:
     if axis is not None and axis.at(axis.dim + full - values.dim()) != wanted:
         raise Mixes("what it writes has its rows elsewhere")
     return own
+
+
+def _is_fill(call: AtenCall) -> bool:
+    """Whether one number goes wherever a mask says so."""
+    indices, values = call.args["indices"], call.args["values"]
+    single = all(size == 1 for size in values.shape) and call.axis_of(values) is None
+    return single and len(indices) == 1 and indices[0].dtype == torch.bool
 
 
 def gather(call: AtenCall) -> Found:

@@ -101,13 +101,23 @@ def slice_(call: AtenCall) -> Found:
     if axis is None or (dim != axis.dim and call.symbols.inside(bounds)):
         raise Mixes("where it cuts depends on the batch size")
     if dim == axis.dim:
-        old, new = call.args["self"].shape[dim], call.results[0].shape[dim]
-        if (
-            not same(call.symbols.expr(old), call.symbols.expr(new))
-            or call.args.get("step", 1) != 1
-        ):
-            raise Mixes("it takes a piece of the batch")
+        return _slice_rows(call, axis, bounds)
     return axis
+
+
+def _slice_rows(call: AtenCall, axis: Axis, bounds: list[Any]) -> Axis:
+    """A slice along the dim of the batch: all of it, or some whole copies of it (outer)."""
+    old = call.symbols.expr(call.args["self"].shape[axis.dim])
+    new = call.symbols.expr(call.results[0].shape[axis.dim])
+    if call.args.get("step", 1) != 1:
+        raise Mixes("it takes a piece of the batch")
+    if same(old, new):
+        return axis
+    rows = call.symbols.batch * axis.inner
+    start, outer = exact(call.symbols.expr(bounds[0] or 0), rows), exact(new, rows)
+    if axis.outer == 1 or None in (start, outer) or call.symbols.in_expr(start + outer):
+        raise Mixes("it takes a piece of the batch")
+    return Axis(axis.dim, outer, axis.inner)
 
 
 def select(call: AtenCall) -> Found:
@@ -178,12 +188,11 @@ def unfold(call: AtenCall) -> Found:
 
 
 def cat(call: AtenCall) -> Found:
-    """cat: along any dim but the batch; at the aten level (DTensor lays out the pieces of all
-    ranks so) also along the batch: copies of it stand one after another (outer)."""
+    """cat: along any dim; along the batch, copies of it stand one after another (outer)."""
     axes = [call.axis_of(tensor) for tensor in call.args["tensors"]]
     dim = wrap(call.args.get("dim", 0), call.results[0].dim())
     given = [axis for axis in axes if axis is not None]
-    if call.level == "aten" and given and all(axis.dim == dim for axis in given):
+    if given and all(axis.dim == dim for axis in given):
         if len(given) < len(axes) or len({axis.inner for axis in given}) > 1:
             raise Mixes("it joins tensors along the batch")
         return Axis(dim, sum(axis.outer for axis in given), given[0].inner)

@@ -157,7 +157,7 @@ TABLE: Mapping[str, RowRule] = MappingProxyType(_table())
 def rule_for(func: Any) -> RowRule | None:
     """The rule of an operator overload; None if nobody knows how it treats rows."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace == rows_network.NAMESPACE:
+    if namespace in rows_network.NAMESPACES:
         return rows_network.TABLE.get(name)
     if namespace not in ("aten", "prims", "prim") or name.startswith("_foreach"):
         return None

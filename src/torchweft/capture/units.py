@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.axes import SYMBOLIC
 from torchweft.capture.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
-from torchweft.capture.rows_network import NAMESPACE
+from torchweft.capture.rows_network import NAMESPACES
 from torchweft.marks import FRAME, Mark, target_name
 
 SMALL_BYTES = 1 << 16
+TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass
@@ -75,7 +77,7 @@ def find_units(
             continue
         if node in taken or not is_work(rows, node, bound):
             continue
-        nodes = [node, *_followers(node)]
+        nodes = [node, *_followers(node, rows)]
         taken.update(nodes)
         units.append(_unit(nodes, rows, marks))
     return _alive(units)
@@ -140,39 +142,62 @@ def _asserts(node: fx.Node) -> bool:
     return "_assert" in target_name(node)
 
 
-def _followers(node: fx.Node) -> Iterator[fx.Node]:
+def _followers(node: fx.Node, rows: Rows) -> Iterator[fx.Node]:
     """Calls that belong to `node`: takers of its several results, the end of a collective."""
     if is_collective(node):
-        waits = [user for user in node.users if "wait_tensor" in target_name(user)]
-        yield from waits
-        if len(waits) == 1:
-            yield from _copy_back(node, waits[0])
+        takers = [user for user in node.users if is_getitem(user)]
+        waits = [user for maker in (node, *takers) for user in maker.users if is_wait(user)]
+        yield from (*takers, *waits)
+        if len(waits) == 1 and not takers:
+            yield from _copy_back(node, waits[0], rows)
         return
     for user in node.users:
         if is_getitem(user) and user.args[0] is node and isinstance(user.args[1], int | str):
             if isinstance(node.meta.get("example_value"), torch.Tensor):
                 continue
             yield user
-            yield from _followers(user)
+            yield from _followers(user, rows)
 
 
-def _copy_back(issue: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:
-    """The copy that makes a collective work in place, if nobody touches its tensor before."""
-    for user in wait.users:
-        in_place = user.op == "call_method" and user.target == "copy_" and user.args[1] is wait
-        if in_place and user.args[0] is issue.args[0]:
-            between, node = [], issue.next
-            while node is not user:
-                between.append(node)
-                node = node.next
-            if not any(issue.args[0] in node.all_input_nodes for node in between):
-                yield user
+def _copy_back(issue: fx.Node, wait: fx.Node, rows: Rows) -> Iterator[fx.Node]:
+    """The copy that makes a collective work in place, if nobody sees the difference: the result
+    goes nowhere else, and nobody touches the target between the start and the copy."""
+    copy = next(iter(wait.users)) if len(wait.users) == 1 else None
+    if copy is None or not is_copy(copy) or copy.args[1] is not wait:
+        return
+    out, made = rows.value(copy.args[0]), rows.value(wait)  # type: ignore[arg-type]
+    if out.dtype != made.dtype or rows.symbols.shape(out) != rows.symbols.shape(made):
+        return
+    if not isinstance(issue.args[0], fx.Node):
+        return
+    target, given = storages(out), storages(rows.value(issue.args[0]))
+    if target & given and copy.args[0] is not issue.args[0]:
+        return
+    node = issue.next
+    while node is not copy:
+        touched = storages([rows.value(used) for used in node.all_input_nodes])
+        if (touched | storages(rows.value(node))) & target:
+            return
+        node = node.next
+    yield copy
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a call waits for a collective."""
+    return "wait_tensor" in target_name(node)
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a call fills a tensor with another."""
+    by_name = node.op == "call_method" and node.target == "copy_"
+    return (by_name or node.target is torch.ops.aten.copy_.default) and len(node.args) == 2
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a call starts a talk between ranks."""
     name = target_name(node)
-    return name.startswith(NAMESPACE + ".") and "wait_tensor" not in name
+    talks = name.split(".")[0] in NAMESPACES or name.startswith("_dtensor.shard_dim_alltoall")
+    return talks and not is_wait(node)
 
 
 def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> Unit:
@@ -276,6 +301,11 @@ def source_of(node: fx.Node) -> str | None:
     frames = list(FRAME.finditer(text))
     if not frames:
         return None
-    last = frames[-1]
+    last = next((frame for frame in reversed(frames) if is_users(frame["file"])), frames[-1])
     code = re.sub(r"[\s^~]+$", "", text[last.end() :].strip("\n")).strip().split("\n")[0].strip()
     return f"{last['file']}:{last['line']} in {last['name']}: {code}".strip()
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is not torch's own."""
+    return not file.startswith(TORCH)

@@ -242,7 +242,9 @@ def _error(call: Call) -> BaseException:
     what = f"run: {step} on lane {lane!r} failed: {type(error).__name__}: {error}"
     if isinstance(error, WeftError):
         return error
-    return RunError(what, story=_story(call, lane, at), lane=lane)
+    found = RunError(what, story=_story(call, lane, at), lane=lane)
+    found.step = at
+    return found
 
 
 def _step_of(program: Program, error: BaseException) -> int | None:

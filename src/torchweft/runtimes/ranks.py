@@ -1,13 +1,372 @@
-"""Ranks: waiting for what other processes must do their share of, never without a bound."""
+"""Ranks: talks with other processes, agreed before they start and bounded in time.
+
+    channel(name)            a process group as plans use it: a communicator of our own
+    .begin(digest)           at a call's start: tell the others which collectives will come
+    group(name)              before each of them; the first waits until all have told the same
+    wait(work)               never longer than the watchdog allows
+    .end(last) / .fail(why)  the call is over / the group is dead, and every rank will know
+
+Collectives of a plan do not run on the user's group but on a second one with the same ranks, so
+that talk outside of plans cannot get between, nothing waits for longer than our watchdog, and a
+rank that fails can take the group down: its peers wake at once, with an error.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
+
+from torchweft.errors import PlanError, RunError
 
 WATCHDOG_S = 60.0
+CONNECT_S = 8.0
+NOTICE_S = 1.0
+SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
+REFUSED = 0
+Found = TypeVar("Found")
+
+
+class LostError(Exception):
+    """Another rank did not do its share; becomes a `RunError` that names the step."""
 
 
 def wait(work: Any) -> None:
-    """Wait for a c10d work, at most as long as the watchdog allows."""
-    work.wait(timedelta(seconds=WATCHDOG_S))
+    """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
+
+    In slices, so that Ctrl-C gets through.
+    """
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError as error:
+            if SLICE_OVER not in str(error):
+                raise LostError(str(error).splitlines()[0]) from error
+
+
+class Channel:
+    """One process group as plans use it, one call at a time."""
+
+    def __init__(self, name: str, user: dist.ProcessGroup, watchdog_s: float) -> None:
+        self.name, self.watchdog_s = name, watchdog_s
+        self.user = weakref.ref(user, lambda _: self.close())
+        self.rank, self.size = user.rank(), user.size()
+        self.world = dist.get_process_group_ranks(user)
+        self.store: Any = None
+        self.peers: dict[int, str] = {}
+        self.num_calls = 0
+        self.dead = ""
+        self.last = ""
+        self._busy = threading.Lock()
+        self._told: tuple[Any, torch.Tensor] | None = None
+        self.group: Any = None
+
+    # A call: begin, agree, end or fail.
+
+    def begin(self, digest: int) -> None:
+        """Tell the other ranks what this call will do. Raises `RunError` on a dead group."""
+        if self.dead:
+            raise RunError(f"run: group {self.name!r} is dead: {self.dead}")
+        if not self._busy.acquire(blocking=False):
+            raise RunError(
+                f"run: group {self.name!r} is in another call; with collectives there is one "
+                "caller at a time, for ranks could not tell whose turn it is."
+            )
+        self.num_calls += 1
+        with torch.inference_mode(False):
+            mine = torch.tensor([self.num_calls, digest])
+            told = torch.empty(2 * self.size, dtype=torch.int64)
+        try:
+            self._told = (self.group._allgather_base(told, mine), told)
+        except RuntimeError as error:
+            raise LostError(str(error).splitlines()[0]) from error
+
+    def agree(self) -> None:
+        """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ."""
+        if self._told is None:
+            return
+        (work, told), self._told = self._told, None
+        wait(work)
+        pairs = told.view(-1, 2).tolist()
+        if all(pair == pairs[0] for pair in pairs) and pairs[0][1] != REFUSED:
+            return
+        lines = [f"  rank {self.world[rank]}: {_shown(*pair)}" for rank, pair in enumerate(pairs)]
+        raise PlanError(
+            f"ranks: the ranks of group {self.name!r} do not plan the same collectives, so none "
+            "was started.\n" + "\n".join(lines),
+            rule="ranks",
+        )
+
+    def end(self, last: str) -> None:
+        """A call is over; `last` is the last collective it finished."""
+        self.last = last
+        self._busy.release()
+
+    def refuse(self) -> None:
+        """Tell the others that this rank cannot do the call; nothing is dead."""
+        self.begin(REFUSED)
+        try:
+            self.agree()
+        except (PlanError, LostError):
+            pass
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give up a call of which no collective was started."""
+        self._told = None
+        if self._busy.locked():
+            self._busy.release()
+
+    def fail(self, why: str, *, mine: bool) -> None:
+        """Take the group down: peers that wait wake up, later calls are told.
+
+        mine: this rank is where it went wrong, and the others should hear of it.
+        """
+        if self.dead:
+            return
+        self.dead = why
+        if mine:
+            note = why[:400]
+            _bounded(lambda: self.store.set(f"fault/{self.rank}", note))
+        self.close()
+        if self._busy.locked():
+            self._busy.release()
+
+    def close(self) -> None:
+        """Close the connections, in a thread of its own: works in flight may still hold them.
+
+        This happens too when the user's group is destroyed.
+        """
+        if self.group is not None:
+            held, self.group, self._told = [self.group, self.store], None, None
+            self.store = None
+            threading.Thread(target=held.clear, name="weft close", daemon=True).start()
+
+    def why(self, error: str) -> str:
+        """What is known of the ranks that did not do their share."""
+        until = time.monotonic() + NOTICE_S
+        late = "timed out" in error.lower() or "timeout" in error.lower()
+        while time.monotonic() < until:
+            if ended := [r for r, who in self.peers.items() if _has_ended(who)]:
+                return f"rank {_listed(self.world[r] for r in ended)} has ended"
+            if notes := self._notes():
+                return "; ".join(f"rank {self.world[r]} raised: {n}" for r, n in notes.items())
+            if late:
+                break
+            time.sleep(0.05)
+        if late:
+            others = _listed(self.world[r] for r in range(self.size) if r != self.rank)
+            return (
+                f"no answer from rank {others} for {self.watchdog_s:g} s: it is stopped, slow or "
+                "busy with something else"
+            )
+        return f"a rank closed its connections ({error})"
+
+    def _notes(self) -> dict[int, str]:
+        def read() -> dict[int, str]:
+            ranks = [r for r in range(self.size) if r != self.rank]
+            found = [r for r in ranks if self.store.check([f"fault/{r}"])]
+            return {r: self.store.get(f"fault/{r}").decode() for r in found}
+
+        return _bounded(read) or {}
+
+    # Connecting.
+
+    def open(self, user: dist.ProcessGroup) -> None:
+        """Connect to the other ranks. Raises `LostError`, and the group is dead, if they fail."""
+        try:
+            self.group = self._connect(user)
+        except LostError as error:
+            self.dead = str(error)
+            raise
+
+    def _connect(self, user: dist.ProcessGroup) -> Any:
+        """A group of our own with the same ranks; for other backends than gloo the user's own."""
+        if set(str(dist.get_backend_config(user)).replace(",", ":").split(":")) & {"nccl", "xccl"}:
+            return user
+        try:
+            self.store = _store_of(user, self.name)
+            self.store.set(f"ready/{self.rank}", _identity())
+            self._meet()
+            before = _threads()
+            backend = dist.ProcessGroupGloo(
+                self.store, self.rank, self.size, timedelta(seconds=CONNECT_S)
+            )
+            _be_polite(_threads() - before)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise LostError(
+                f"the store or a rank is gone, its process has ended ({why})"
+            ) from error
+        backend._set_default_timeout(timedelta(seconds=self.watchdog_s))
+        group = dist.ProcessGroup(self.store, self.rank, self.size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device("cpu"), kind, backend)
+        group._set_default_backend(kind)
+        return group
+
+    def _meet(self) -> None:
+        """Wait until every rank is here to connect; notice one that has ended on its way."""
+        until, pause_s = time.monotonic() + self.watchdog_s, 0.001
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        while missing:
+            here = [rank for rank in missing if self.store.check([f"ready/{rank}"])]
+            for rank in here:
+                self.peers[rank] = self.store.get(f"ready/{rank}").decode()
+            missing = [rank for rank in missing if rank not in here]
+            ended = [rank for rank in missing if _has_ended(_introduced(self.world[rank]))]
+            if ended:
+                raise LostError(f"rank {_listed(self.world[r] for r in ended)} has ended")
+            if missing and time.monotonic() > until:
+                raise LostError(
+                    f"rank {_listed(self.world[r] for r in missing)} did not come to the first "
+                    f"call within {self.watchdog_s:g} s"
+                )
+            time.sleep(pause_s if missing else 0)
+            pause_s = min(2 * pause_s, 0.1)
+
+
+_channels: dict[str, Channel] = {}
+_opening = threading.Lock()
+
+
+def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
+    """The channel of a process group, opened at its first use by all its ranks together."""
+    user = _user_group(name)
+    found = _channels.get(name)
+    if found is None or found.user() is not user:
+        with _opening:
+            found = _channels.get(name)
+            if found is None or found.user() is not user:
+                if found is not None:
+                    found.close()
+                found = _channels[name] = Channel(name, user, watchdog_s)
+                found.open(user)
+    return found
+
+
+def group(name: str) -> Any:
+    """The group that a collective of a plan runs on, once all ranks agree on the call."""
+    found = _channels.get(name)
+    if found is None:
+        return _user_group(name)  # outside of a call
+    found.agree()
+    return found.group
+
+
+def _user_group(name: str) -> dist.ProcessGroup:
+    try:
+        return _resolve_process_group(c10d.GroupName(name))
+    except RuntimeError as error:
+        raise RunError(f"run: the process group {name!r} is gone: it was destroyed.") from error
+
+
+def introduce() -> None:
+    """Tell the other ranks which process this is, so that they notice its end at any time."""
+    if dist.is_available() and dist.is_initialized():
+        store, rank = c10d._get_default_store(), dist.get_rank()
+        _bounded(lambda: store.set(f"weft/rank/{rank}", _identity()))
+
+
+def _introduced(rank: int) -> str:
+    store, key = c10d._get_default_store(), f"weft/rank/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _store_of(user: dist.ProcessGroup, name: str) -> Any:
+    """A corner of the group's store, new at each opening: all ranks open equally often."""
+    store = c10d.PrefixStore(f"weft/{name}", user.get_group_store())
+    return c10d.PrefixStore(str(store.add(f"opened/{user.rank()}", 1)), store)
+
+
+def _threads() -> set[int]:
+    tasks = Path("/proc/self/task")
+    return {int(task.name) for task in tasks.iterdir()} if tasks.is_dir() else set()
+
+
+def _be_polite(threads: Iterable[int]) -> None:
+    """Threads that do not take the core from one that computes whenever a packet comes.
+
+    They share the cores with the compute lanes; woken for each packet, they would throw those out
+    hundreds of times a call. They still get their share.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended, or the system has no such policy
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _identity() -> str:
+    """Host, process namespace, process and its start: what tells whether a rank still lives."""
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        space = "?"
+    return f"{socket.gethostname()} {space} {os.getpid()} {_started(os.getpid())}"
+
+
+def _has_ended(identity: str) -> bool:
+    """Whether a process of this host is gone; False where it cannot be known."""
+    if not identity:
+        return False
+    *here, process, started = identity.split(" ")
+    *mine, _, own = _identity().split(" ")
+    return here == mine and own != "" and _started(int(process)) != started
+
+
+def _started(process: int) -> str:
+    """When a process started, in ticks; empty if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _shown(number: int, digest: int) -> str:
+    what = "cannot do it" if digest == REFUSED else f"plans collectives {digest:016x}"
+    return f"call {number}, {what}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def _bounded(ask: Callable[[], Found]) -> Found | None:
+    """What a store answers within a moment; None if it does not, for its host may be the dead."""
+    answers: list[Found] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, name="weft store", daemon=True)
+    thread.start()
+    thread.join(NOTICE_S)
+    return answers[0] if answers else None
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close every channel while Python still stands: a gloo thread that outlives it aborts."""
+    for found in _channels.values():
+        found.close()
+    for thread in threading.enumerate():
+        if thread.name == "weft close":
+            thread.join(NOTICE_S)

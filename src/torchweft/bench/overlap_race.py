@@ -1,0 +1,70 @@
+"""A race: several programs on several ranks, in turn, in an order drawn anew for each round.
+
+    times = race(runs, order=Random(0), num_rounds=30, num_calls=1, group=side)
+    times["sequential"]      seconds of one call in each round, of the slower rank
+
+Ranks meet at a barrier before each run. They tell each other their times after each round, on a
+group of their own, so that no program finds the wire in use. Every rank draws the same orders.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Call = Callable[[Tensor], Tensor]
+Run = Callable[[], Tensor]
+"""A call with its input. Inputs are not shared: a compiler may mark the tensor it is given, and
+the next one, given the same tensor, would compile anew."""
+MIN_RUN_S = 0.2
+MAX_CALLS = 50
+
+
+def race(
+    runs: Mapping[str, Run],
+    *,
+    order: Random,
+    num_rounds: int,
+    num_calls: int,
+    group: dist.ProcessGroup,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of one call, by program and round."""
+    names = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(num_rounds):
+            seen = {}
+            for name in order.sample(names, len(names)):
+                seen[name] = _run_s(runs[name], num_calls, group)
+            slower = torch.tensor([seen[name] for name in names], dtype=torch.float64)
+            dist.all_reduce(slower, op=dist.ReduceOp.MAX, group=group)
+            for name, run_s in zip(names, slower.tolist(), strict=True):
+                times[name].append(run_s / num_calls)
+            on_round()
+    finally:
+        gc.enable()
+    return times
+
+
+def calls_of_a_run(run: Run, group: dist.ProcessGroup) -> int:
+    """How many calls make a run long enough to time; the ranks agree on it."""
+    call_s = torch.tensor(_run_s(run, 1, group), dtype=torch.float64)
+    dist.all_reduce(call_s, op=dist.ReduceOp.MAX, group=group)
+    return max(1, min(MAX_CALLS, round(MIN_RUN_S / call_s.item())))
+
+
+def _run_s(run: Run, num_calls: int, group: dist.ProcessGroup) -> float:
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        run()
+    return time.perf_counter() - start

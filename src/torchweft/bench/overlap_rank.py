@@ -1,0 +1,264 @@
+"""One rank of the overlap bench: a spec comes in on the command line, lines of JSON go out.
+
+    python -m torchweft.bench.overlap_rank '{"model": "dense", "phase": "prefill", ...}'
+
+1. Every candidate is built, warmed and compared with the sequential output.
+2. A short race of all chooses the finalists; a long race of these gives the times of the row.
+3. Copies are counted from outside, by torch's profiler, in one call of each finalist of weft.
+
+Rank 0 prints lines that start with `MARK`: progress, and at the end the result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from torchweft.api import plans, report
+from torchweft.bench.overlap_candidates import CANDIDATES, Absent, Arena, Candidate, peer_module
+from torchweft.bench.overlap_race import Call, Run, calls_of_a_run, race
+from torchweft.bench.overlap_rows import MAX_DIFF, finalists
+from torchweft.errors import clip
+
+MARK = "@weft "
+NUM_WARM = 3
+TIMEOUT = timedelta(minutes=5)
+SHAPES = {"prefill": (16, 64), "decode": (32, 1)}
+"""Sequences and positions of a batch."""
+SIZES: dict[str, dict[str, dict[str, int]]] = {
+    "full": {"dense": {"wide": 2048}, "experts": {"wide": 128}},
+    "tiny": {
+        "dense": {"num_layers": 2, "hidden": 64, "wide": 96, "head": 16},
+        "experts": {"num_layers": 2, "hidden": 64, "wide": 16, "head": 16},
+    },
+}
+
+
+@dataclass
+class Field:
+    """Who takes part: calls by name, each with an input of its own, and what is known of each."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    diffs: dict[str, float] = field(default_factory=dict)
+
+
+def main(text: str) -> None:
+    """Run one case and print its result."""
+    spec = json.loads(text)
+    _quiet()
+    _pin(int(os.environ["RANK"]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    side = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    torch._dynamo.config.recompile_limit = 64  # one code object serves all layers and candidates
+    with torch.inference_mode():
+        result = measure(spec, side)
+    _say("result", result)
+    dist.barrier(group=side)
+    # gloo's own threads now and then abort a process while the interpreter is being taken down.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> dict[str, Any]:
+    """What the races of one case found."""
+    arena = make_arena(spec)
+    chosen = [each for each in CANDIDATES if spec["names"] is None or each.name in spec["names"]]
+    total = len(chosen) + spec["num_rounds"] + spec["num_pairs"]
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        _say("progress", [done, total])
+
+    scale, entered = enter(chosen, arena, side, step)
+    num_calls = calls_of_a_run(entered.runs["sequential"], side)
+    options: dict[str, Any] = {"num_calls": num_calls, "group": side, "on_round": step}
+    order, kinds = Random(spec["seed"]), {each.name: each.kind for each in CANDIDATES}
+    compiled = num_graphs()
+    first = race(entered.runs, order=order, num_rounds=spec["num_rounds"], **options)
+    runs = {name: entered.runs[name] for name in finalists(first, kinds)}
+    times = race(runs, order=order, num_rounds=spec["num_pairs"], **options)
+    late = num_graphs() - compiled
+    usual = copied_bytes(runs["sequential"])
+    copied = {
+        name: copied_bytes(run) - usual
+        for name, run in runs.items()
+        if kinds[name] in ("peer", "weft")
+    }
+    return {
+        "times": times,
+        "first": first,
+        "kinds": kinds,
+        "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in CANDIDATES},
+        "fallbacks": {
+            name: told for name, call in entered.calls.items() if (told := fallbacks_of(call))
+        },
+        "diffs": entered.diffs,
+        "absent": entered.absent,
+        "scale": scale,
+        "copied_bytes": copied,
+        "num_calls": num_calls,
+        "late_compiles": late,
+    }
+
+
+def make_arena(spec: Mapping[str, Any]) -> Arena:
+    """The model of a case on this rank, and its input."""
+    models = peer_module("models")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = models.Sizes(**SIZES[spec["size"]][spec["model"]])
+    make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
+    model = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
+    x = models.inputs(model, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)
+    return Arena(spec["model"], model, x, sizes)
+
+
+def enter(
+    chosen: list[Candidate], arena: Arena, side: dist.ProcessGroup, step: Callable[[], None]
+) -> tuple[float, Field]:
+    """Build, warm and compare every candidate; the scale of the output, and who takes part."""
+    entered = Field()
+    wanted = arena.model(arena.x)
+    scale = wanted.abs().max().item()
+    for candidate in chosen:
+        own = arena.x.clone()
+        try:
+            call, reason = _warm(candidate, arena, own, side)
+            if call is not None and candidate.comparable:
+                diff = _all_max((call(own) - wanted).abs().max().item(), side)
+                entered.diffs[candidate.name] = diff
+                if not diff <= MAX_DIFF * scale:
+                    reason = f"its output differs by {diff:.3g} from the sequential one"
+        finally:
+            step()
+        if reason:
+            entered.absent[candidate.name] = reason
+        elif call is not None:
+            entered.calls[candidate.name] = call
+            entered.runs[candidate.name] = partial(call, own)
+    return scale, entered
+
+
+def _warm(
+    candidate: Candidate, arena: Arena, own: Tensor, side: dist.ProcessGroup
+) -> tuple[Call | None, str]:
+    """The call after its first calls, or why there is none; all ranks say the same."""
+    call, reason = None, ""
+    try:
+        call = candidate.build(arena)
+    except Absent as absent:
+        reason = str(absent)
+    except Exception as error:
+        reason = _story(error)
+    if _all_max(float(bool(reason)), side):
+        return None, reason or "it could not be built on another rank"
+    assert call is not None, "a candidate without a call has a reason"
+    try:
+        for _ in range(NUM_WARM):
+            call(own)
+    except Exception as error:  # compilers fail in the first call, and on every rank alike
+        reason = _story(error)
+    if _all_max(float(bool(reason)), side):
+        return None, reason or "it failed on another rank"
+    return call, ""
+
+
+def num_graphs() -> int:
+    """How many graphs Dynamo has compiled; none may be added during a race."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def parts_of(candidate: Candidate, call: Call | None) -> int:
+    """How many parts a call really runs in: as its plans say, or one if it fell back from them."""
+    if call is None or candidate.kind not in ("weft", "control"):
+        return candidate.parts
+    if fallbacks_of(call):
+        return 1
+    return max((plan.num_parts for plan in plans(call)), default=1)
+
+
+def fallbacks_of(call: Call) -> list[str]:
+    """Why calls of weft did not run as their strategy says; empty for all others."""
+    if getattr(getattr(call, "_compiled_call_impl", None), "session", None) is None:
+        return []
+    return [str(each) for each in report(call).fallbacks]
+
+
+def copied_bytes(run: Run) -> int:
+    """Bytes that one call copies, on all threads.
+
+    Every copy ends in copy_ (clone, contiguous, to, reshape) or in cat (stack).
+    """
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        record_shapes=True,
+        experimental_config=everywhere,
+    ) as profile:
+        size = run().element_size()
+    found = 0
+    for event in profile.events() or ():
+        if event.name == "aten::copy_":
+            found += size * _count(event.input_shapes[0])
+        elif event.name == "aten::cat":
+            found += size * sum(_count(shape) for shape in event.input_shapes[0])
+    return found
+
+
+def _count(shape: Any) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _all_max(value: float, side: dist.ProcessGroup) -> float:
+    """The largest of all ranks' values; NaN counts as endless."""
+    found = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=side)
+    return found.item()
+
+
+def _story(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {clip(lines[0], 200)}"
+
+
+def _pin(rank: int) -> None:
+    """One core a rank, gloo's threads with it: where the sequential baseline is healthiest."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def _quiet() -> None:
+    """Libraries of the peers talk much; what matters comes out as `absent`."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def _say(kind: str, value: Any) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(MARK + json.dumps({kind: value}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

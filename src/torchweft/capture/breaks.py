@@ -1,0 +1,29 @@
+"""The break: why Dynamo ended a graph before the model ended, and at which line of the user's.
+
+    y = self.up(x);  dist.broadcast(y, 0);  return self.down(y)
+    ------ graph ------   a break: not captured   ----- graph -----
+
+What Dynamo cannot capture runs as it is, between two graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from torchweft.capture.units import is_users
+
+
+def break_of(gm: fx.GraphModule) -> str:
+    """Where and why the graph was ended; empty if the model, or a frame of it, just ended."""
+    found: Any = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return ""
+    why = str(found.reason).strip().split("\n")[0]
+    frames = list(found.user_stack)
+    if not frames:
+        return why
+    # Dynamo's own frames come last: they only tell how it stumbled.
+    last = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line or ''} ({why})"

@@ -1,0 +1,140 @@
+"""The `Talk`: the collectives of one call, agreed with the other ranks before the first of them.
+
+    digests(plan, bodies, env, bounds)  ->  {group: number}     equal on ranks that can talk
+    with Talk(program, digests): run    a rank that fails takes its groups down
+
+What ranks must have in common is the order of their collectives and the sizes of those that need
+equal sizes; what they compute in between is their own affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from torchweft.errors import PlanError, RunError
+from torchweft.graph import Graph
+from torchweft.plan import Plan
+from torchweft.runtimes.ranks import Channel, LostError, channel
+
+UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
+
+
+def digests(
+    plan: Plan, bodies: Mapping[str, Any], env: Mapping[str, int], bounds: Sequence[int]
+) -> dict[str, int]:
+    """For each process group of a plan a number for its collectives, in order, with their sizes."""
+    lines: dict[str, list[str]] = {}
+    graph = plan.graph
+    for step in plan.steps:
+        if step.kind not in ("run", "issue"):
+            continue
+        for name in step.names:
+            op = graph.op[name]
+            if op.collective is None:
+                continue
+            told = lines.setdefault(op.collective.communicator, [])
+            if op.collective.peer is not None:
+                continue
+            told.append(op.collective.kind)
+            if not op.collective.kind.startswith(UNEQUAL):
+                start, stop = step.parts or (0, plan.num_parts)
+                rows = {graph.batch: bounds[stop] - bounds[start]} if graph.batch else {}
+                shapes = [graph.value[read].shape for read in op.reads]
+                here = {**env, **rows}
+                sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
+                told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
+    return {_group_of(name): _number("\n".join(told)) for name, told in lines.items()}
+
+
+def refuse(graph: Graph, watchdog_s: float) -> None:
+    """Tell the other ranks that this one has no plan for the call."""
+    names = {op.collective.communicator for op in graph.ops if op.collective is not None}
+    for name in sorted(names):
+        try:
+            channel(_group_of(name), watchdog_s).refuse()
+        except (RunError, LostError):
+            continue  # nobody is left to be told
+
+
+def _number(text: str) -> int:
+    """63 bits that tell texts apart; never `ranks.REFUSED`, which is 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1 or 1
+
+
+def _group_of(communicator: str) -> str:
+    """The process group that a communicator of a graph stands for."""
+    for name in c10d._world.pg_names.values():
+        if re.sub(r"\W", "_", f"group_{name}") == communicator:
+            return str(name)
+    raise RunError(f"run: the process group of {communicator!r} is gone; compile the model again.")
+
+
+class Talk:
+    """One call with collectives: told to the others at its start, ended or failed for all."""
+
+    def __init__(self, plan: Plan, told: Mapping[str, int], watchdog_s: float) -> None:
+        self.plan, self.told, self.watchdog_s = plan, told, watchdog_s
+        self.channels: list[Channel] = []
+        self.last = next((s.label for s in reversed(plan.steps) if s.kind == "complete"), "")
+
+    def __enter__(self) -> None:
+        """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
+        try:
+            for name, digest in self.told.items():
+                found = channel(name, self.watchdog_s)
+                found.begin(digest)
+                self.channels.append(found)
+        except LostError as error:
+            raise self._lost(error, None) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            for found in self.channels:
+                found.end(self.last.removeprefix("complete "))
+            return
+        if isinstance(error, PlanError) and error.rule == "ranks":
+            for found in self.channels:
+                found.leave()
+            return
+        traceback.clear_frames(error.__traceback__)  # works in flight would keep sockets open
+        lost = error.__cause__
+        if isinstance(error, RunError) and isinstance(lost, LostError):
+            traceback.clear_frames(lost.__traceback__)
+            raise self._lost(lost, error) from lost
+        for found in self.channels:
+            found.fail(f"{type(error).__name__}: {error}".splitlines()[0], mine=True)
+
+    def _lost(self, lost: LostError, error: RunError | None) -> RunError:
+        """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
+        why = next((found.why(str(lost)) for found in self.channels), str(lost))
+        at = error.step if error is not None else None
+        where = self.plan.steps[at].label if at is not None else "the start of the call"
+        done = [
+            step.label.removeprefix("complete ")
+            for step in self.plan.steps[: at or 0]
+            if step.kind == "complete"
+        ]
+        before = next((found.last for found in self.channels if found.last), "")
+        last = done[-1] if done else f"{before} of the call before" if before else "none"
+        text = (
+            f"run: {why}. This rank waited in {where}; the last collective that all ranks "
+            f"finished: {last}."
+        )
+        for found in self.channels:
+            found.fail(text.partition(". ")[0].removeprefix("run: "), mine=False)
+        story = error.story if error is not None else ""
+        made = RunError(text, story=story, lane=error.lane if error is not None else None)
+        made.step = at
+        return made

@@ -1,0 +1,113 @@
+"""Two gloo ranks for tests: started once, they run many cases; failures come back by case.
+
+    results = run_cases(folder, {"all reduce": case, ...})     results["all reduce"] == "" if fine
+
+A case is a function of the rank that raises if something is wrong. Where one fails, its peer may
+wait for it: the ranks tell each other after each case, and behind a failure of only one of them no
+further case is run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import torchweft as weft
+from torchweft.api import session_of
+from torchweft.plan import Plan
+
+PATIENCE_S = 180
+LIMIT = datetime.timedelta(seconds=60)
+Case = Callable[[int], None]
+
+
+def run_cases(folder: Path, cases: Mapping[str, Case]) -> dict[str, str]:
+    """What went wrong in each case, on either rank; no process outlives this."""
+    context = mp.spawn(rank_main, (str(folder), dict(cases)), nprocs=2, join=False)
+    assert context is not None
+    try:
+        left = PATIENCE_S
+        while left > 0 and not context.join(timeout=1):
+            left -= 1
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    found = {}
+    for name in cases:
+        said = [folder / f"{name} {rank}" for rank in range(2)]
+        found[name] = "".join(f.read_text() if f.exists() else "it was not run" for f in said)
+    return found
+
+
+def rank_main(rank: int, folder: str, cases: dict[str, Case]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    store.set_timeout(LIMIT)
+    for name, case in cases.items():
+        torch._dynamo.reset()
+        torch.manual_seed(rank)
+        text = ""
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("error")
+                case(rank)
+        except BaseException:
+            text = f"rank {rank}: {traceback.format_exc()}"
+        (Path(folder) / f"{name} {rank}").write_text(text)
+        store.set(f"{name} {rank}", "bad" if text else "fine")
+        if (store.get(f"{name} {1 - rank}") == b"bad") is not bool(text):
+            break
+    dist.destroy_process_group()
+
+
+def talks(model: Callable[..., object]) -> list[tuple[str, str]]:
+    """Kind and rows of every collective of a compiled model."""
+    return [
+        (op.collective.kind, op.rows)
+        for piece in session_of(model).pieces
+        for op in piece.graph.ops
+        if op.collective is not None
+    ]
+
+
+def check_phases(plan: Plan) -> None:
+    """Every collective is issued and completed, none is run in one go."""
+    names = {op.name for op in plan.graph.ops if op.collective is not None}
+    kinds = [(step.kind, step.names[0]) for step in plan.steps if names & set(step.names)]
+    issued = [name for kind, name in kinds if kind == "issue"]
+    completed = [name for kind, name in kinds if kind == "complete"]
+    assert sorted(issued) == sorted(completed) and set(issued) == names, str(plan)
+    assert not [name for kind, name in kinds if kind == "run"], str(plan)
+
+
+def check_overlap(plan: Plan) -> None:
+    """Some collective of part 0 is in flight while part 1 is computed."""
+    check_phases(plan)
+    steps = list(plan.steps)
+    for start, step in enumerate(steps):
+        if step.kind == "issue" and step.parts == (0, 1):
+            end = next(
+                at for at, other in enumerate(steps)
+                if (other.kind, other.names, other.parts) == ("complete", step.names, step.parts)
+            )  # fmt: skip
+            if any(s.kind == "run" and s.parts == (1, 2) for s in steps[start:end]):
+                return
+    raise AssertionError(f"nothing of part 1 runs beside a collective of part 0:\n{plan}")
+
+
+def check_clean(model: Callable[..., object]) -> None:
+    """No call fell back and every graph was captured."""
+    report = weft.report(model)
+    assert report.fallbacks == (), report
+    assert report.num_uncaptured == 0, report
