@@ -11,7 +11,6 @@ gate travels. Weights are drawn from a seed and the rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +33,8 @@ class Sizes:
 
 
 def weight(rows: int, columns: int, generator: torch.Generator) -> nn.Parameter:
-    """A random matrix that keeps the scale of what it multiplies."""
-    values = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+    """A random matrix with the spread that Llama starts from."""
+    values = 0.02 * torch.randn(rows, columns, generator=generator)
     return nn.Parameter(values, requires_grad=False)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,24 @@ def test_code_runs_and_prints_what_the_readme_shows(
     assert ran == 3
 
 
+SERVE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import torchweft as weft
+
+class Half(nn.Module):
+    def forward(self, x):
+        dist.all_reduce(x)
+        return x + 1
+
+dist.init_process_group("gloo")
+with torch.no_grad():
+    assert weft.compile(Half(), "overlap")(torch.ones(8, 4)).sum() == 96
+dist.destroy_process_group()
+"""
+
+
 def test_commands_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +73,8 @@ def test_commands_of_the_readme_run(
     (tmp_path / "my_model.py").write_text(
         "import torch\n\n\ndef build():\n    return torch.nn.Linear(4, 4), torch.randn(8, 4)\n"
     )
+    (tmp_path / "serve.py").write_text(SERVE)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     lines = [line.partition("#")[0] for _, text in blocks() for line in text.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("torchweft ")]
     assert len(commands) >= 6

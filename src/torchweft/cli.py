@@ -366,10 +366,14 @@ def bench_command(
 def demo_command(
     folder: Annotated[Path, typer.Option(help="where the trace is saved")] = Path(),
     quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
+    race: Annotated[bool, typer.Option(help="two ranks over a link: two minutes more")] = True,
 ) -> None:
-    """Plan, verify, simulate and draw a transformer; then run two small models for real."""
+    """Plan, simulate and draw a transformer; run small models; race two ranks over a link."""
     for text in story():
         say(text)
     if not quick:
         for text in import_module("torchweft.demo_run").story(folder):
+            say(text)
+    if race and not quick:
+        for text in import_module("torchweft.demo_race").story():
             say(text)

@@ -105,7 +105,7 @@ def test_the_doctor_looks_at_everything():
 
 
 def test_the_demo_runs_two_models_and_saves_a_trace(capsys, tmp_path):
-    code, out, _ = said(capsys, "demo", "--folder", str(tmp_path))
+    code, out, _ = said(capsys, "demo", "--no-race", "--folder", str(tmp_path))
     assert code == 0
     assert out.count("Measured, 30 pairs") == 2
     assert "nothing to overlap" in out

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torchweft.api import plans, report
+from torchweft.api import plans, report, trace
 from torchweft.bench.overlap_candidates import CANDIDATES, Absent, Arena, Candidate, peer_module
 from torchweft.bench.overlap_race import Call, Run, calls_of_a_run, race
 from torchweft.bench.overlap_rows import MAX_DIFF, finalists
@@ -41,6 +41,7 @@ SHAPES = {"prefill": (16, 64), "decode": (32, 1)}
 """Sequences and positions of a batch."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "full": {"dense": {"wide": 2048}, "experts": {"wide": 128}},
+    "demo": {"dense": {"num_layers": 2, "wide": 2048}},
     "tiny": {
         "dense": {"num_layers": 2, "hidden": 64, "wide": 96, "head": 16},
         "experts": {"num_layers": 2, "hidden": 64, "wide": 16, "head": 16},
@@ -103,7 +104,12 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> dict[str, Any]:
         for name, run in runs.items()
         if kinds[name] in ("peer", "weft")
     }
+    timeline = ""
+    if spec.get("timeline"):  # every rank takes part in the call that is traced
+        best = min((n for n in times if kinds[n] == "weft"), key=lambda n: sum(times[n]))
+        timeline = trace(entered.calls[best], arena.x).to_text()
     return {
+        "timeline": timeline,
         "times": times,
         "first": first,
         "kinds": kinds,
