@@ -15,13 +15,14 @@ from torchweft.bench.pairs import MIN_PAIRS
 LINK = "1gbit"
 NAMES = (
     *("sequential", "sequential_again", "compute", "comm", "by_hand_2", "by_hand_4"),
-    *("weft_2", "weft_4", "weft_onednn_4", "control"),
+    *("weft_2", "weft_4", "weft_onednn_4", "by_hand_onednn_4", "control"),
 )
 WHAT = {
     "sequential": "the model as it is written",
     "compute": "its compute alone, no rank waits for another",
     "comm": "its all_reduces alone",
     "by_hand": "overlap as an expert writes it",
+    "by_hand_onednn": "the same with oneDNN's matrix products",
     "weft": "weft.compile(model, weft.overlap(parts=...))",
     "weft_onednn": "the same with inner='onednn'",
     "control": "weft in 4 parts that overlap nothing",
@@ -48,7 +49,8 @@ def story() -> Iterator[str]:
     yield (
         f"   Measured over {label}, median of pairs: {_range(found, 'speedup')} as fast as the "
         f"model as written, {_range(found, 'vs_peer')} as fast as the best code by hand "
-        f"({found['best_peer']}); with the same kernels {_range(found, 'eager_vs_peer')}.\n"
+        f"({found['best_peer']}). At equal kernels: {_range(found, 'eager_vs_peer')} with torch's "
+        f"own, {_range(found, 'onednn_vs_peer')} with oneDNN's.\n"
         f"   The model against itself: {_range(found, 'aa')}; without overlap: "
         f"{_range(found, 'control')}. Baseline's health {found['health']:.2f}; outputs differ by "
         f"{found['max_abs_diff']:.2g} at most, of {found['output_scale']:.3g}.\n"

@@ -28,7 +28,7 @@ NUM_ROUNDS = 5
 COLUMNS = (
     *("model", "phase", "link", "sequential_s", "compute_s", "comm_s", "health"),
     *("best_peer", "best_peer_s", "weft", "weft_s", "speedup", "vs_peer"),
-    *("eager_vs_peer", "share_of_ideal", "aa"),
+    *("eager_vs_peer", "onednn_vs_peer", "share_of_ideal", "aa"),
 )
 """What people see; --json gives all."""
 ENVIRONMENT = {

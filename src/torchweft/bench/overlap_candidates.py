@@ -97,6 +97,11 @@ def _by_hand(num_parts: int, inductor: bool, arena: Arena) -> Call:
     return call
 
 
+def _by_hand_onednn(num_parts: int, arena: Arena) -> Call:
+    call: Call = peer_module("onednn").by_hand_onednn(arena.model, num_parts)
+    return call
+
+
 def _stock(arena: Arena) -> Call:
     call: Call = peer_module("stock").stock(arena.model)
     return call
@@ -152,13 +157,16 @@ def _table() -> tuple[Candidate, ...]:
         ),
         *(
             Candidate(
-                f"weft_{inner}_{parts}",
+                f"weft_onednn_{parts}",
                 "weft",
-                partial(_weft, overlap(parts=parts), {"inner": inner}),
+                partial(_weft, overlap(parts=parts), {"inner": "onednn"}),
                 parts,
             )
-            for inner in ("onednn", "inductor")
             for parts in (2, 4, 8)
+        ),
+        *(
+            Candidate(f"by_hand_onednn_{parts}", "kernels", partial(_by_hand_onednn, parts), parts)
+            for parts in (2, 4)
         ),
         Candidate("control", "control", partial(_weft, control(parts=4), {}), 4),
     )

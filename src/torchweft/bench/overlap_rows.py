@@ -5,7 +5,8 @@
     speedup  = sequential / weft, vs_peer = best peer / weft     medians of pairwise ratios
 
 `eager_vs_peer` is the best peer against weft with the kernels that the sequential model uses: what
-is left of vs_peer without another matrix library or compiler inside ops.
+is left of vs_peer without another matrix library inside ops. `onednn_vs_peer` is the expert's loop
+with oneDNN against weft with oneDNN: the lead at equal kernels.
 A pair is two programs in one round of one race. The best peer is the one with the lowest median.
 `aa` is sequential against itself; `control` is sequential against a plan in parts that overlaps
 nothing, and has to show no gain.
@@ -35,6 +36,8 @@ def finalists(times: Times, kinds: Mapping[str, str]) -> list[str]:
     for kind in ("peer", "weft"):
         chosen += _fastest(times, (name for name in times if kinds[name] == kind))[:NUM_FINALISTS]
     chosen += _fastest(times, filter(is_eager, times))[:1]
+    chosen += _fastest(times, (name for name in times if kinds[name] == "kernels"))[:1]
+    chosen += _fastest(times, (name for name in times if "weft_onednn" in name))[:1]
     return list(dict.fromkeys(chosen))
 
 
@@ -65,6 +68,7 @@ def row(case: Mapping[str, str], result: Mapping[str, Any]) -> Row:
         **_ratio("speedup", times, "sequential", weft),
         **_ratio("vs_peer", times, peer, weft),
         **_ratio("eager_vs_peer", times, peer, _fastest(times, filter(is_eager, times))[0]),
+        **_equal_kernels(times, kinds),
         "share_of_ideal": ideal_s / median[weft],
         "peer_share_of_ideal": ideal_s / median[peer],
         "copied_bytes": result["copied_bytes"].get(weft),
@@ -83,6 +87,14 @@ def row(case: Mapping[str, str], result: Mapping[str, Any]) -> Row:
         "fallbacks": result["fallbacks"],
         "explanation": explanation(health, times),
     }
+
+
+def _equal_kernels(times: Times, kinds: Mapping[str, str]) -> Row:
+    """The expert's loop against weft where both multiply by oneDNN."""
+    by_hand = _fastest(times, (name for name in times if kinds[name] == "kernels"))
+    weft = _fastest(times, (name for name in times if "weft_onednn" in name))
+    found = _ratio("onednn_vs_peer", times, by_hand[0], weft[0]) if by_hand and weft else {}
+    return found or dict.fromkeys(("onednn_vs_peer", "onednn_vs_peer_low", "onednn_vs_peer_high"))
 
 
 def explanation(health: float, times: Times) -> str:
@@ -112,6 +124,9 @@ def summary(rows: Sequence[Row]) -> Row:
         "headline_rows": len(headline),
         "geomean_vs_peer": _geomean(each["vs_peer"] for each in headline),
         "geomean_eager_vs_peer": _geomean(each["eager_vs_peer"] for each in headline),
+        "geomean_onednn_vs_peer": _geomean(
+            each["onednn_vs_peer"] for each in headline if each["onednn_vs_peer"]
+        ),
         "worst_vs_peer": min((each["vs_peer"] for each in healthy), default=None),
         "best_speedup": max((each["speedup"] for each in healthy), default=None),
         "best_share_of_ideal": max((each["share_of_ideal"] for each in healthy), default=None),
