@@ -24,6 +24,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
+from torchweft.capture.breaks import breaks_since, num_breaks
 from torchweft.capture.tracing import make_dynamic, tracing
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
@@ -93,11 +94,14 @@ def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         make_dynamic((args, kwargs), dim)
+        before = num_breaks()
         with tracing():
             if session.shadow is not None:
                 outputs = session.shadow(compiled, call, args, kwargs)
             else:
                 outputs = compiled(*args, **kwargs)
+        if num_breaks() > before:
+            session.breaks |= dict.fromkeys(breaks_since(before))
         if not session.pieces and not session.num_uncaptured:
             session.fall_back(None, "capture: Dynamo captured no graph of this call")
         if session.unmatched:

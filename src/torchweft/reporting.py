@@ -45,6 +45,7 @@ class Report:
     num_uncaptured: int
     num_shadowed: int = 0
     shadow_failures: tuple[Check, ...] = ()
+    seen_breaks: tuple[str, ...] = ()
 
     @property
     def split_share(self) -> float | None:
@@ -61,7 +62,8 @@ class Report:
     @property
     def breaks(self) -> tuple[str, ...]:
         """What Dynamo could not capture: the user's line and the reason, once each."""
-        return tuple(dict.fromkeys(piece.broken for piece in self.pieces if piece.broken))
+        ended = [piece.broken for piece in self.pieces if piece.broken]
+        return tuple(dict.fromkeys([*ended, *self.seen_breaks]))
 
     @property
     def num_copies(self) -> int:
@@ -123,6 +125,7 @@ def report_of(session: Session) -> Report:
         num_uncaptured=session.num_uncaptured,
         num_shadowed=session.shadow.num_compared if session.shadow else 0,
         shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
+        seen_breaks=tuple(session.breaks),
     )
 
 

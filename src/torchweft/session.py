@@ -91,6 +91,7 @@ class Session:
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
         self.num_uncaptured = 0
+        self.breaks: dict[str, None] = {}
         self.lanes = Lanes()
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None

@@ -584,3 +584,18 @@ def test_a_rule_that_matches_nothing_raises(rule):
     model = compiled(Marked(), rules=[rule()])
     with torch.no_grad(), pytest.raises(weft.CaptureError, match="matched nothing"):
         model(torch.randn(8, 8))
+
+
+class BreaksAtOnce(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()  # no graph before it
+        return x + 1
+
+
+def test_a_break_that_leaves_no_graph_is_in_the_report():
+    model = weft.compile(BreaksAtOnce(), "sequential")
+    with torch.no_grad():
+        model(torch.ones(4, 2))
+    (found,) = weft.report(model).breaks
+    assert "test_api.py" in found and "graph_break()" in found
+    assert found in str(weft.report(model))

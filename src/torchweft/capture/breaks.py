@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch._dynamo.utils import graph_break_reasons
 
 from torchweft.capture.units import is_users
 
@@ -18,8 +19,21 @@ from torchweft.capture.units import is_users
 def break_of(gm: fx.GraphModule) -> str:
     """Where and why the graph was ended; empty if the model, or a frame of it, just ended."""
     found: Any = getattr(gm, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break:
-        return ""
+    return "" if found is None or not found.graph_break else described(found)
+
+
+def num_breaks() -> int:
+    """How many breaks Dynamo has had in this process."""
+    return len(graph_break_reasons)
+
+
+def breaks_since(number: int) -> list[str]:
+    """The breaks that came behind the first `number`, those too that left no graph."""
+    return [described(found) for found in graph_break_reasons[number:]]
+
+
+def described(found: Any) -> str:
+    """A break in one line: the user's line, and Dynamo's reason."""
     why = str(found.reason).strip().split("\n")[0]
     frames = list(found.user_stack)
     if not frames:
