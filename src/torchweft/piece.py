@@ -85,11 +85,12 @@ class Piece:
         context = self.session.context(self.graph, env)
         given = [values[name] for name in self.graph.inputs]
         forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
-        if forbidden:
-            entry = self.sequential(context)
-            self.session.fall_back(self, forbidden)
-        else:
-            entry = self._entry(context, env)
+        try:
+            entry = self._unsplit(context, forbidden) if forbidden else self.entry(context, env)
+        except WeftError:
+            if self.talks:  # a rank that finds no plan tells the others before it raises
+                refuse(self.graph, self.session.watchdog_s)
+            raise
         outputs = self.run(entry, given, env, context)
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
 
@@ -144,14 +145,10 @@ class Piece:
             entry.shapes[key] = found
         return found
 
-    def _entry(self, context: Context, env: dict[str, int]) -> Entry:
-        """The plan for a call; a rank that finds none tells the others before it raises."""
-        try:
-            return self.entry(context, env)
-        except WeftError:
-            if self.talks:
-                refuse(self.graph, self.session.watchdog_s)
-            raise
+    def _unsplit(self, context: Context, why: str) -> Entry:
+        """The plan for a call that must run whole, counted with its reason."""
+        self.session.fall_back(self, why)
+        return self.sequential(context)
 
     def entry(self, context: Context, env: dict[str, int]) -> Entry:
         """The plan for a call: the strategy's, or the sequential one with a counted reason."""

@@ -76,11 +76,8 @@ class Session:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
-        self.strategy, self.rules, self.inner = (
-            as_strategy(strategy),
-            tuple(rules),
-            check_inner(inner),
-        )
+        self.strategy, self.rules = as_strategy(strategy), tuple(rules)
+        self.inner = check_inner(inner)
         self.fallback, self.strict, self.batch = fallback, strict, batch
         self.machine = machine or cpu()
         self.costs = Costs(self.machine)

@@ -7,7 +7,6 @@ experts behind an all-to-all: one `weft.compile(model, strategy)` for all.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import warnings
 
@@ -171,9 +170,6 @@ def save_models(folder):
     MixtralForCausalLM(mixtral).save_pretrained(folder / "mixtral")
 
 
-HAS_LOADER = bool(
-    importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")
-)
 FLAT, LONG = [(6, WIDE), (8, WIDE)], [(6, 5, WIDE), (8, 5, WIDE)]
 FUNCTIONAL = {
     "functional": (FunctionalMlp, ["all_reduce"], FLAT, 0),
@@ -193,16 +189,13 @@ def results(tmp_path_factory):
     cases = {"dtensor": check_dtensor}
     for name in FUNCTIONAL:
         cases[name] = functools.partial(check_functional, name=name)
-    if HAS_LOADER:
-        save_models(folder)
-        for name, share in (("llama", 0.8), ("mixtral", 0.4)):
-            told = {"folder": str(folder / name), "share": share}
-            cases[name] = functools.partial(check_transformers, **told)
+    save_models(folder)
+    for name, share in (("llama", 0.8), ("mixtral", 0.4)):
+        told = {"folder": str(folder / name), "share": share}
+        cases[name] = functools.partial(check_transformers, **told)
     return run_cases(folder, cases)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_model(results, name):
-    if name not in results:
-        pytest.skip("loading in parallel takes transformers and accelerate")
     assert results[name] == "", results[name]

@@ -80,7 +80,10 @@ class Channel:
     def begin(self, digest: int) -> None:
         """Tell the other ranks what this call will do. Raises `RunError` on a dead group."""
         if self.dead:
-            raise RunError(f"run: group {self.name!r} is dead: {self.dead}")
+            raise RunError(
+                f"run: group {self.name!r} is dead: {self.dead}. Make a new process group and "
+                "compile the model again."
+            )
         if not self._busy.acquire(blocking=False):
             raise RunError(
                 f"run: group {self.name!r} is in another call; with collectives there is one "
@@ -93,7 +96,9 @@ class Channel:
         try:
             self._told = (self.group._allgather_base(told, mine), told)
         except RuntimeError as error:
-            raise LostError(str(error).splitlines()[0]) from error
+            why = str(error).splitlines()[0]
+            self.fail(self.why(why), mine=False)
+            raise LostError(self.dead) from error
 
     def agree(self) -> None:
         """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ."""

@@ -1,7 +1,7 @@
 """The `Talk`: the collectives of one call, agreed with the other ranks before the first of them.
 
     digests(plan, bodies, env, bounds)  ->  {group: number}     equal on ranks that can talk
-    with Talk(program, digests): run    a rank that fails takes its groups down
+    with Talk(plan, digests, watchdog_s): run     a rank that fails takes its groups down
 
 What ranks must have in common is the order of their collectives and the sizes of those that need
 equal sizes; what they compute in between is their own affair.
@@ -93,6 +93,10 @@ class Talk:
                 self.channels.append(found)
         except LostError as error:
             raise self._lost(error, None) from error
+        except RunError:
+            for found in self.channels:
+                found.leave()
+            raise
 
     def __exit__(
         self,
