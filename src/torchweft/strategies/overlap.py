@@ -9,31 +9,20 @@ number of parts. It pays where a network op takes about as long as the compute b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torchweft.cut import Cut
 from torchweft.scheduler import Scheduler
 from torchweft.strategy import strategy
 
 
 @strategy
-def overlap(
-    s: Scheduler, *, parts: int | Sequence[int] = 2, min_tokens: int = 0, at: str | None = None
-) -> None:
-    """Split the batch; network ops of one part run beside compute ops of the others.
-
-    parts: how many of equal size, or their proportions: (1, 2, 2, 1) covers more of the first
-    compute and of the last transfer, beside which nothing can run.
-    """
+def overlap(s: Scheduler, *, parts: int = 2, min_tokens: int = 0, at: str | None = None) -> None:
+    """Split the batch; network ops of one part run beside compute ops of the others."""
     # 1. Small calls gain nothing from splitting: each part reads all weights again.
     if s.graph.batch is None:
         return s.sequential("the graph has no batch")
-    cut = Cut.even(parts, at) if isinstance(parts, int) else Cut(Cut.sizes(parts).fractions, at)
-    if s.context.num_tokens < cut.num_parts * min_tokens:
-        wanted = f"{cut.num_parts} x {min_tokens}"
-        return s.sequential(f"{s.context.num_tokens} tokens are fewer than {wanted}")
+    if s.context.num_tokens < parts * min_tokens:
+        return s.sequential(f"{s.context.num_tokens} tokens are fewer than {parts} x {min_tokens}")
     # 2. Each op on all its parts before the next op: part 1 computes while part 0 is on the wire.
-    s.split(cut)
+    s.split(parts, at=at)
     while ready := s.ready():
         for op, part in ready:
             s.run(op, part)
