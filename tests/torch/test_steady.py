@@ -59,7 +59,7 @@ def test_other_sizes_take_the_long_way_once_each():
     assert len(piece._ready) == 3 and piece.strategy_runs == 1
 
 
-def test_what_the_host_tells_keeps_a_call_off_the_short_way():
+def test_what_the_host_tells_has_its_own_short_way(monkeypatch):
     seen = []
 
     def look(s):
@@ -67,11 +67,16 @@ def test_what_the_host_tells_keeps_a_call_off_the_short_way():
         s.sequential()
 
     model, x = weft.compile(layers(), look), torch.randn(6, 8)
-    steady(model, x)
-    for phase in ("decode", "prefill", "decode"):
+    piece = steady(model, x)
+    for phase in ("decode", "prefill", "decode") * 2:
         with weft.context(phase=phase):
             model(x)
     assert seen == [None, "decode", "prefill"]
+    monkeypatch.setattr(piece, "_first_call", None)
+    with weft.context(phase="decode"):
+        model(x)
+    with pytest.raises(TypeError), weft.context(phase="decode", tokens_per_request=[2, 4]):
+        model(x)  # the long way: other requests may be cut elsewhere
 
 
 def test_an_error_in_a_steady_call_tells_its_step():

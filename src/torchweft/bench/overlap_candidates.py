@@ -1,6 +1,6 @@
 """The programs of the overlap bench, as a table: baseline, floors, peers, weft, and the control.
 
-CANDIDATES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
+TABLES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
 
 The peers live in `benchmarks/`, plain torch that knows nothing of weft. A candidate that cannot run
 here raises `Absent` with the reason, which stands in the row.
@@ -172,4 +172,4 @@ def _table() -> tuple[Candidate, ...]:
     )
 
 
-CANDIDATES = _table()
+TABLES = {"race": _table()}
