@@ -1,0 +1,479 @@
+"""A small asynchronous device for tests: streams are threads, and missing events are punished.
+
+    device = TestDevice()                    device.api has the shape of torch, as far as it is used
+    with device:                             factories on `device.device` make tensors of its own
+        y = device.put(torch.randn(3)) + 1   y has its shape at once, its numbers when the stream
+        y.cpu()                              has come there; this waits for the current stream
+
+Every tensor has real bytes on the CPU. A call allocates its result and puts the computation on the
+current stream. What makes it merciless is that each order that is legal is played:
+
+    late=stream   this stream does nothing as long as any other can do something
+    delays        each stream sleeps at random before every item
+    bytes         poison is written by a stream when it gets bytes and when they are given back, as
+                  the caching allocator may have it: before that, older work of that stream uses
+                  them, behind that, newer work. `record_stream` puts it off, as it does there.
+
+A capture raises `RuleError` for what a CUDA capture forbids. With `judge`, vector clocks tell which
+conflicts nothing orders: `device.races`. This does not look at numbers; the two must agree.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+KIND = "meta"  # the one type of device that this build of torch can guard and does not run
+
+
+class RuleError(RuntimeError):
+    """Something that the device forbids."""
+
+
+class Tick:
+    """One recording of an event: where, and whether the stream has come there."""
+
+    def __init__(self, stream):
+        self.stream, self.capture, self.clock = stream, stream.capture, {}
+        self.done, self.time = False, 0.0
+
+
+class Event:
+    def __init__(self, owner, timing):
+        self.owner, self.timing, self.tick = owner, timing, None
+
+    def elapsed_time(self, other):
+        if not (self.timing and other.timing):
+            raise RuleError("this event has no time")
+        return 1e3 * (other.tick.time - self.tick.time)
+
+    def synchronize(self):
+        self.owner.host_waits(lambda: self.tick.done)
+
+
+class Stream:
+    """An ordered queue with a thread. Items: ("run", function), ("record", tick), ("wait", tick)."""
+
+    def __init__(self, owner, name, priority=0, num_sms=None):
+        self.owner, self.name, self.priority, self.num_sms = owner, name, priority, num_sms
+        self.queue, self.busy, self.capture = deque(), False, None
+        self.clock = {self: 0}
+        self.thread = threading.Thread(target=self.work, name=f"stream {name}", daemon=True)
+        self.thread.start()
+
+    def put(self, kind, what, *, counts=True):
+        self.clock[self] += counts
+        if self.capture is not None:
+            self.capture.items.append((self, kind, what))
+            return
+        with self.owner.moved:
+            self.queue.append((kind, what))
+            self.owner.moved.notify_all()
+
+    def record_event(self, event=None):
+        event = event or Event(self.owner, False)
+        event.tick = Tick(self)
+        self.put("record", event.tick)
+        event.tick.clock = dict(self.clock)
+        return event
+
+    def wait_event(self, event):
+        tick = event.tick
+        if tick is None:
+            return  # never recorded: nothing to wait for
+        if self.capture is not None and tick.capture is not self.capture:
+            raise RuleError("capture: the event was recorded outside the capture")
+        if self.capture is None and tick.capture is not None:
+            if tick.capture is not self.owner.capturing:
+                raise RuleError("capture: the event was recorded in a capture that has ended")
+            self.capture = tick.capture  # forked
+            self.capture.streams.append(self)
+        for stream, count in tick.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), count)
+        self.put("wait", tick)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def synchronize(self):
+        self.owner.host_waits(lambda: not self.queue and not self.busy)
+
+    def query(self):
+        return not self.queue and not self.busy
+
+    def ready(self):
+        return bool(self.queue) and not (self.queue[0][0] == "wait" and not self.queue[0][1].done)
+
+    def may_go(self):
+        owner = self.owner
+        if not self.ready():
+            return False
+        if owner.late is not self:
+            return True
+        others = [stream for stream in owner.streams if stream is not self]
+        return owner.num_waiting > 0 and not any(s.busy or s.ready() for s in others)
+
+    def work(self):
+        owner = self.owner
+        while True:
+            with owner.moved:
+                while not self.may_go():
+                    if owner.closed:
+                        return
+                    owner.moved.wait()
+                kind, what = self.queue.popleft()
+                self.busy = True
+            if owner.delays:
+                time.sleep(random.random() * owner.delays)
+            try:
+                if kind == "run":
+                    what()
+            except Exception as error:
+                owner.errors.append(error)
+            with owner.moved:
+                if kind == "record":
+                    what.done, what.time = True, time.perf_counter()
+                self.busy = False
+                del what
+                owner.moved.notify_all()
+
+
+class Block:
+    """Bytes: the stream that asked for them, who uses them, and who was noted to."""
+
+    def __init__(self, owner, base, stream):
+        self.owner, self.base, self.stream = owner, base, stream
+        self.capture, self.noted, self.uses = stream.capture, set(), {}
+        self.accesses = []
+
+    def __del__(self):
+        if not self.owner.closed:
+            self.owner.freed(self)
+
+
+class DeviceTensor(torch.Tensor):
+    """Metadata on the host, numbers in `held` when the stream has come there."""
+
+    @staticmethod
+    def __new__(cls, real, block):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(),
+            dtype=real.dtype, device=torch.device(KIND),
+        )  # fmt: skip
+        made.held, made.block = real, block
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        owner = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)).block.owner
+        return owner.call(func, args, kwargs or {})
+
+    def record_stream(self, stream):
+        self.block.noted.add(stream)
+
+    def data_ptr(self):
+        return self.held.data_ptr()
+
+    def __repr__(self):
+        return f"DeviceTensor({tuple(self.shape)})"
+
+
+class Graph:
+    """A captured graph: items of the streams that were forked from the first and joined again."""
+
+    def __init__(self, owner, pool=None):
+        self.owner, self.pool_id = owner, pool or (id(self), 0)
+        self.items, self.streams, self.lanes = [], [], {}
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        owner, stream = self.owner, self.owner.current
+        if stream is owner.default:
+            raise RuleError("capture: the default stream cannot be captured")
+        if owner.capturing is not None:
+            raise RuleError("capture: another capture is underway")
+        self.pool_id = pool or self.pool_id
+        self.thread = threading.get_ident()
+        owner.capturing = stream.capture = self
+        self.streams = [stream]
+
+    def capture_end(self):
+        owner, first = self.owner, self.streams[0]
+        if owner.current is not first:
+            raise RuleError("capture: ends on another stream than it began on")
+        left = [s.name for s in self.streams if first.clock.get(s, 0) < s.clock[s]]
+        for stream in self.streams:
+            stream.capture = None
+        owner.capturing = None
+        if left:
+            raise RuleError(f"capture: unjoined stream {', '.join(left)}")
+        if owner.broken:
+            raise RuleError(owner.broken.pop())
+
+    def replay(self):
+        current, ticks = self.owner.current, {}
+        began = Event(self.owner, False)
+        current.record_event(began)
+        lanes = {self.streams[0]: current}
+        for number, stream in enumerate(self.streams[1:]):
+            lane = self.lanes.get(stream) or self.owner.new_stream(f"graph lane {number}")
+            self.lanes[stream] = lanes[stream] = lane
+            lane.wait_event(began)
+        for stream, kind, what in self.items:
+            if kind == "record":
+                ticks[what] = Tick(lanes[stream])
+                what = ticks[what]
+            elif kind == "wait":
+                what = ticks[what]
+            lanes[stream].put(kind, what)
+        for lane in list(lanes.values())[1:]:
+            current.wait_stream(lane)  # the launch ends when all of it has
+
+    def pool(self):
+        return self.pool_id
+
+    def reset(self):
+        self.items = []
+
+
+class TestDevice(TorchDispatchMode):
+    """The device. Use it as a context manager around everything that touches its tensors."""
+
+    __test__ = False
+
+    def __init__(self, *, delays=0.0, judge=False):
+        super().__init__()
+        self.device = torch.device(KIND)
+        self.moved = threading.Condition(threading.RLock())
+        self.streams, self.errors, self.races, self.broken = [], [], [], []
+        self.delays, self.judge, self.late = delays, judge, None
+        self.num_waiting, self.closed, self.capturing = 0, False, None
+        self.local = threading.local()
+        self.default = self.new_stream("default")
+        self.reuse = self.new_stream("reuse")
+        self.api = _api(self)
+
+    def new_stream(self, name=None, priority=0, num_sms=None):
+        with self.moved:
+            self.streams.append(Stream(self, name or str(len(self.streams)), priority, num_sms))
+            return self.streams[-1]
+
+    @property
+    def current(self):
+        return getattr(self.local, "current", self.default)
+
+    @current.setter
+    def current(self, stream):
+        self.local.current = stream
+
+    def close(self):
+        """End all threads."""
+        with self.moved:
+            self.closed = True
+            self.moved.notify_all()
+        for stream in self.streams:
+            stream.thread.join()
+
+    def host_waits(self, done):
+        """Block the host until something holds; forbidden in a capture of its own."""
+        capture = self.capturing
+        if capture is not None and capture.thread == threading.get_ident():
+            raise RuleError("capture: the host waits for the device")
+        with self.moved:
+            self.num_waiting += 1
+            self.moved.notify_all()
+            while not done():
+                self.moved.wait()
+            self.num_waiting -= 1
+        if self.errors:
+            raise self.errors.pop()
+
+    def synchronize(self, device=None):
+        self.host_waits(lambda: all(s.query() for s in self.streams))
+
+    # Tensors.
+
+    def put(self, tensor):
+        """A tensor of the device with these numbers, copied by the current stream."""
+        kept = tensor.clone()
+        return self.computed(kept, lambda: kept, [])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        ours = any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs)))
+        made_here = getattr(kwargs.get("device"), "type", None) == KIND
+        return self.call(func, args, kwargs) if ours or made_here else func(*args, **kwargs)
+
+    def call(self, func, args, kwargs):
+        """One call of an operator: a view now, everything else on the current stream."""
+        real_args, real_kwargs = self.as_real(args), self.as_real(kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
+        to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
+        if to_host or not any(isinstance(r.type, torch.TensorType) for r in func._schema.returns):
+            self.note("run", given, [])
+            self.current.synchronize()
+            found = func(*real_args, **real_kwargs)
+            return found.clone() if isinstance(found, torch.Tensor) else found
+        if func.is_view:
+            found = func(*real_args, **real_kwargs)
+            return tree_map(lambda real: DeviceTensor(real, given[0].block), found)
+        written = [
+            leaf
+            for spec, value in zip(func._schema.arguments, args, strict=False)
+            if spec.alias_info is not None and spec.alias_info.is_write
+            for leaf in tree_leaves(value)
+        ]
+        if written:
+            self.note("run", given, written)
+            self.current.put("run", lambda: func(*real_args, **real_kwargs))
+            return args[0]
+        metas = tree_map(_as_meta, (args, kwargs))
+        shaped = func(*metas[0], **metas[1])
+        return self.computed(shaped, lambda: func(*real_args, **real_kwargs), given)
+
+    def computed(self, shaped, compute, reads):
+        """New tensors of these shapes, filled by the current stream."""
+        stream = self.current
+        if self.capturing is not None and self.capturing.thread == threading.get_ident():
+            if stream.capture is None:
+                raise RuleError("capture: allocation outside the pool, on an unforked stream")
+
+        def room(meta):
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            real = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+            base = real.new_empty(0).set_(real.untyped_storage())
+            made = DeviceTensor(real, Block(self, base, stream))
+            self.note("poison", [], [made])
+            stream.put("run", lambda: _poison(base))
+            return made
+
+        made = tree_map(room, shaped)
+        rooms = [leaf for leaf in tree_leaves(made) if isinstance(leaf, DeviceTensor)]
+        targets = [leaf.held for leaf in rooms]
+
+        def run():
+            found = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+            for target, result in zip(targets, found, strict=True):
+                target.copy_(result)
+
+        self.note("run", reads, rooms)
+        stream.put("run", run)
+        return made
+
+    def as_real(self, tree):
+        def real(leaf):
+            if isinstance(leaf, DeviceTensor):
+                return leaf.held
+            if isinstance(leaf, torch.device) and leaf.type == KIND:
+                return torch.device("cpu")
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+        return tree_map(real, tree)
+
+    # Bytes: who uses them, and when they are given to others.
+
+    def note(self, what, reads, writes):
+        """Remember an access of the current stream; tell if nothing orders it behind another."""
+        stream, number = self.current, self.current.clock[self.current] + 1
+        for tensor in dict.fromkeys([*reads, *writes]):
+            writing = any(tensor is other for other in writes)
+            tensor.block.uses[stream] = number
+            if self.judge:
+                self.access(tensor.block, stream, number, _bytes(tensor.held), writing)
+
+    def access(self, block, stream, number, touched, writing, skip=()):
+        for other, count, theirs, wrote in block.accesses:
+            ordered = stream.clock.get(other, 0) >= count or other is stream or other in skip
+            if not ordered and (writing or wrote) and touched & theirs:
+                self.races.append((other.name, stream.name))
+        block.accesses.append((stream, number, touched, writing))
+
+    def freed(self, block):
+        """Nobody holds these bytes any more: newer work of their stream may write over them."""
+        stream, base = block.stream, block.base
+        if block.capture is not None and block.capture is not self.capturing:
+            return  # in the pool of a graph, which nothing but graphs writes to
+        known = {s for s, count in block.uses.items() if stream.clock.get(s, 0) >= count}
+        unknown = set(block.uses) - known - block.noted - {stream}
+        if unknown and block.capture is not None:
+            names = ", ".join(sorted(s.name for s in unknown))
+            self.broken.append(f"capture: bytes of {stream.name} are freed while {names} uses them")
+        if self.judge:
+            self.access(block, stream, stream.clock[stream], _bytes(base), True, block.noted)
+        if not block.noted:
+            stream.put("run", lambda: _poison(base), counts=False)
+        elif block.capture is None:
+            with self.moved:
+                for each in (stream, *block.noted):
+                    tick = Tick(each)
+                    each.put("record", tick, counts=False)
+                    self.reuse.put("wait", tick)
+                self.reuse.put("run", lambda: _poison(base))
+
+
+def _poison(base):
+    if base.dtype.is_floating_point or base.dtype.is_complex:
+        base.fill_(float("nan"))
+    else:
+        base.fill_(1 if base.dtype is torch.bool else 77)
+
+
+def _bytes(real):
+    count = real.untyped_storage().nbytes() // real.element_size()
+    numbers = torch.arange(count).as_strided(real.shape, real.stride(), real.storage_offset())
+    return frozenset(numbers.flatten().tolist())
+
+
+def _as_meta(leaf):
+    if isinstance(leaf, DeviceTensor):
+        real = leaf.held
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+    if isinstance(leaf, torch.device) and leaf.type == KIND:
+        return torch.device("meta")
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+
+def _api(owner):
+    """What the runtime calls of torch, by the same names and arguments."""
+
+    @contextmanager
+    def device_index(index):
+        yield
+
+    def set_stream(stream):
+        owner.current = stream
+
+    def create(*, num_sms=None, workqueue_scope=None, workqueue_concurrency_limit=None,
+               device_id=None):  # fmt: skip
+        stream = owner.new_stream("green", num_sms=num_sms)
+        return SimpleNamespace(Stream=lambda: stream)
+
+    accelerator = SimpleNamespace(
+        current_stream=lambda device=None: owner.current,
+        set_stream=set_stream,
+        device_index=device_index,
+        synchronize=owner.synchronize,
+        Graph=lambda keep_graph=False, *, pool=None, capture_error_mode="default": Graph(owner, pool),
+    )
+    contexts = SimpleNamespace(SUPPORTED=True, GreenContext=SimpleNamespace(create=create))
+    cuda = SimpleNamespace(
+        CUDAGraph=lambda keep_graph=False: Graph(owner),
+        green_contexts=contexts,
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=8),
+    )
+    return SimpleNamespace(
+        Stream=lambda device=None, *, priority=0: owner.new_stream(priority=priority),
+        Event=lambda device=None, *, enable_timing=False, blocking=False, interprocess=False: Event(
+            owner, enable_timing
+        ),
+        accelerator=accelerator,
+        cuda=cuda,
+    )
