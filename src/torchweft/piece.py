@@ -26,8 +26,9 @@ from torchweft.context import Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
+from torchweft.runtimes.accelerator import runtime_of
 from torchweft.runtimes.cpu import run, run_traced
-from torchweft.runtimes.program import Program, compile_program
+from torchweft.runtimes.program import compile_program
 from torchweft.runtimes.talk import Talk, digests, refuse
 from torchweft.strategies import sequential
 from torchweft.strategy import Strategy
@@ -49,7 +50,7 @@ class Entry:
     """A plan in use, with its program and what calls have shown of it."""
 
     plan: Plan
-    program: Program
+    program: Any
     bucket: Bucket
     told: tuple[str | None, bool] = (None, False)
     num_calls: int = 0
@@ -68,6 +69,8 @@ class Piece:
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
         self.bodies = compile_bodies(captured.bodies, session.inner)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
+        examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
+        self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
         self.entries: list[Entry] = []
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()
@@ -99,9 +102,13 @@ class Piece:
     ) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
         bounds, numbers, told = self._shape(entry, env, context)
+        if self.session.graphs and self.runtime is None:
+            self._fall_back("graphs: the inputs live on no accelerator")
         if not told:
             return self._run(entry, given, bounds, numbers)
-        with Talk(entry.plan, told, self.session.watchdog_s):
+        with Talk(entry.plan, told, self.session.watchdog_s) as talk:
+            if self.session.graphs:
+                talk.agree()
             return self._run(entry, given, bounds, numbers)
 
     def _run(
@@ -109,16 +116,21 @@ class Piece:
     ) -> tuple[Any, ...]:
         entry.num_calls += 1
         lanes, threads = self.session.lanes, self.session.num_threads
-        collected = self.session.traces
+        collected, runtime = self.session.traces, self.runtime
         if collected is not None or (entry.num_calls == 2 and entry.trace is None):
             program = self.compile(entry.plan, traced=True)
-            outputs, entry.trace = run_traced(
-                program, given, bounds, lanes, numbers=numbers, num_threads=threads
-            )
+            if runtime is not None:
+                outputs, entry.trace = runtime.run_traced(program, given, bounds, numbers=numbers)
+            else:
+                outputs, entry.trace = run_traced(
+                    program, given, bounds, lanes, numbers=numbers, num_threads=threads
+                )
             if collected is not None:
                 collected.append(entry.trace)
             return outputs
         program = entry.program
+        if runtime is not None:
+            return runtime.run(program, given, bounds, numbers=numbers)
         return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
 
     def all_entries(self) -> list[Entry]:
@@ -126,9 +138,15 @@ class Piece:
         found = list(self.entries)
         return found + ([self._sequential] if self._sequential is not None else [])
 
-    def compile(self, plan: Plan, *, traced: bool = False) -> Program:
-        """The program of a plan."""
-        return compile_program(plan, self.bodies, traced=traced, jitter=self.session.jitter)
+    def compile(self, plan: Plan, *, traced: bool = False) -> Any:
+        """The program of a plan, for the runtime of the piece."""
+        jitter = self.session.jitter
+        if self.runtime is not None:
+            return self.runtime.compile(plan, self.bodies, traced=traced, jitter=jitter)
+        return compile_program(plan, self.bodies, traced=traced, jitter=jitter)
+
+    def _fall_back(self, reason: str) -> None:
+        self.session.fall_back(self, reason)
 
     def _shape(self, entry: Entry, env: dict[str, int], context: Context) -> Shape:
         """Borders, sizes and digests of a call; remembered, for a shape rarely comes alone."""
@@ -229,6 +247,10 @@ class Piece:
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def shared_bytes(inputs: Sequence[Any]) -> str:

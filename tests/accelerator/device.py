@@ -1,6 +1,6 @@
 """A small asynchronous device for tests: streams are threads, and missing events are punished.
 
-    device = TestDevice()                    device.api has the shape of torch, as far as it is used
+    device = TestDevice()                    double.torch_like(device) has the shape of torch
     with device:                             factories on `device.device` make tensors of its own
         y = device.put(torch.randn(3)) + 1   y has its shape at once, its numbers when the stream
         y.cpu()                              has come there; this waits for the current stream
@@ -24,8 +24,6 @@ import random
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,7 +58,7 @@ class Event:
 
 
 class Stream:
-    """An ordered queue with a thread. Items: ("run", function), ("record", tick), ("wait", tick)."""
+    """An ordered queue with a thread: ("run", function), ("record", tick), ("wait", tick)."""
 
     def __init__(self, owner, name, priority=0, num_sms=None):
         self.owner, self.name, self.priority, self.num_sms = owner, name, priority, num_sms
@@ -104,7 +102,8 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self):
-        self.owner.host_waits(lambda: not self.queue and not self.busy)
+        self.owner.host_waits(self.query)
+        self.owner.hear(self)
 
     def query(self):
         return not self.queue and not self.busy
@@ -119,7 +118,7 @@ class Stream:
         if owner.late is not self:
             return True
         others = [stream for stream in owner.streams if stream is not self]
-        return owner.num_waiting > 0 and not any(s.busy or s.ready() for s in others)
+        return owner.host_is_stuck() and not any(s.busy or s.ready() for s in others)
 
     def work(self):
         owner = self.owner
@@ -254,11 +253,10 @@ class TestDevice(TorchDispatchMode):
         self.moved = threading.Condition(threading.RLock())
         self.streams, self.errors, self.races, self.broken = [], [], [], []
         self.delays, self.judge, self.late = delays, judge, None
-        self.num_waiting, self.closed, self.capturing = 0, False, None
-        self.local = threading.local()
+        self.waiting, self.closed, self.capturing = [], False, None
+        self.heard, self.local = {}, threading.local()
         self.default = self.new_stream("default")
         self.reuse = self.new_stream("reuse")
-        self.api = _api(self)
 
     def new_stream(self, name=None, priority=0, num_sms=None):
         with self.moved:
@@ -283,20 +281,38 @@ class TestDevice(TorchDispatchMode):
 
     def host_waits(self, done):
         """Block the host until something holds; forbidden in a capture of its own."""
-        capture = self.capturing
-        if capture is not None and capture.thread == threading.get_ident():
+        if self.captures_here():
             raise RuleError("capture: the host waits for the device")
         with self.moved:
-            self.num_waiting += 1
+            self.waiting.append(done)
             self.moved.notify_all()
             while not done():
                 self.moved.wait()
-            self.num_waiting -= 1
+            self.waiting.remove(done)
         if self.errors:
             raise self.errors.pop()
 
+    def captures_here(self):
+        """Whether this thread is in a capture."""
+        return self.capturing is not None and self.capturing.thread == threading.get_ident()
+
+    def host_is_stuck(self):
+        """Whether the host waits, and for something that has not come yet."""
+        return bool(self.waiting) and not any(done() for done in self.waiting)
+
     def synchronize(self, device=None):
         self.host_waits(lambda: all(s.query() for s in self.streams))
+        for stream in self.streams:
+            self.hear(stream)
+
+    def hear(self, stream):
+        """What a stream has done is over for the host, and for all that it issues from now on."""
+        for other, count in stream.clock.items():
+            self.heard[other] = max(self.heard.get(other, 0), count)
+
+    def knows(self, stream, other, count):
+        """Whether what `other` did up to `count` is over for the next item of a stream."""
+        return max(stream.clock.get(other, 0), self.heard.get(other, 0)) >= count
 
     # Tensors.
 
@@ -317,7 +333,8 @@ class TestDevice(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
         to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
         if to_host or not any(isinstance(r.type, torch.TensorType) for r in func._schema.returns):
-            self.note("run", given, [])
+            self.note(given, [])
+            self.current.put("run", lambda: None)  # the copy to the host
             self.current.synchronize()
             found = func(*real_args, **real_kwargs)
             return found.clone() if isinstance(found, torch.Tensor) else found
@@ -331,7 +348,7 @@ class TestDevice(TorchDispatchMode):
             for leaf in tree_leaves(value)
         ]
         if written:
-            self.note("run", given, written)
+            self.note(given, written)
             self.current.put("run", lambda: func(*real_args, **real_kwargs))
             return args[0]
         metas = tree_map(_as_meta, (args, kwargs))
@@ -341,17 +358,17 @@ class TestDevice(TorchDispatchMode):
     def computed(self, shaped, compute, reads):
         """New tensors of these shapes, filled by the current stream."""
         stream = self.current
-        if self.capturing is not None and self.capturing.thread == threading.get_ident():
-            if stream.capture is None:
-                raise RuleError("capture: allocation outside the pool, on an unforked stream")
+        if self.captures_here() and stream.capture is None:
+            raise RuleError("capture: allocation outside the pool, on an unforked stream")
 
         def room(meta):
             if not isinstance(meta, torch.Tensor):
                 return meta
             real = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
             base = real.new_empty(0).set_(real.untyped_storage())
+            _poison(base)  # or the right numbers of an earlier call might still be there
             made = DeviceTensor(real, Block(self, base, stream))
-            self.note("poison", [], [made])
+            self.note([], [made])
             stream.put("run", lambda: _poison(base))
             return made
 
@@ -364,7 +381,7 @@ class TestDevice(TorchDispatchMode):
             for target, result in zip(targets, found, strict=True):
                 target.copy_(result)
 
-        self.note("run", reads, rooms)
+        self.note(reads, rooms)
         stream.put("run", run)
         return made
 
@@ -380,7 +397,7 @@ class TestDevice(TorchDispatchMode):
 
     # Bytes: who uses them, and when they are given to others.
 
-    def note(self, what, reads, writes):
+    def note(self, reads, writes):
         """Remember an access of the current stream; tell if nothing orders it behind another."""
         stream, number = self.current, self.current.clock[self.current] + 1
         for tensor in dict.fromkeys([*reads, *writes]):
@@ -389,9 +406,9 @@ class TestDevice(TorchDispatchMode):
             if self.judge:
                 self.access(tensor.block, stream, number, _bytes(tensor.held), writing)
 
-    def access(self, block, stream, number, touched, writing, skip=()):
+    def access(self, block, stream, number, touched, writing, noted=()):
         for other, count, theirs, wrote in block.accesses:
-            ordered = stream.clock.get(other, 0) >= count or other is stream or other in skip
+            ordered = any(s is other or self.knows(s, other, count) for s in (stream, *noted))
             if not ordered and (writing or wrote) and touched & theirs:
                 self.races.append((other.name, stream.name))
         block.accesses.append((stream, number, touched, writing))
@@ -401,10 +418,14 @@ class TestDevice(TorchDispatchMode):
         stream, base = block.stream, block.base
         if block.capture is not None and block.capture is not self.capturing:
             return  # in the pool of a graph, which nothing but graphs writes to
-        known = {s for s, count in block.uses.items() if stream.clock.get(s, 0) >= count}
-        unknown = set(block.uses) - known - block.noted - {stream}
-        if unknown and block.capture is not None:
-            names = ", ".join(sorted(s.name for s in unknown))
+        told = (stream, *block.noted)
+        late = [
+            other.name
+            for other, count in block.uses.items()
+            if not any(s is other or self.knows(s, other, count) for s in told)
+        ]
+        if late and block.capture is not None:
+            names = ", ".join(sorted(late))
             self.broken.append(f"capture: bytes of {stream.name} are freed while {names} uses them")
         if self.judge:
             self.access(block, stream, stream.clock[stream], _bytes(base), True, block.noted)
@@ -412,7 +433,7 @@ class TestDevice(TorchDispatchMode):
             stream.put("run", lambda: _poison(base), counts=False)
         elif block.capture is None:
             with self.moved:
-                for each in (stream, *block.noted):
+                for each in told:
                     tick = Tick(each)
                     each.put("record", tick, counts=False)
                     self.reuse.put("wait", tick)
@@ -439,41 +460,3 @@ def _as_meta(leaf):
     if isinstance(leaf, torch.device) and leaf.type == KIND:
         return torch.device("meta")
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-
-def _api(owner):
-    """What the runtime calls of torch, by the same names and arguments."""
-
-    @contextmanager
-    def device_index(index):
-        yield
-
-    def set_stream(stream):
-        owner.current = stream
-
-    def create(*, num_sms=None, workqueue_scope=None, workqueue_concurrency_limit=None,
-               device_id=None):  # fmt: skip
-        stream = owner.new_stream("green", num_sms=num_sms)
-        return SimpleNamespace(Stream=lambda: stream)
-
-    accelerator = SimpleNamespace(
-        current_stream=lambda device=None: owner.current,
-        set_stream=set_stream,
-        device_index=device_index,
-        synchronize=owner.synchronize,
-        Graph=lambda keep_graph=False, *, pool=None, capture_error_mode="default": Graph(owner, pool),
-    )
-    contexts = SimpleNamespace(SUPPORTED=True, GreenContext=SimpleNamespace(create=create))
-    cuda = SimpleNamespace(
-        CUDAGraph=lambda keep_graph=False: Graph(owner),
-        green_contexts=contexts,
-        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=8),
-    )
-    return SimpleNamespace(
-        Stream=lambda device=None, *, priority=0: owner.new_stream(priority=priority),
-        Event=lambda device=None, *, enable_timing=False, blocking=False, interprocess=False: Event(
-            owner, enable_timing
-        ),
-        accelerator=accelerator,
-        cuda=cuda,
-    )

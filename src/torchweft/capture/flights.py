@@ -46,10 +46,14 @@ class Flight:
 
 
 def land(flight: Flight) -> tuple[torch.Tensor, ...]:
-    """Wait until all works have ended; what they made."""
+    """Wait until all works have ended (on an accelerator: the stream waits); what they made."""
     for work in flight.works:
-        if work is not None:  # a rank outside of the group has nothing to do
+        if work is None:  # a rank outside of the group has nothing to do
+            continue
+        if any(tensor.device.type == "cpu" for tensor in flight.made):
             wait(work)
+        else:
+            work.wait()  # the current stream waits, the host goes on; NCCL has its own watchdog
     for target, source in flight.back:
         target.copy_(source)
     return flight.made

@@ -12,7 +12,7 @@ on the current stream. The host never waits for the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,10 +21,10 @@ import torch
 from torchweft.errors import RunError
 from torchweft.machine import Lane
 from torchweft.plan import Plan
-from torchweft.runtimes.cpu import Call, failure_of, step_of, trace_of
+from torchweft.runtimes.cpu import trace_of
 from torchweft.runtimes.graphs import Graphs
 from torchweft.runtimes.program import Body, Jitter
-from torchweft.runtimes.streams import StreamProgram, compile_streams
+from torchweft.runtimes.streams import StreamProgram, compile_streams, failed
 from torchweft.trace import Trace
 
 
@@ -113,9 +113,8 @@ class Loan:
 class Runtime:
     """Runs stream programs on one device. Calls may come from several threads."""
 
-    def __init__(self, device: Device, *, graphs: bool = False) -> None:
-        self.device = device
-        self.graphs = Graphs(self) if graphs else None
+    def __init__(self, device: Device, graphs: Graphs | None = None) -> None:
+        self.device, self.graphs = device, graphs
         self.lock = threading.Lock()
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
 
@@ -141,7 +140,7 @@ class Runtime:
     ) -> tuple[Any, ...]:
         """Run one call and give its outputs. Raises `RunError` if an op fails on the host."""
         if self.graphs is not None:
-            return self.graphs.run(program, inputs, bounds, numbers)
+            return self.graphs.run(self, program, inputs, bounds, numbers)
         return self.issue(program, inputs, bounds, numbers)
 
     def run_traced(
@@ -213,17 +212,6 @@ class Runtime:
         return event
 
 
-def failed(program: StreamProgram, error: BaseException) -> BaseException:
-    """The error that the caller sees, with the last step that each lane was given."""
-    plan, lanes = program.plan, program.program.lanes
-    at = step_of(program.program, error)
-    call = Call(program.program)
-    before = range(at if at is not None else len(plan.steps))
-    call.state = [max((i for i in before if plan.steps[i].lane == lane), default=-1) for lane in lanes]
-    call.failure = (plan.steps[at].lane if at is not None else lanes[0], error)
-    return failure_of(call)
-
-
 def device_of(inputs: Sequence[Any]) -> torch.device | None:
     """The accelerator that inputs live on; None if none of them does."""
     kind = torch.accelerator.current_accelerator()
@@ -233,13 +221,19 @@ def device_of(inputs: Sequence[Any]) -> torch.device | None:
     return next((device for device in found if device.type == kind.type), None)
 
 
-def runtime_of(inputs: Sequence[Any], *, graphs: bool = False) -> Runtime | None:
-    """The runtime for the accelerator that inputs live on; None: they are for the CPU runtime."""
-    device = device_of(inputs)
-    if device is None:
+def runtime_of(
+    inputs: Sequence[Any], *, graphs: bool, fall_back: Callable[[str], None]
+) -> Runtime | None:
+    """The runtime for the accelerator that inputs live on; None: they are for the CPU runtime.
+
+    fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
+    """
+    found = device_of(inputs)
+    if found is None:
         return None
-    if device.type == "cuda":
+    device: Device = Accelerator(found)
+    if found.type == "cuda":
         from torchweft.runtimes.cuda import Cuda  # what only CUDA has is loaded where it is
 
-        return Runtime(Cuda(device), graphs=graphs)
-    return Runtime(Accelerator(device), graphs=graphs)
+        device = Cuda(found)
+    return Runtime(device, Graphs(device, fall_back) if graphs else None)

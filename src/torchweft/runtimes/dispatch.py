@@ -27,7 +27,6 @@ from typing import NamedTuple
 from torchweft.machine import Lane
 from torchweft.plan import Plan, Step
 
-
 WORK = ("run", "issue", "complete", "copy")
 
 

@@ -352,7 +352,7 @@ class Writer:
     def _free(self, step: Step) -> list[str]:
         gone = []
         for name in self.aliases[step.names[0]]:
-            if name in self.placed:
+            if name in self.placed and step.parts is None:  # else other parts still live there
                 gone.append(f"p{self.index[name]}")
             for piece in self.made.get(name, ()):
                 if step.parts is None or piece == step.parts:

@@ -22,15 +22,22 @@ waits for the device: the host runs ahead, and streams wait for each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from torch import Tensor
+
 from torchweft.plan import Plan, Step
+from torchweft.runtimes.cpu import Call, failure_of, step_of
 from torchweft.runtimes.dispatch import Dispatch, Item, dispatch
 from torchweft.runtimes.program import Body, Jitter, Program, Writer
 
 
-@dataclass(frozen=True)
+LANDED = -1
+"""Whose bytes a value has that a two-phase op made: those of one of two streams."""
+
+
+@dataclass(frozen=True, eq=False)
 class StreamProgram:
     """A program whose functions are the segments of a dispatch, in order."""
 
@@ -76,6 +83,31 @@ def write_streams(
     return StreamProgram(_StreamWriter(given, bodies, traced, jitter).program(), given)
 
 
+def keep(flight: Any, stream: Any) -> None:
+    """Note that a stream uses all tensors of a flight, whose bytes another stream asked for."""
+    if isinstance(flight, Tensor):
+        flight.record_stream(stream)
+    elif isinstance(flight, tuple | list):
+        for item in flight:
+            keep(item, stream)
+    elif is_dataclass(flight):
+        for spec in fields(flight):
+            keep(getattr(flight, spec.name), stream)
+
+
+def failed(program: StreamProgram, error: BaseException) -> BaseException:
+    """The error that the caller sees, with the last step that each lane was given."""
+    plan, lanes = program.plan, program.program.lanes
+    at = step_of(program.program, error)
+    call = Call(program.program)
+    before = range(at if at is not None else len(plan.steps))
+    call.state = [
+        max((i for i in before if plan.steps[i].lane == lane), default=-1) for lane in lanes
+    ]
+    call.failure = (plan.steps[at].lane if at is not None else lanes[0], error)
+    return failure_of(call)
+
+
 class _StreamWriter(Writer):
     """One function a segment, all lanes in it. `made_on`: the stream whose bytes a variable has."""
 
@@ -90,6 +122,7 @@ class _StreamWriter(Writer):
     ) -> None:
         super().__init__(given.plan, bodies, traced, jitter)
         self.given, self.current = given, 0
+        self.space["keep"] = keep
         self.used: list[str] = []
         self.made_on: dict[str, int] = {}
         self.users_of: dict[str, set[int]] = {}
@@ -166,28 +199,20 @@ class _StreamWriter(Writer):
         return lines
 
     def _made(self, step: Step, stream: int) -> list[str]:
-        """Note whose bytes the makes of a step have; lines for those of a two-phase op."""
-        source = stream
-        if step.kind == "complete":  # the stream it was issued on has asked for the bytes
-            issued = step._replace(kind="issue").label
-            at = next(i for i in self.given.items if self._label(i) == issued)
-            source = at.stream
-        ops = step.names if step.kind in ("run", "complete") else ()
-        made = {name for op in ops for name in self.graph.op[op].makes} | set(
-            step.names if step.kind == "copy" else ()
-        )
-        lines = []
+        """Note whose bytes the makes of a step have; a flight that has landed is let go."""
+        made = set(step.names) if step.kind == "copy" else set()
+        if step.kind in ("run", "complete"):
+            made = {name for op in step.names for name in self.graph.op[op].makes}
         for variable in dict.fromkeys(self.used):
-            name = self._value_of(variable)
-            if name is None or name not in made or (step.kind == "copy" and variable in self.made_on):
-                continue
-            self.made_on[variable], self.users_of[variable] = source, {stream}
-            if source != stream:
-                lines.append(f"{{{variable}}}.record_stream(q{stream})")
-        return lines
-
-    def _label(self, item: Item) -> str | None:
-        return self.labels[item.step] if item.step is not None else None
+            placed = step.kind == "copy" and variable in self.made_on
+            if not placed and self._value_of(variable) in made:
+                # What lands may have come with the issue, on that stream, or with the complete.
+                self.made_on[variable] = LANDED if step.kind == "complete" else stream
+                self.users_of[variable] = {stream}
+        if step.kind != "complete":
+            return []
+        flight = next(name for name in self.used if name[0] == "h")
+        return [f"keep({{{flight}}}, q{stream})", f"{{{flight}}} = None"]
 
     def _value_of(self, variable: str) -> str | None:
         """The value that a variable holds a piece of; None if it has no bytes of the program's."""
