@@ -111,6 +111,9 @@ class Stream:
     def ready(self):
         return bool(self.queue) and not (self.queue[0][0] == "wait" and not self.queue[0][1].done)
 
+    def take(self):
+        return self.queue.popleft()
+
     def may_go(self):
         owner = self.owner
         if not self.ready():
@@ -128,7 +131,7 @@ class Stream:
                     if owner.closed:
                         return
                     owner.moved.wait()
-                kind, what = self.queue.popleft()
+                kind, what = self.take()
                 self.busy = True
             if owner.delays:
                 time.sleep(random.random() * owner.delays)
@@ -143,6 +146,18 @@ class Stream:
                 self.busy = False
                 del what
                 owner.moved.notify_all()
+
+
+class Reuse(Stream):
+    """Writes over bytes that were given back, each as soon as the ticks it waits for have come."""
+
+    def ready(self):
+        return any(all(tick.done for tick in ticks) for ticks, _ in self.queue)
+
+    def take(self):
+        found = next(item for item in self.queue if all(tick.done for tick in item[0]))
+        self.queue.remove(found)
+        return "run", found[1]
 
 
 class Block:
@@ -256,7 +271,8 @@ class TestDevice(TorchDispatchMode):
         self.waiting, self.closed, self.capturing = [], False, None
         self.heard, self.local = {}, threading.local()
         self.default = self.new_stream("default")
-        self.reuse = self.new_stream("reuse")
+        self.reuse = Reuse(self, "reuse")
+        self.streams.append(self.reuse)
 
     def new_stream(self, name=None, priority=0, num_sms=None):
         with self.moved:
@@ -432,12 +448,10 @@ class TestDevice(TorchDispatchMode):
         if not block.noted:
             stream.put("run", lambda: _poison(base), counts=False)
         elif block.capture is None:
-            with self.moved:
-                for each in told:
-                    tick = Tick(each)
-                    each.put("record", tick, counts=False)
-                    self.reuse.put("wait", tick)
-                self.reuse.put("run", lambda: _poison(base))
+            ticks = [Tick(each) for each in told]
+            for each, tick in zip(told, ticks, strict=True):
+                each.put("record", tick, counts=False)
+            self.reuse.put(ticks, lambda: _poison(base))
 
 
 def _poison(base):
