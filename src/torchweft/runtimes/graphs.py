@@ -109,6 +109,7 @@ class Graphs:
             if shape is None:
                 self.shapes[key] = _first(program, addresses)
                 if len(self.shapes) > MAX_GRAPHS:
+                    self.device.synchronize()  # its bytes may be in use
                     self.shapes.popitem(last=False)
                 return call.issue()
             self.shapes.move_to_end(key)
@@ -124,14 +125,15 @@ class Graphs:
         graph = call.program.plan.graph
         for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
             shape.fixed[at] = graph.inputs[at] in graph.mutated
-        shape.addresses, shape.parts, shape.num_captures = addresses, [], shape.num_captures + 1
+        shape.addresses, shape.num_captures = addresses, shape.num_captures + 1
+        self.device.synchronize()  # what is replaced may be in use, and a capture starts clean
+        shape.parts = []
         if shape.num_captures > MAX_CAPTURES:
             shape.refused = MOVES
             return call.issue()
         device = self.device
         with device.active():
             caller = self._behind()
-            device.synchronize()
             shape.slots = [
                 item.clone() if isinstance(item, Tensor) and not fixed else item
                 for item, fixed in zip(call.inputs, shape.fixed, strict=True)
@@ -197,6 +199,7 @@ class Graphs:
                 for made, place in zip(cells, part.after, strict=True):
                     if isinstance(place, Tensor) and made is not place:
                         place.copy_(made)
+                        made.record_stream(caller)  # another stream may have asked for its bytes
             return self._handed_out(call, shape, caller)
 
     def _behind(self) -> Any:
