@@ -26,7 +26,7 @@ from torchweft.context import Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
-from torchweft.runtimes.accelerator import runtime_of
+from torchweft.runtimes.accelerator import devices_of, runtime_of
 from torchweft.runtimes.cpu import run, run_traced
 from torchweft.runtimes.program import compile_program
 from torchweft.runtimes.talk import Talk, digests, refuse
@@ -65,12 +65,14 @@ class Piece:
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.graph = session, captured, captured.graph
         self.guards: Guards = guards_of(gm, captured.graph.batch)
+        examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
+        self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
         self.unsplit = ""
+        if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
+            self.unsplit = "device: the inputs live on several accelerators"
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
         self.bodies = compile_bodies(captured.bodies, session.inner)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
-        examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
-        self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
         self.entries: list[Entry] = []
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()

@@ -125,7 +125,7 @@ class Session:
         except CaptureError as error:
             return self._uncaptured(gm, error)
         piece = Piece(self, captured, gm)
-        piece.unsplit = unsplit
+        piece.unsplit = piece.unsplit or unsplit
         self.pieces.append(piece)
         return piece
 

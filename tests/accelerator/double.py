@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from device import Event, Graph
+from queues import Event, Graph
 
 NUM_SMS = 8
 

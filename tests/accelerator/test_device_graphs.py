@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from contract import ROWS, by_hand, diamond, inputs, planned, scatter, spread
-from device import RuleError, TestDevice
+from device import TestDevice
 from double import torch_like
 from drawn import drawn_graph, drawn_inputs, drawn_plan
+from queues import RuleError
 
 from torchweft.errors import RunError
 from torchweft.graph import Batch, Graph, Op, Value

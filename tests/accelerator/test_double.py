@@ -6,8 +6,9 @@ import inspect
 
 import pytest
 import torch
-from device import Event, Graph, Stream, TestDevice
+from device import TestDevice
 from double import torch_like
+from queues import Event, Graph, Stream
 
 
 @pytest.fixture

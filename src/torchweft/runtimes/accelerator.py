@@ -213,12 +213,16 @@ class Runtime:
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device | None:
-    """The accelerator that inputs live on; None if none of them does."""
+    """The accelerator that inputs live on; None if there is none, or more than one."""
+    found = devices_of(inputs)
+    return found.pop() if len(found) == 1 else None
+
+
+def devices_of(inputs: Sequence[Any]) -> set[torch.device]:
+    """The accelerators that inputs live on."""
     kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return None
-    found = {item.device for item in inputs if isinstance(item, torch.Tensor)}
-    return next((device for device in found if device.type == kind.type), None)
+    found = {item.device for item in inputs if isinstance(item, torch.Tensor)} if kind else set()
+    return {device for device in found if kind is not None and device.type == kind.type}
 
 
 def runtime_of(

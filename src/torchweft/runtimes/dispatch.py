@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from torchweft.graph import Graph
 from torchweft.machine import Lane
 from torchweft.plan import Plan, Step
 
@@ -126,6 +127,12 @@ def _is_apart(step: Step, alone: Collection[str]) -> bool:
     return step.kind in ("run", "issue") and any(op in alone for op in step.names)
 
 
+def copies(graph: Graph, step: Step) -> bool:
+    """Whether a split copies: rows that lie inside an outer dim are no view of the whole."""
+    batch = graph.value[step.names[0]].batch
+    return batch is not None and batch.outer.constant != 1
+
+
 class _Dispatcher:
     """Puts the steps of a plan on streams, one after another."""
 
@@ -180,7 +187,7 @@ class _Dispatcher:
         end = self._put(None, 0, tails)
         items = range(first, end + 1)
         steps = [self.items[at].step for at in items]
-        works = any(s is not None and self.plan.steps[s].kind in WORK for s in steps)
+        works = any(s is not None and self._works(self.plan.steps[s]) for s in steps)
         self.segments.append(Segment(items, captured and works))
 
     def _step(self, index: int, step: Step) -> None:
@@ -191,7 +198,7 @@ class _Dispatcher:
             self.owed.setdefault(step.lane, []).extend(self.by_label[step.target])
             return
         needs = list(self.owed.get(step.lane, ()))
-        if step.kind not in WORK:  # the device does nothing: who waits for it, waits for its lane
+        if not self._works(step):  # the device does nothing: who waits for it, waits for its lane
             self.by_label.setdefault(step.label, here + needs)
             self.items.append(Item(stream, index))
             self.clocks.append({})
@@ -207,6 +214,10 @@ class _Dispatcher:
             # Bytes come from the stream that asked for them, which may still use them otherwise.
             needs.append(self.rooms.setdefault(step.names[0], len(self.items)))
         self.by_label.setdefault(step.label, []).append(self._put(index, stream, needs))
+
+    def _works(self, step: Step) -> bool:
+        """Whether the device has something to do for a step."""
+        return step.kind in WORK or (step.kind == "split" and copies(self.plan.graph, step))
 
     def _put(self, step: int | None, stream: int, needs: list[int]) -> int:
         """Append an item that waits for those of its needs that nothing else tells."""

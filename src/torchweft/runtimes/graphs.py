@@ -157,6 +157,7 @@ class Graphs:
         """Capture each segment and replay it, or run it where it must not be captured."""
         device, program = self.device, call.program
         self.stream = self.stream or device.stream(Lane("capture"))
+        call.runtime.give_back(program, call.runtime.borrow(program))  # none is made in a capture
         cells: list[Any] = [None] * program.program.num_cells
         for function, segment in zip(
             program.program.functions, program.dispatch.segments, strict=True

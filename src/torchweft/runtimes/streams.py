@@ -29,9 +29,8 @@ from torch import Tensor
 
 from torchweft.plan import Plan, Step
 from torchweft.runtimes.cpu import Call, failure_of, step_of
-from torchweft.runtimes.dispatch import Dispatch, Item, dispatch
+from torchweft.runtimes.dispatch import Dispatch, Item, copies, dispatch
 from torchweft.runtimes.program import Body, Jitter, Program, Writer
-
 
 LANDED = -1
 """Whose bytes a value has that a two-phase op made: those of one of two streams."""
@@ -203,6 +202,9 @@ class _StreamWriter(Writer):
         made = set(step.names) if step.kind == "copy" else set()
         if step.kind in ("run", "complete"):
             made = {name for op in step.names for name in self.graph.op[op].makes}
+        if step.kind == "split" and copies(self.graph, step):
+            self.made_on |= dict.fromkeys(self.used, stream)
+            self.users_of |= {variable: {stream} for variable in self.used}
         for variable in dict.fromkeys(self.used):
             placed = step.kind == "copy" and variable in self.made_on
             if not placed and self._value_of(variable) in made:
