@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from torchweft.errors import PlanError
 from torchweft.graph import Batch, Graph, Op, Value
 from torchweft.lower import lower
 from torchweft.machine import accelerator
+from torchweft.runtimes.dispatch import Dispatch
 from torchweft.runtimes.program import compile_program
 from torchweft.sizes import Size
 from torchweft.strategies import branches, overlap
@@ -24,6 +26,14 @@ from torchweft.verify import verify
 from torchweft.write import write
 
 ROWS, WIDE = 12, 4
+
+
+def without(given: Dispatch, item: int, wait: int) -> Dispatch:
+    """The same dispatch with one wait less."""
+    items = list(given.items)
+    kept = tuple(other for other in items[item].waits if other != wait)
+    items[item] = items[item]._replace(waits=kept)
+    return replace(given, items=tuple(items))
 
 
 def drawn_graph(seed: int) -> tuple[Graph, dict]:

@@ -19,7 +19,7 @@ from torchweft.plan import Step
 from torchweft.runtimes.accelerator import Accelerator, Runtime
 from torchweft.runtimes.cuda import Cuda
 from torchweft.runtimes.dispatch import dispatch, in_host_order
-from torchweft.runtimes.streams import compile_streams, write_streams
+from torchweft.runtimes.streams import compile_streams
 from torchweft.sizes import Size
 from torchweft.strategies import overlap, sequential
 from torchweft.verify import verify
@@ -325,14 +325,3 @@ def test_a_hostile_name_never_reaches_the_source():
     program = compile_streams(planned(overlap(parts=2), 1, graph, accelerator), bodies)
     for name in [*graph.op, *graph.value]:
         assert len(name) == 1 or name not in program.program.source
-
-
-def test_an_event_that_is_taken_out_is_missed():
-    graph, bodies = diamond()
-    plan = planned(scatter, 3, graph, accelerator)
-    whole = dispatch(plan)
-    at = next(number for number, item in enumerate(whole.items) if item.waits)
-    broken = whole.without(at, whole.items[at].waits[0])
-    assert write_streams(broken, bodies).program.source.count("wait_event") == (
-        write_streams(whole, bodies).program.source.count("wait_event") - 1
-    )

@@ -7,7 +7,7 @@ import torch
 from contract import ROWS, by_hand, diamond, inputs, planned, scatter, spread
 from device import TestDevice
 from double import torch_like
-from drawn import drawn_graph, drawn_inputs, drawn_plan
+from drawn import drawn_graph, drawn_inputs, drawn_plan, without
 from queues import RuleError
 
 from torchweft.errors import RunError
@@ -205,6 +205,24 @@ def test_another_number_of_rows_has_another_graph(device, runtime):
     assert len(runtime.graphs.shapes) == 2
 
 
+def test_the_same_bytes_with_other_strides_and_inference_mode_have_graphs_of_their_own(
+    device, runtime
+):
+    graph, bodies = diamond()
+    plan = planned(sequential, 1, graph, accelerator)
+    program = runtime.compile(plan, bodies)
+    square, state = torch.randn(16, 16), torch.zeros(16, 16)
+    held = device.put(square)
+    for number in range(12):
+        ours, theirs = device.put(state), state.clone()
+        x, given = (square.t(), held.t()) if number % 3 == 1 else (square, held)
+        with torch.inference_mode(number % 3 == 2):
+            found = runtime.run(program, [given, ours], (0, 16))
+        wanted = by_hand(graph, bodies, (x, theirs))
+        assert torch.equal(found[0].cpu(), wanted[0])
+    assert len(runtime.graphs.shapes) == 3
+
+
 def test_calls_from_two_streams_do_not_get_into_each_other(device, runtime):
     graph, bodies = diamond()
     plan = planned(spread, 2, graph, accelerator)
@@ -280,7 +298,7 @@ def test_a_host_that_waits_in_a_capture_is_told_which_op_and_the_cure(device, ru
         )
 
 
-def without(plan, bodies, which):
+def lacking(plan, bodies, which):
     """The program of a plan with one kind of wait less: its first fork, or its first join."""
     whole = dispatch(plan)
     last = len(whole.items) - 1
@@ -288,7 +306,7 @@ def without(plan, bodies, which):
     at, wait = next(
         pair for pair in pairs if (pair[1] == 0 if which == "fork" else pair[0] == last)
     )
-    return write_streams(whole.without(at, wait), bodies)
+    return write_streams(without(whole, at, wait), bodies)
 
 
 def forked():
@@ -310,13 +328,13 @@ def forked():
 
 def test_a_stream_that_was_not_forked_allocates_outside_the_pool(device, runtime):
     with pytest.raises(RunError, match="allocation outside the pool"):
-        broken_capture(runtime, device, without(*forked(), "fork"), (0, ROWS))
+        broken_capture(runtime, device, lacking(*forked(), "fork"), (0, ROWS))
     assert device.capturing is None
 
 
 def test_a_stream_that_is_not_joined_ends_the_capture_with_an_error(device, runtime):
     with pytest.raises(RunError, match="unjoined"):
-        broken_capture(runtime, device, without(*forked(), "join"), (0, ROWS))
+        broken_capture(runtime, device, lacking(*forked(), "join"), (0, ROWS))
     assert device.capturing is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from device import TestDevice
 from double import torch_like
-from drawn import ROWS, drawn_graph, drawn_inputs, drawn_plan
+from drawn import ROWS, drawn_graph, drawn_inputs, drawn_plan, without
 
 from torchweft.errors import RunError
 from torchweft.runtimes.accelerator import Accelerator, Runtime
@@ -73,7 +73,7 @@ def check_plan(seed):
         waits = [(at, wait) for at, item in enumerate(whole.items) for wait in item.waits]
         missed = 0
         for at, wait in waits:
-            broken = write_streams(whole.without(at, wait), bodies)
+            broken = write_streams(without(whole, at, wait), bodies)
             # The worst legal order is one in which some stream is as late as the rest allows:
             # that of the item waited for, or one whose use of bytes outlives them.
             owner = [player.device.default, *player.runtime_streams()][whole.items[wait].stream]

@@ -28,6 +28,7 @@ from torchweft.machine import (
     make_lane,
     to_data,
 )
+from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.strategies import overlap
 from torchweft.write import write
@@ -73,6 +74,13 @@ def test_lane_stands_in_a_plan_with_its_priority_and_budget() -> None:
         found = LANE.fullmatch(str(lane))
         assert found is not None
         assert make_lane(*found.groups()) == lane
+
+
+def test_plan_with_priorities_and_budgets_reads_back() -> None:
+    machine = accelerator(2, compute_sms=96)
+    plan = lower(write(overlap, transformer(1), CONTEXT, machine))
+    assert "lane network on gpu uses network via compute priority -1" in str(plan)
+    assert Plan.parse(str(plan)) == plan
 
 
 def test_links_join_devices_in_one_direction() -> None:

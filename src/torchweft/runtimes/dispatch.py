@@ -64,13 +64,6 @@ class Dispatch:
         found = sorted({wait for item in self.items for wait in item.waits})
         return {item: number for number, item in enumerate(found)}
 
-    def without(self, item: int, wait: int) -> Dispatch:
-        """The same with one wait less: every one of them should be missed."""
-        items = list(self.items)
-        kept = tuple(other for other in items[item].waits if other != wait)
-        items[item] = items[item]._replace(waits=kept)
-        return replace(self, items=tuple(items))
-
 
 def dispatch(plan: Plan, *, alone: Collection[str] = ()) -> Dispatch:
     """The dispatch of a verified plan."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 
 from torchweft.errors import RunError, WeftError
 from torchweft.machine import Lane
@@ -103,7 +103,8 @@ class Graphs:
         """Run one call: issued, captured or replayed."""
         call = Call(runtime, program, inputs, bounds, numbers)
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in inputs]
-        key = (program, tuple(bounds), tuple(numbers), *map(_facts, inputs))
+        mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
+        key = (program, mode, tuple(bounds), tuple(numbers), *map(_facts, inputs))
         with self.lock:
             shape = self.shapes.get(key)
             if shape is None:
@@ -246,7 +247,7 @@ def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:
 def _facts(item: Any) -> object:
     """What must be equal for two calls to have one graph."""
     if isinstance(item, Tensor):
-        return (item.shape, item.dtype)
+        return (item.shape, item.stride(), item.dtype)
     return item if isinstance(item, int | float | str | None) else id(item)
 
 

@@ -121,6 +121,7 @@ class _StreamWriter(Writer):
     ) -> None:
         super().__init__(given.plan, bodies, traced, jitter)
         self.given, self.current = given, 0
+        self.ends = {segment.items[-1] for segment in given.segments}
         self.space["keep"] = keep
         self.used: list[str] = []
         self.made_on: dict[str, int] = {}
@@ -155,14 +156,11 @@ class _StreamWriter(Writer):
         lines = [f"q{stream}.wait_event(e[{events[wait]}])" for wait in item.waits]
         if item.step is not None:
             lines += self._step(item.step, self.plan.steps[item.step], stream)
-        elif at == self._segment_of(at).stop - 1:
+        elif at in self.ends:
             lines += self._switch(0)
         if at in events:
             lines.append(f"q{stream}.record_event(e[{events[at]}])")
         return lines
-
-    def _segment_of(self, at: int) -> range:
-        return next(s.items for s in self.given.segments if at in s.items)
 
     def _step(self, index: int, step: Step, stream: int) -> list[str]:
         self.used = []
