@@ -27,7 +27,7 @@ from torchweft.errors import (
     WeftError,
 )
 from torchweft.graph import Graph
-from torchweft.machine import Machine, cpu
+from torchweft.machine import Machine, accelerator, cpu
 from torchweft.plan import Plan
 from torchweft.strategies import branches, overlap, sequential
 from torchweft.strategy import Strategy, get_strategy, strategy, strategy_names
@@ -58,6 +58,7 @@ __all__ = [
     "StrategyError",
     "Trace",
     "WeftError",
+    "accelerator",
     "branches",
     "check",
     "compile",

@@ -54,6 +54,7 @@ def compile(
     shadow: int = 0,
     level: str | None = None,
     watchdog_s: float = WATCHDOG_S,
+    graphs: bool = False,
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -65,12 +66,13 @@ def compile(
     shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
+    graphs: on an accelerator, capture each plan in a device graph and replay it.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
-        watchdog_s=watchdog_s,
+        watchdog_s=watchdog_s, graphs=graphs,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")

@@ -9,29 +9,54 @@ its own: the other lane issues its work and waits for it (c10d work on a CPU).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchweft.errors import MachineError, clip, unknown
 from torchweft.files import Reader, read_json
-from torchweft.graph import USES, Op, check_name
+from torchweft.graph import NAME, USES, Op, check_name
 
 VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
+MAX_PRIORITY, MAX_SMS = 100, 100_000
+LANE = re.compile(
+    rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: via ({NAME.pattern}))?"
+    r"(?: priority (-?[0-9]{1,3}))?(?: sms ([0-9]{1,6}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An ordered queue of work on a device; `via` names the lane that dispatches it, if any."""
+    """An ordered queue of work on a device; `via` names the lane that dispatches it, if any.
+
+    priority: of its stream on an accelerator; lower numbers go first. num_sms: how many of the
+    device's multiprocessors its work may use, where a device can hold it to that.
+    """
 
     name: str
     device: str = "cpu"
     uses: tuple[str, ...] = ("compute", "memory")
     via: str | None = None
+    priority: int = 0
+    num_sms: int | None = None
+
+    def __str__(self) -> str:
+        """The lane as it stands in a plan."""
+        via = f" via {self.via}" if self.via else ""
+        priority = f" priority {self.priority}" if self.priority else ""
+        sms = f" sms {self.num_sms}" if self.num_sms is not None else ""
+        return f"{self.name} on {self.device} uses {','.join(self.uses)}{via}{priority}{sms}"
+
+
+def make_lane(name: str, device: str, uses: str, via: str, priority: str, sms: str) -> Lane:
+    """A lane from the groups of `LANE`."""
+    num_sms = int(sms) if sms else None
+    return Lane(name, device, tuple(uses.split(",")), via, int(priority or 0), num_sms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +156,10 @@ def _check(machine: Machine) -> None:
             raise MachineError(f"{where}: {unknown('device', lane.device, machine.device)}")
         if lane.via is not None and (lane.via not in machine.lane or machine.lane[lane.via].via):
             raise MachineError(f"{where} goes via {lane.via!r}, which is no lane with a thread.")
+        if not -MAX_PRIORITY <= lane.priority <= MAX_PRIORITY:
+            raise MachineError(f"{where} cannot have priority {clip(lane.priority)}.")
+        if lane.num_sms is not None and not 0 < lane.num_sms <= MAX_SMS:
+            raise MachineError(f"{where} cannot have {clip(lane.num_sms)} multiprocessors.")
         for uses in lane.uses:
             if uses not in USES:
                 raise MachineError(f"{where}: {unknown('resource', uses, USES)}")
@@ -170,6 +199,26 @@ def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
     return Machine("cpu", (Device("cpu", **rates),), lanes)  # type: ignore[arg-type]
 
 
+def accelerator(
+    num_compute_lanes: int = 1,
+    *,
+    network_priority: int = -1,
+    compute_sms: int | None = None,
+    **rates: float,
+) -> Machine:
+    """An accelerator: a stream for each compute lane and one for the network, which goes first.
+
+    compute_sms: the SM budget of the compute lanes; the rest is left to the network.
+    """
+    base = cpu(num_compute_lanes, **rates)
+    lanes = []
+    for lane in base.lanes:
+        budget = compute_sms if "compute" in lane.uses else None
+        priority = network_priority if lane.name == "network" else 0
+        lanes.append(replace(lane, device="gpu", priority=priority, num_sms=budget))
+    return Machine("accelerator", (replace(base.devices[0], name="gpu"),), tuple(lanes))
+
+
 def to_data(machine: Machine) -> dict[str, object]:
     """The machine as plain data, ready for JSON."""
     return {"weft_machine": VERSION, **asdict(machine)}
@@ -199,6 +248,8 @@ def _item(kind: Any, found: object) -> Any:
             items[spec.name] = read.names(spec.name) or spec.default
         elif isinstance(spec.default, float):
             items[spec.name] = read.take(spec.name, (int, float), spec.default)
+        elif isinstance(spec.default, int):
+            items[spec.name] = read.take(spec.name, int, spec.default)
         elif spec.default is None:
             items[spec.name] = read.take(spec.name, str if spec.name == "via" else int, None)
         else:

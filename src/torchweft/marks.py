@@ -14,6 +14,7 @@ From outside of it, rules that are handed to `capture`:
 
 A mark adds no graph break. In model code the innermost mark wins; a rule wins over model code,
 and of two rules the first. `rows` is a declaration: the user vouches that the op is row-wise.
+With `graph=False` a device graph leaves the op out: it runs anew at every replay.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ FRAME = re.compile(r'File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<name>\
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A name for an op, what it uses, and how it treats rows (None: find out)."""
+    """A name for an op, what it uses, and how it treats rows (None: find out).
+
+    graph: whether a device graph may hold it; not if it waits for the device or decides by values.
+    """
 
     name: str
     uses: str | None = None
     rows: str | None = None
+    graph: bool = True
 
     def __post_init__(self) -> None:
         _check(self.name, self.uses, self.rows)
@@ -62,14 +67,17 @@ class MarkRule:
 
 
 @contextlib.contextmanager
-def mark(name: str, uses: str | None = None, rows: str | None = None) -> Iterator[None]:
+def mark(
+    name: str, uses: str | None = None, rows: str | None = None, *, graph: bool = True
+) -> Iterator[None]:
     """Make one op of the calls inside; also a decorator.
 
     >>> with mark("attention", uses="memory"):
     ...     y = x + 1
     """
     _check(name, uses, rows)
-    with torch.fx.traceback.annotate({KEY: f"{name}|{uses or ''}|{rows or ''}"}):
+    note = f"{name}|{uses or ''}|{rows or ''}|{'' if graph else 'no graph'}"
+    with torch.fx.traceback.annotate({KEY: note}):
         yield
 
 
@@ -79,6 +87,7 @@ def mark_module(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    graph: bool = True,
 ) -> MarkRule:
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
@@ -87,7 +96,7 @@ def mark_module(
             f"mark_module: {clip(module)} is neither a module nor a class of modules."
         )
     found = module.__name__ if isinstance(module, type) else type(module).__name__
-    return MarkRule(Mark(name or found, uses, rows), "module", module, found)
+    return MarkRule(Mark(name or found, uses, rows, graph), "module", module, found)
 
 
 def mark_function(
@@ -96,20 +105,26 @@ def mark_function(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    graph: bool = True,
 ) -> MarkRule:
     """A rule: what a Python function (or a torch function) computes is one op a call."""
     if not callable(function):
         raise CaptureError(f"mark_function: {clip(function)} is not a function.")
     found = getattr(function, "__name__", type(function).__name__)
     plain = re.sub(r"\W", "_", found)
-    return MarkRule(Mark(name or plain, uses, rows), "function", function, found)
+    return MarkRule(Mark(name or plain, uses, rows, graph), "function", function, found)
 
 
 def mark_path(
-    pattern: str, name: str, *, uses: str | None = None, rows: str | None = None
+    pattern: str,
+    name: str,
+    *,
+    uses: str | None = None,
+    rows: str | None = None,
+    graph: bool = True,
 ) -> MarkRule:
     """A rule: what a module computes whose path matches the whole regular expression."""
-    return MarkRule(Mark(name, uses, rows), "path", _compiled(pattern), pattern)
+    return MarkRule(Mark(name, uses, rows, graph), "path", _compiled(pattern), pattern)
 
 
 def mark_op(
@@ -118,10 +133,11 @@ def mark_op(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    graph: bool = True,
 ) -> MarkRule:
     """A rule: each call whose target (such as `aten.mm.default`) matches the regular expression."""
     plain = re.sub(r"\W+", "_", pattern).strip("_") or "op"
-    return MarkRule(Mark(name or plain, uses, rows), "op", _compiled(pattern), pattern)
+    return MarkRule(Mark(name or plain, uses, rows, graph), "op", _compiled(pattern), pattern)
 
 
 def marks_of(
@@ -175,8 +191,8 @@ def _mark_of(node: fx.Node, rules: Sequence[MarkRule]) -> tuple[MarkRule | Mark 
     custom = node.meta.get("custom") or {}
     if KEY not in custom:
         return None, None
-    name, uses, rows = str(custom[KEY]).split("|")
-    return Mark(name, uses or None, rows or None), None
+    name, uses, rows, graph = str(custom[KEY]).split("|")
+    return Mark(name, uses or None, rows or None, not graph), None
 
 
 def _hit(node: fx.Node, rule: MarkRule) -> tuple[bool, object]:

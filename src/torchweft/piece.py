@@ -26,6 +26,7 @@ from torchweft.context import TOLD, Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
+from torchweft.runtimes.accelerator import devices_of, runtime_of
 from torchweft.runtimes.cpu import run, run_alone, run_traced
 from torchweft.runtimes.program import Program, compile_program
 from torchweft.runtimes.talk import Talk, digests, refuse
@@ -42,8 +43,9 @@ MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 Shape = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
 """Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
-Ready = tuple["Entry", Program, tuple[int, ...], tuple[int, ...], dict[str, int]]
-"""All that a call of known sizes needs: its entry, program and shape."""
+Ready = tuple["Entry", Program | None, tuple[int, ...], tuple[int, ...], dict[str, int]]
+"""All that a call of known sizes needs: its entry, its program if one lane runs it all in the
+caller's thread and nobody is talked to, and its shape."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Entry:
     """A plan in use, with its program and what calls have shown of it."""
 
     plan: Plan
-    program: Program
+    program: Any
     bucket: Bucket
     told: tuple[str | None, bool] = (None, False)
     num_calls: int = 0
@@ -66,7 +68,11 @@ class Piece:
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.graph = session, captured, captured.graph
         self.guards: Guards = guards_of(gm, captured.graph.batch)
+        examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
+        self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
         self.unsplit = ""
+        if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
+            self.unsplit = "device: the inputs live on several accelerators"
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
         self.bodies = compile_bodies(captured.bodies, session.inner)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
@@ -93,13 +99,13 @@ class Piece:
         ready = self._ready.get(sizes if told is None else (sizes, told))
         if ready is None or self.session.watches:
             return self._first_call(inputs)
-        entry, program, bounds, numbers, digests = ready
+        entry, alone, bounds, numbers, digests = ready
         given = self._pick(inputs + self._constants)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs)
         entry.num_calls += 1
-        if not digests and program.alone:
-            outputs = run_alone(program, given, bounds, numbers)
+        if alone is not None:
+            outputs = run_alone(alone, given, bounds, numbers)
         else:
             outputs = self.run(entry, given, bounds, numbers, digests)
         return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
@@ -126,7 +132,9 @@ class Piece:
         entry.num_calls += 1
         outputs = self.run(entry, given, bounds, numbers, told)
         if plain and entry.trace is not None:
-            self._remember(inputs, (entry, entry.program, bounds, numbers, told))
+            plain = self.runtime is None and not self.session.graphs and not told
+            alone = entry.program if plain and len(entry.program.functions) == 1 else None
+            self._remember(inputs, (entry, alone, bounds, numbers, told))
         return self._rebuild(outputs, env)
 
     def _remember(self, inputs: tuple[Any, ...], ready: Ready) -> None:
@@ -148,25 +156,34 @@ class Piece:
         told: Mapping[str, int],
     ) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
+        if self.session.graphs and self.runtime is None:
+            self._fall_back("graphs: the inputs live on no accelerator")
         if not told:
             return self._run(entry, given, bounds, numbers)
-        with Talk(entry.plan, told, self.session.watchdog_s):
+        with Talk(entry.plan, told, self.session.watchdog_s) as talk:
+            if self.session.graphs:
+                talk.agree()
             return self._run(entry, given, bounds, numbers)
 
     def _run(
         self, entry: Entry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
     ) -> tuple[Any, ...]:
         lanes, threads = self.session.lanes, self.session.num_threads
-        collected = self.session.traces
+        collected, runtime = self.session.traces, self.runtime
         if collected is not None or (entry.num_calls == 2 and entry.trace is None):
             program = self.compile(entry.plan, traced=True)
-            outputs, entry.trace = run_traced(
-                program, given, bounds, lanes, numbers=numbers, num_threads=threads
-            )
+            if runtime is not None:
+                outputs, entry.trace = runtime.run_traced(program, given, bounds, numbers=numbers)
+            else:
+                outputs, entry.trace = run_traced(
+                    program, given, bounds, lanes, numbers=numbers, num_threads=threads
+                )
             if collected is not None:
                 collected.append(entry.trace)
             return outputs
         program = entry.program
+        if runtime is not None:
+            return runtime.run(program, given, bounds, numbers=numbers)
         return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
 
     def all_entries(self) -> list[Entry]:
@@ -174,9 +191,15 @@ class Piece:
         found = list(self.entries)
         return found + ([self._sequential] if self._sequential is not None else [])
 
-    def compile(self, plan: Plan, *, traced: bool = False) -> Program:
-        """The program of a plan."""
-        return compile_program(plan, self.bodies, traced=traced, jitter=self.session.jitter)
+    def compile(self, plan: Plan, *, traced: bool = False) -> Any:
+        """The program of a plan, for the runtime of the piece."""
+        jitter = self.session.jitter
+        if self.runtime is not None:
+            return self.runtime.compile(plan, self.bodies, traced=traced, jitter=jitter)
+        return compile_program(plan, self.bodies, traced=traced, jitter=jitter)
+
+    def _fall_back(self, reason: str) -> None:
+        self.session.fall_back(self, reason)
 
     def _shape(self, entry: Entry, env: dict[str, int], context: Context) -> Shape:
         """Borders, sizes and digests of a call; remembered, for a shape rarely comes alone."""
@@ -272,6 +295,10 @@ class Piece:
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def shared_bytes(inputs: Sequence[Any]) -> str:

@@ -37,7 +37,7 @@ from torchweft.cut import Cut
 from torchweft.errors import PlanError, WeftError, clip, excerpt
 from torchweft.files import read_text, write_text
 from torchweft.graph import NAME, Graph
-from torchweft.machine import Lane
+from torchweft.machine import LANE, Lane, make_lane
 from torchweft.sizes import Size
 
 VERSION = 1
@@ -179,9 +179,7 @@ class Plan:
             f"graph {self.graph_name} {self.digest}",
             f"parts {self.cut}",
         ]
-        for lane in self.lanes:
-            via = f" via {lane.via}" if lane.via else ""
-            lines.append(f"lane {lane.name} on {lane.device} uses {','.join(lane.uses)}{via}")
+        lines += [f"lane {lane}" for lane in self.lanes]
         lines += [f"buffer {b.name} on {b.device} unit {b.unit}" for b in self.buffers]
         for place in self.places:
             where = f"in {place.buffer} at {place.offset}" if place.buffer else "alone"
@@ -216,7 +214,7 @@ _FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"
 _LINES = {
     "graph": re.compile(rf"graph ({_NAME}) ([0-9a-f]{{16}})"),
     "parts": re.compile(rf"parts ({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?"),
-    "lane": re.compile(rf"lane ({_NAME}) on ({_NAME}) uses ([a-z,]+)(?: via ({_NAME}))?"),
+    "lane": re.compile(f"lane {LANE.pattern}"),
     "buffer": re.compile(rf"buffer ({_NAME}) on ({_NAME}) unit (.+)"),
     "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))"),
     "history": re.compile(r"history (\S.*)"),
@@ -224,7 +222,7 @@ _LINES = {
 _MAKE: dict[str, Callable[..., object]] = {
     "graph": lambda name, digest: (name, digest),
     "parts": lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
-    "lane": lambda name, on, uses, via: Lane(name, on, tuple(uses.split(",")), via),
+    "lane": make_lane,
     "buffer": lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
     "place": lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
     "history": lambda note: note,

@@ -65,6 +65,7 @@ class Session:
         shadow: int = 0,
         level: str | None = None,
         watchdog_s: float = WATCHDOG_S,
+        graphs: bool = False,
     ) -> None:
         if not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
@@ -78,6 +79,7 @@ class Session:
         self.num_threads, self.jitter = num_threads, jitter
         self.shadow = Shadow(shadow) if shadow else None
         self.level, self.watchdog_s = check_level(level), watchdog_s
+        self.graphs = graphs
         self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
@@ -117,7 +119,7 @@ class Session:
         except CaptureError as error:
             return self._uncaptured(gm, error)
         piece = Piece(self, captured, gm)
-        piece.unsplit = unsplit
+        piece.unsplit = piece.unsplit or unsplit
         self.pieces.append(piece)
         return piece
 
@@ -196,7 +198,7 @@ class Session:
             first = self.fallbacks[reason] == 1
         if first:
             where = piece.graph.name if piece is not None else "a graph"
-            log.warning("%s runs sequentially: %s", where, reason)
+            log.warning("%s falls back: %s", where, reason)
 
 
 def _sets_grad(gm: fx.GraphModule) -> str:

@@ -16,7 +16,19 @@ from torchweft.context import Context
 from torchweft.errors import MachineError
 from torchweft.files import write_json
 from torchweft.lower import lower
-from torchweft.machine import Device, Lane, Link, Machine, cpu, load_machine, to_data
+from torchweft.machine import (
+    LANE,
+    Device,
+    Lane,
+    Link,
+    Machine,
+    accelerator,
+    cpu,
+    load_machine,
+    make_lane,
+    to_data,
+)
+from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.strategies import overlap
 from torchweft.write import write
@@ -38,7 +50,8 @@ def load(data: object, folder: Path) -> Machine:
 
 
 def test_machine_file_reads_back(tmp_path: Path) -> None:
-    for machine in (TWO, cpu(), cpu(3, capacity=2.0, memory_bytes=2**30)):
+    gpu = accelerator(2, compute_sms=16, capacity=2.0)
+    for machine in (TWO, cpu(), cpu(3, capacity=2.0, memory_bytes=2**30), gpu):
         assert load(to_data(machine), tmp_path) == machine
 
 
@@ -46,6 +59,28 @@ def test_cpu_has_the_lanes_it_was_asked_for() -> None:
     assert [lane.name for lane in cpu(2).lanes] == ["compute", "compute1", "network", "io"]
     assert cpu().lane["network"].via == "compute"
     assert cpu(network_share=0.25).device["cpu"].network_share == 0.25
+
+
+def test_accelerator_has_a_network_lane_that_goes_first_and_budgets_for_compute() -> None:
+    machine = accelerator(2, compute_sms=96)
+    assert machine.lane["network"].priority == -1
+    assert machine.lane["network"].via == "compute"
+    assert [lane.num_sms for lane in machine.lanes] == [96, 96, None, None]
+    assert {lane.device for lane in machine.lanes} == {"gpu"}
+
+
+def test_lane_stands_in_a_plan_with_its_priority_and_budget() -> None:
+    for lane in accelerator(2, compute_sms=96, network_priority=-3).lanes:
+        found = LANE.fullmatch(str(lane))
+        assert found is not None
+        assert make_lane(*found.groups()) == lane
+
+
+def test_plan_with_priorities_and_budgets_reads_back() -> None:
+    machine = accelerator(2, compute_sms=96)
+    plan = lower(write(overlap, transformer(1), CONTEXT, machine))
+    assert "lane network on gpu uses network via compute priority -1" in str(plan)
+    assert Plan.parse(str(plan)) == plan
 
 
 def test_links_join_devices_in_one_direction() -> None:
@@ -77,6 +112,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "resource": (
         lambda: Machine("m", (Device("cpu"),), (Lane("a", uses=("gpu",)),)), "Known: compute, io"
+    ),
+    "priority": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", priority=999),)), "priority"
+    ),
+    "no budget": (
+        lambda: Machine("m", (Device("cpu"),), (Lane("a", num_sms=0),)), "multiprocessors"
     ),
     "link": (
         lambda: Machine("m", (Device("cpu"),), (Lane("a"),), (Link("cpu", "x"),)), "joins no two"

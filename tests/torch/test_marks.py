@@ -90,6 +90,37 @@ def test_context_manager_gives_one_op_a_block_and_equal_blocks_one_structure() -
     assert all(op.rows == "row-wise" for op in ops)
 
 
+def test_graph_false_reaches_the_body_in_every_form() -> None:
+    class Left(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.last = Left(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.left(x)
+            with mark("inside", graph=False):
+                x = x * 2
+            return scale(torch.sigmoid(self.last(self.right(x))))
+
+    rules = (
+        mark_module(Left, "left", graph=False),
+        mark_path(r"right", "right", graph=False),
+        mark_op("sigmoid", "gate", graph=False),
+        mark_function(scale, graph=False),
+        mark_path(r"last", "last"),
+    )
+    tracer = Tracer(rules=rules)
+    tracer.compile(Both(), fullgraph=True)(torch.randn(6, 4))
+    (found,) = tracer.captures
+    graphs = {op.mark: found.bodies[op.name].graph for op in found.graph.ops if op.mark}
+    never = dict.fromkeys(("left", "inside", "right", "gate", "scale"), False)
+    assert graphs == {**never, "last": True}
+
+
 def test_decorator() -> None:
     (op,) = marked(captured(Model()), "decorated")
     assert op.name == "decorated" and op.uses == "io"

@@ -148,7 +148,9 @@ class Assembly:
         name = self._name(region)
         code, sizes, key = writer.finish(makes)
         code = self.library.share(key, code)
-        body = Body(key, code, sizes, writer.switches_grad, *self._phases(region, code))
+        graph = region.mark is None or region.mark.graph
+        phases = self._phases(region, code)
+        body = Body(key, code, sizes, writer.switches_grad, *phases, graph=graph)
         draws = any(unit.draws for unit in region.units) and RNG in self.values
         self.values.update({value.name: value for value in made.values()})
         self.bodies[name] = body

@@ -38,6 +38,8 @@ class Body:
     body(*reads, env=env)          makes, with sizes taken from `env`
     body.function(*reads, *sizes)  the same, for a caller that has evaluated `sizes` itself
     body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
+
+    graph: whether a device graph may hold it.
     """
 
     key: str
@@ -46,6 +48,7 @@ class Body:
     switches_grad: bool = False
     issue: Function | None = None
     complete: Function | None = None
+    graph: bool = True
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""

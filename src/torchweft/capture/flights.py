@@ -46,10 +46,15 @@ class Flight:
 
 
 def land(flight: Flight) -> tuple[torch.Tensor, ...]:
-    """Wait until all works have ended; what they made."""
+    """Wait until all works have ended (on an accelerator: the stream waits); what they made."""
+    on_host = not flight.made or flight.made[0].device.type == "cpu"
     for work in flight.works:
-        if work is not None:  # a rank outside of the group has nothing to do
+        if work is None:  # a rank outside of the group has nothing to do
+            continue
+        if on_host:
             wait(work)
+        else:  # the current stream waits, and the host goes on; NCCL has a watchdog of its own
+            work.wait()
     for target, source in flight.back:
         target.copy_(source)
     return flight.made

@@ -33,6 +33,7 @@ class InnerBody:
     key: str
     function: Function
     sizes: tuple[Size, ...]
+    graph: bool = True
 
     def __call__(self, *reads: Any) -> Any:
         return self.function(*reads)
@@ -61,7 +62,7 @@ def compile_bodies(bodies: Mapping[str, Body], inner: str) -> dict[str, Body | I
         if function is None:
             function = _by_onednn(body) if inner == "onednn" else _by_inductor(body)
             made[id(body.code)] = function
-        found[name] = InnerBody(body.key, function, body.sizes)
+        found[name] = InnerBody(body.key, function, body.sizes, body.graph)
     return found
 
 

@@ -152,7 +152,7 @@ def run_alone(
         )
     except BaseException as error:
         call = Call(program, state=[-1, []], failure=(program.lanes[0], error))
-        raise _error(call) from error
+        raise failure_of(call) from error
     return outputs
 
 
@@ -167,7 +167,7 @@ def run_traced(
 ) -> tuple[tuple[Any, ...], Trace]:
     """Run one call of a traced program: its outputs, and what happened when."""
     outputs, marks = _run(program, inputs, bounds, lanes, numbers, num_threads)
-    return outputs, _trace(program, marks)
+    return outputs, trace_of(program, marks)
 
 
 def _run(
@@ -198,7 +198,7 @@ def _run(
         with call.done:
             while call.running:
                 call.done.wait()
-        raise _error(call) from (call.failure[1] if call.failure else None)
+        raise failure_of(call) from (call.failure[1] if call.failure else None)
 
 
 def _job(
@@ -245,13 +245,13 @@ class _Modes:
             mode.__exit__(*error)
 
 
-def _error(call: Call) -> BaseException:
+def failure_of(call: Call) -> BaseException:
     """The one error that the caller sees."""
     assert call.failure is not None, "a call without a failure has no error"
     lane, error = call.failure
     if not isinstance(error, Exception):
         return error  # Ctrl-C and the like stay what they are
-    at = _step_of(call.program, error)
+    at = step_of(call.program, error)
     step = call.program.plan.steps[at].label if at is not None else "its end"
     what = f"run: {step} on lane {lane!r} failed: {type(error).__name__}: {error}"
     if isinstance(error, WeftError):
@@ -261,7 +261,7 @@ def _error(call: Call) -> BaseException:
     return found
 
 
-def _step_of(program: Program, error: BaseException) -> int | None:
+def step_of(program: Program, error: BaseException) -> int | None:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == program.filename and frame.lineno is not None:
             return program.step_at.get(frame.lineno)
@@ -282,7 +282,7 @@ def _story(call: Call, lane: str, at: int | None) -> str:
     return "\n".join(lines)
 
 
-def _trace(program: Program, marks: list[tuple[int, float, float]]) -> Trace:
+def trace_of(program: Program, marks: list[tuple[int, float, float]]) -> Trace:
     """What the steps left behind, as a trace: steps, waits that took time, transfers in flight."""
     plan, graph = program.plan, program.plan.graph
     began = min((start for _, start, _ in marks), default=0.0)

@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torchweft.errors import PlanError
@@ -56,11 +55,6 @@ class Program:
     num_events: int
     sizes: tuple[tuple[Size, int, int], ...]
 
-    @cached_property
-    def alone(self) -> bool:
-        """Whether one lane runs it all, in the caller's thread."""
-        return len(self.functions) == 1
-
     def numbers(self, env: Mapping[str, int], bounds: Sequence[int]) -> tuple[int, ...]:
         """The sizes that bodies need in a call: symbols from `env`, the batch by part."""
         symbol = self.plan.graph.batch
@@ -85,11 +79,16 @@ def compile_program(
     traced: every step leaves (step, start, end). jitter: every step is delayed at random, or by
     what a function says, in seconds, and room for whole values starts as NaN.
     """
-    return _Writer(plan, bodies, traced, jitter).program()
+    return Writer(plan, bodies, traced, jitter).program()
 
 
-class _Writer:
-    """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable."""
+class Writer:
+    """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
+
+    Here each lane is a function for a thread of its own. `accelerator.py` writes another layout.
+    """
+
+    threads = True
 
     def __init__(
         self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
@@ -136,6 +135,25 @@ class _Writer:
 
     def program(self) -> Program:
         """All lanes' functions. The first ends the call: it joins the others and returns."""
+        lines, step_at = self._functions()
+        cells: dict[str, int] = {}
+        for name, lanes in self.users.items():
+            if len(lanes) > 1:
+                cells[name] = len(cells)
+        names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
+        names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
+        source = "\n".join(line.format_map(names) for line in lines) + "\n"
+        filename = f"<weft program {next(_numbers)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.space)
+        functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
+        return Program(
+            self.plan, self.lanes, functions, source, filename, step_at,
+            len(cells), len(self.events), tuple(self.sizes),
+        )  # fmt: skip
+
+    def _functions(self) -> tuple[list[str], dict[int, int]]:
+        """The lines of all functions, and for each line of a step (from 1) which step it is."""
         lines: list[str] = []
         step_at: dict[int, int] = {}
         for number, lane in enumerate(self.lanes):
@@ -149,21 +167,7 @@ class _Writer:
             if self.lane == 0:
                 lines += ["    d()"] if len(self.lanes) > 1 else []
                 lines.append(f"    return {self._outputs()}")
-        cells: dict[str, int] = {}
-        for name, lanes in self.users.items():
-            if len(lanes) > 1:
-                cells[name] = len(cells)
-        names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
-        names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
-        source = "\n".join(line.format_map(names) for line in lines) + "\n"
-        filename = f"<weft program {next(_numbers)}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.space)
-        functions = tuple(self.space[f"lane{number}"] for number in range(len(self.lanes)))
-        return Program(
-            self.plan, self.lanes, functions, source, filename, step_at,
-            len(cells), len(self.events), tuple(self.sizes),
-        )  # fmt: skip
+        return lines, step_at
 
     def _head(self) -> list[str]:
         names = [f"v{self.index[name]}" for name in self.graph.inputs]
@@ -173,30 +177,35 @@ class _Writer:
 
     def _lines(self, index: int, step: Step) -> list[str]:
         """One step as source lines."""
-        if step.target is not None:
-            body = [f"w(e[{self.events[step.target]}])"]
-        elif step.kind == "split":
-            body = self._split(step)
-        elif step.kind == "copy":
-            body = self._copy(step)
-        elif step.kind == "free":
-            body = self._free(step)
-        elif step.kind == "merge":
-            body = []  # the value is whole already: its parts are slices of one place
-        else:
-            body = self._op(step)
+        body = self._body(step)
         if len(self.lanes) > 1:
             body = [f"s[{self.lane}] = {index}", *body]
-        if callable(self.jitter):
-            body = [f"j({float(self.jitter(step))!r})", *body]
-        elif self.jitter:
-            body = [f"j(r() * {MAX_JITTER_S})", *body]
+        body = self._delay(step) + body
         if self.traced:
             body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
         label = self.labels[index]
         if label in self.events and self.first[label] == index:
             body.append(f"e[{self.events[label]}].set()")
         return body
+
+    def _body(self, step: Step) -> list[str]:
+        """What a step does."""
+        if step.target is not None:
+            return [f"w(e[{self.events[step.target]}])"]
+        if step.kind == "split":
+            return self._split(step)
+        if step.kind == "copy":
+            return self._copy(step)
+        if step.kind == "free":
+            return self._free(step)
+        if step.kind == "merge":
+            return []  # the value is whole already: its parts are slices of one place
+        return self._op(step)
+
+    def _delay(self, step: Step) -> list[str]:
+        if callable(self.jitter):
+            return [f"j({float(self.jitter(step))!r})"]
+        return [f"j(r() * {MAX_JITTER_S})"] if self.jitter else []
 
     # Ops: what they read and make, and the function that does it.
 
@@ -331,7 +340,7 @@ class _Writer:
         place = self._use(f"p{number}")
         others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
-        if len({other.lane for other in others}) > 1:
+        if self.threads and len({other.lane for other in others}) > 1:
             # Any of several lanes may come first.
             lines = [f"first(c, {{at_p{number}}}, lambda: {make})"]
         else:
@@ -343,7 +352,7 @@ class _Writer:
     def _free(self, step: Step) -> list[str]:
         gone = []
         for name in self.aliases[step.names[0]]:
-            if name in self.placed:
+            if name in self.placed and step.parts is None:  # else other parts still live there
                 gone.append(f"p{self.index[name]}")
             for piece in self.made.get(name, ()):
                 if step.parts is None or piece == step.parts:

@@ -66,6 +66,7 @@ class Channel:
         self.user = weakref.ref(user, lambda _: self.close())
         self.rank, self.size = user.rank(), user.size()
         self.world = dist.get_process_group_ranks(user)
+        self.carried = False  # whether collectives run on the user's group
         self.store: Any = None
         self.peers: dict[int, str] = {}
         self.num_calls = 0
@@ -201,9 +202,9 @@ class Channel:
             raise
 
     def _connect(self, user: dist.ProcessGroup) -> Any:
-        """A group of our own with the same ranks; for other backends than gloo the user's own."""
-        if set(str(dist.get_backend_config(user)).replace(",", ":").split(":")) & {"nccl", "xccl"}:
-            return user
+        """A group of our own with the same ranks. Between accelerators it only tells the calls."""
+        config = str(dist.get_backend_config(user)).replace(",", ":").split(":")
+        self.carried = bool(set(config) & {"nccl", "xccl"})
         try:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", _identity())
@@ -271,7 +272,7 @@ def group(name: str) -> Any:
     if found is None:
         return _user_group(name)  # outside of a call
     found.agree()
-    return found.group
+    return _user_group(name) if found.carried else found.group
 
 
 def _user_group(name: str) -> dist.ProcessGroup:

@@ -84,7 +84,7 @@ class Talk:
         self.channels: list[Channel] = []
         self.last = next((s.label for s in reversed(plan.steps) if s.kind == "complete"), "")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
         try:
             for name, digest in self.told.items():
@@ -97,6 +97,12 @@ class Talk:
             for found in self.channels:
                 found.leave()
             raise
+        return self
+
+    def agree(self) -> None:
+        """Wait until the others have told theirs: a device graph does not ask on its way."""
+        for found in self.channels:
+            found.agree()
 
     def __exit__(
         self,
