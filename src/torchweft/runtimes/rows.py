@@ -18,7 +18,7 @@ Take = Callable[[Any, int, int, int], Any]
 
 
 def taker(value: Value) -> Take:
-    """The function that takes rows of a value."""
+    """The function that takes rows of a value (or of a room)."""
     batch = value.batch
     assert batch is not None, "only values with a batch have rows"
     dim, plain = batch.dim, batch.outer.constant == 1
@@ -76,6 +76,17 @@ def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int
         order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
         room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
         return room.fill_(float("nan")) if poison and room.is_floating_point() else room
+
+    return make
+
+
+def room_for(room: Any, *, poison: bool = False) -> Callable[..., Any]:
+    """The function that makes room for a result that is written in place: (*sizes) -> tensor."""
+    order, options = room.order, {"dtype": room.dtype, "device": room.device}
+
+    def make(*shape: int) -> Any:
+        made = torch.empty_permuted(shape, order, **options)
+        return made.fill_(float("nan")) if poison and made.is_floating_point() else made
 
     return make
 
