@@ -24,8 +24,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
-from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.tracing import make_dynamic, tracing
+from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
 from torchweft.machine import Machine
@@ -89,23 +88,17 @@ def compile(
 
 def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
-    compiled = torch.compile(call, backend=session.backend)
-    dim = session.batch if isinstance(session.batch, int) else 0
+    compiled = compile_by(session.backend, call)
+    watch = Watch(session.batch if isinstance(session.batch, int) else 0)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
-        make_dynamic((args, kwargs), dim)
-        before = num_breaks()
-        with tracing():
-            if session.shadow is not None:
-                outputs = session.shadow(compiled, call, args, kwargs)
-            else:
-                outputs = compiled(*args, **kwargs)
-        if num_breaks() > before:
-            session.breaks |= dict.fromkeys(breaks_since(before))
-        if not session.pieces and not session.num_uncaptured:
-            session.fall_back(None, "capture: Dynamo captured no graph of this call")
-        if session.unmatched:
-            session.require_marks()
+        if session.shadow is None:
+            outputs = watch(compiled, args, kwargs)
+        else:
+            outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
+        if watch.news or not session.pieces:
+            watch.news = False
+            session.settle(watch.breaks)
         return outputs
 
     weft_call.session = session  # type: ignore[attr-defined]

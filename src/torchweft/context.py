@@ -9,9 +9,14 @@ sizes             values of the other symbols, e.g. {"s1": 128}
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchweft.errors import StrategyError
+
+TOLD: ContextVar[Mapping[str, Any]] = ContextVar("weft context", default={})  # noqa: B039
+"""What the host told of the calls of this thread: `with weft.context(...)`."""
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ def story() -> Iterator[str]:
         "about two minutes:\n"
     )
     spec = {
-        "model": "dense", "phase": "prefill", "link": lab.Link.parse(LINK).label, "size": "demo",
+        "model": "dense", "phase": "prefill", "links": [lab.Link.parse(LINK).label], "size": "demo",
         "num_pairs": MIN_PAIRS, "num_rounds": 3, "seed": 0, "names": NAMES, "timeline": True,
     }  # fmt: skip
-    label, result = compete(spec)
+    [(label, result)] = compete(spec)
     found = row({"model": "dense", "phase": "prefill", "link": label}, result)
     times = found["first_race_s"] | found["second_race_s"]
     lines = [f"   {name:18} {times[name] * 1e3:7.0f} ms  {_what(name)}" for name in times]

@@ -108,7 +108,7 @@ def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -
     """The first op, in program order, that gives other rows in parts than on the whole batch."""
     values, env = piece.captured.bind(preserved(list(inputs)))
     context = piece.session.context(piece.graph, env)
-    entry = piece.entry(context, env)
+    entry, _ = piece.entry(context, env)
     whole = _record(piece, piece.sequential(context), [values[n] for n in piece.graph.inputs], env)
     values, _ = piece.captured.bind(preserved(list(inputs)))
     parts = _record(piece, entry, [values[n] for n in piece.graph.inputs], env)

@@ -9,7 +9,7 @@ and the reason is counted; nothing is ever changed in silence.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,11 @@ from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
-from torchweft.context import Context
+from torchweft.context import TOLD, Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
-from torchweft.runtimes.cpu import run, run_traced
+from torchweft.runtimes.cpu import run, run_alone, run_traced
 from torchweft.runtimes.program import Program, compile_program
 from torchweft.runtimes.talk import Talk, digests, refuse
 from torchweft.strategies import sequential
@@ -42,6 +42,8 @@ MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 Shape = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
 """Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
+Ready = tuple["Entry", Program, tuple[int, ...], tuple[int, ...], dict[str, int]]
+"""All that a call of known sizes needs: its entry, program and shape."""
 
 
 @dataclass
@@ -72,33 +74,79 @@ class Piece:
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
+        self._sizes, self._pick = captured.sizes_of, captured.pick
+        self._constants = (*captured.constants.values(), None)
+        self._as_made = captured.gives_as_made
+        self._ready: dict[object, Ready] = {}
         self._by_batch: dict[object, Entry] = {}
         self._refused: dict[object, str] = {}
         self._sequential: Entry | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run one call. This is what Dynamo calls in the place of the graph."""
+        """Run one call. This is what Dynamo calls in the place of the graph.
+
+        A steady call is one look-up: what its sizes lead to is known from the call before.
+        """
+        session = self.session
+        ready = self._ready.get(self._sizes(inputs))
+        if ready is None or session.watches or TOLD.get():
+            return self._first_call(inputs)
+        entry, program, bounds, numbers, told = ready
+        given = self._pick(inputs + self._constants)
+        if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
+            return self._first_call(inputs)
+        entry.num_calls += 1
+        if not told and program.alone:
+            outputs = run_alone(program, given, bounds, numbers)
+        else:
+            outputs = self.run(entry, given, bounds, numbers, told)
+        return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
+
+    def _first_call(self, inputs: tuple[Any, ...]) -> Any:
+        """Find or make the plan of a call, and run it."""
         if self.session.kept is not None:
             self.session.kept[self] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
-        values, env = self.captured.bind(inputs)
+        env = self.captured.env(inputs)
         context = self.session.context(self.graph, env)
-        given = [values[name] for name in self.graph.inputs]
+        given = self._pick(inputs + self._constants)
         forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
         try:
-            entry = self._unsplit(context, forbidden) if forbidden else self.entry(context, env)
+            if forbidden:
+                self.session.fall_back(self, forbidden)
+                entry, plain = self.sequential(context), False
+            else:
+                entry, plain = self.entry(context, env)
+            bounds, numbers, told = self._shape(entry, env, context)
         except WeftError:
             if self.talks:  # a rank that finds no plan tells the others before it raises
                 refuse(self.graph, self.session.watchdog_s)
             raise
-        outputs = self.run(entry, given, env, context)
+        entry.num_calls += 1
+        outputs = self.run(entry, given, bounds, numbers, told)
+        if plain and entry.trace is not None:
+            self._remember(inputs, (entry, entry.program, bounds, numbers, told))
+        return self._rebuild(outputs, env)
+
+    def _remember(self, inputs: tuple[Any, ...], ready: Ready) -> None:
+        """Let calls of these sizes take the short way, unless the host tells more than sizes."""
+        if not TOLD.get():
+            if len(self._ready) >= MAX_SHAPES:
+                self._ready.clear()
+            self._ready[self._sizes(inputs)] = ready
+
+    def _rebuild(self, outputs: Sequence[Any], env: dict[str, int]) -> Any:
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
 
     def run(
-        self, entry: Entry, given: Sequence[Any], env: dict[str, int], context: Context
+        self,
+        entry: Entry,
+        given: Sequence[Any],
+        bounds: Sequence[int],
+        numbers: Sequence[int],
+        told: Mapping[str, int],
     ) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        bounds, numbers, told = self._shape(entry, env, context)
         if not told:
             return self._run(entry, given, bounds, numbers)
         with Talk(entry.plan, told, self.session.watchdog_s):
@@ -107,7 +155,6 @@ class Piece:
     def _run(
         self, entry: Entry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
     ) -> tuple[Any, ...]:
-        entry.num_calls += 1
         lanes, threads = self.session.lanes, self.session.num_threads
         collected = self.session.traces
         if collected is not None or (entry.num_calls == 2 and entry.trace is None):
@@ -145,13 +192,8 @@ class Piece:
             entry.shapes[key] = found
         return found
 
-    def _unsplit(self, context: Context, why: str) -> Entry:
-        """The plan for a call that must run whole, counted with its reason."""
-        self.session.fall_back(self, why)
-        return self.sequential(context)
-
-    def entry(self, context: Context, env: dict[str, int]) -> Entry:
-        """The plan for a call: the strategy's, or the sequential one with a counted reason."""
+    def entry(self, context: Context, env: dict[str, int]) -> tuple[Entry, bool]:
+        """The plan for a call, and whether it is the strategy's own: else the reason is counted."""
         key = (context.batch, context.num_tokens, *_told(context))
         entry = self._by_batch.get(key)
         if entry is None:
@@ -170,7 +212,7 @@ class Piece:
                 entry = self.sequential(context)
         if reason:
             self.session.fall_back(self, reason)
-        return entry
+        return entry, not reason
 
     def _find(self, context: Context) -> tuple[Entry, str]:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""

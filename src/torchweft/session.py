@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torchweft.capture.aten import check_level, level_of, run_aten
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
-from torchweft.context import Context
+from torchweft.context import TOLD, Context
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
 from torchweft.gate import Shadow, first_difference
@@ -33,7 +32,6 @@ from torchweft.trace import Trace
 
 log = logging.getLogger("torchweft")
 FALLBACKS = ("sequential", "error")
-_told: ContextVar[Mapping[str, Any]] = ContextVar("weft context", default={})  # noqa: B039
 
 
 @contextlib.contextmanager
@@ -46,11 +44,11 @@ def context(
         "tokens_per_request": tuple(tokens_per_request),
         "num_tokens": num_tokens,
     }
-    token = _told.set(told)
+    token = TOLD.set(told)
     try:
         yield
     finally:
-        _told.reset(token)
+        TOLD.reset(token)
 
 
 class Session:
@@ -142,7 +140,7 @@ class Session:
 
     def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
         """The context of a call: its shapes, and what the host told."""
-        told = _told.get()
+        told = TOLD.get()
         rows = env.get(graph.batch or "", 1)
         sizes = {name: size for name, size in env.items() if name != graph.batch}
         if not told:
@@ -150,12 +148,25 @@ class Session:
         requests = told["tokens_per_request"] if sum(told["tokens_per_request"]) == rows else ()
         return Context(rows, told["num_tokens"], requests, told["phase"], sizes)
 
-    def require_marks(self) -> None:
+    def settle(self, breaks: Sequence[str]) -> None:
+        """What is to be seen to after a call in which Dynamo compiled, and after the first."""
+        self.breaks |= dict.fromkeys(breaks)
+        if not self.pieces and not self.num_uncaptured:
+            self.fall_back(None, "capture: Dynamo captured no graph of this call")
+        if self.unmatched:
+            self.unmatched = False
+            self._require_marks()
+
+    def _require_marks(self) -> None:
         """Raise `CaptureError`, once, if a rule matched nothing in the graphs captured so far."""
-        self.unmatched = False
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         names = [op.mark for piece in self.pieces for op in piece.graph.ops if op.mark]
         require_matched(self.rules, matched, names)
+
+    @property
+    def watches(self) -> bool:
+        """Whether somebody looks at the calls: they take the long way then."""
+        return self.traces is not None or self.kept is not None
 
     @contextlib.contextmanager
     def collect(self, traces: list[Trace]) -> Iterator[None]:

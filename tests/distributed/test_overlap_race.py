@@ -24,9 +24,10 @@ NAMES = (
 
 @pytest.mark.parametrize(("model", "phase"), [("dense", "prefill"), ("experts", "decode")])
 def test_every_candidate_runs_and_gives_the_same(model, phase):
-    case = {"model": model, "phase": phase, "link": "none"}
-    counts = {"num_pairs": 2, "num_rounds": 1}
-    label, result = overlap.compete({**case, **counts, "seed": 0, "size": "tiny", "names": NAMES})
+    case = {"model": model, "phase": phase}
+    counts = {"num_pairs": 2, "num_rounds": 1, "links": ["none"]}
+    spec = {**case, **counts, "seed": 0, "size": "tiny", "names": NAMES}
+    [(label, result)] = overlap.compete(spec)
     assert label == "loopback (unlimited)"
     compared = {"by_hand_2", "by_hand_8", "weft_1", "weft_2", "control"}
     assert compared <= set(result["diffs"])
@@ -35,7 +36,7 @@ def test_every_candidate_runs_and_gives_the_same(model, phase):
     assert result["fallbacks"] == {}
     assert result["late_compiles"] == 0, "a program compiled in the race"
     assert result["parts"]["control"] == 4
-    found = row(case, result)
+    found = row({**case, "link": label}, result)
     assert found["num_pairs"] == 2
     assert found["weft"] in ("weft_1", "weft_2", "weft_onednn_2")
     assert found["copied_bytes"] >= 0

@@ -29,6 +29,7 @@ LINKS = [pytest.param("100mbit", marks=limited), "none"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TELL = "import json, os; print(json.dumps(dict(os.environ)), flush=True)"
 Capture = pytest.CaptureFixture[str]
+Monkey = pytest.MonkeyPatch
 
 # Sends and counts bytes between two ranks until rank 0 has received for a while; prints how many.
 FLOW = """
@@ -123,6 +124,30 @@ def test_the_lab_is_reached_lazily_and_without_torch() -> None:
     code = "import sys, torchweft; assert 'torchweft.lab' not in sys.modules; torchweft.lab.Link()"
     code += "; assert not {'torch', 'typer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@limited
+@pytest.mark.parametrize("duplex", ["half", "full"])
+def test_rate_is_changed_from_inside(duplex: str, patience: None) -> None:
+    """Ten times the rate brings more bytes; the factor that counts is far below ten."""
+    change = "from torchweft import lab; assert lab.is_limited(); lab.set_rate('100mbit %s')"
+    got = []
+    for code in (FLOW, change % duplex + FLOW):
+        words = [sys.executable, "-c", code]
+        with lab.spawn_ranks(words, link=f"10mbit {duplex}", require=True) as ranks:
+            got.append(int(ranks.stdout.read()))
+            ranks.wait()
+    assert got[1] > 3 * got[0]
+
+
+def test_rate_cannot_be_changed_outside_or_to_another_duplex(monkeypatch: Monkey) -> None:
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+    assert not lab.is_limited()
+    with pytest.raises(MachineError, match="runs over no limited link"):
+        lab.set_rate("1gbit")
+    monkeypatch.setenv("WEFT_LINK", "1gbit half duplex")
+    with pytest.raises(MachineError, match="cannot become 1gbit full duplex"):
+        lab.set_rate("1gbit full")
 
 
 # What the command sees

@@ -3,10 +3,10 @@
     python -m torchweft.bench.overlap_rank '{"model": "dense", "phase": "prefill", ...}'
 
 1. Every candidate is built, warmed and compared with the sequential output.
-2. A short race of all chooses the finalists; a long race of these gives the times of the row.
+2. For each link, a short race of all chooses the finalists; a long race of these gives the times.
 3. Copies are counted from outside, by torch's profiler, in one call of each finalist of weft.
 
-Rank 0 prints lines that start with `MARK`: progress, and at the end the result.
+Rank 0 prints lines that start with `MARK`: progress, and the result of each link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from torchweft import lab
 from torchweft.api import plans, report, trace
 from torchweft.bench.overlap_candidates import CANDIDATES, Absent, Arena, Candidate, peer_module
 from torchweft.bench.overlap_race import Call, Run, calls_of_a_run, race
@@ -69,19 +70,20 @@ def main(text: str) -> None:
     side = dist.new_group(backend="gloo", timeout=TIMEOUT)
     torch._dynamo.config.recompile_limit = 64  # one code object serves all layers and candidates
     with torch.inference_mode():
-        result = measure(spec, side)
-    _say("result", result)
+        for result in measure(spec, side):
+            _say("result", result)
     dist.barrier(group=side)
     # gloo's own threads now and then abort a process while the interpreter is being taken down.
     sys.stdout.flush()
     os._exit(0)
 
 
-def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> dict[str, Any]:
-    """What the races of one case found."""
+def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """What the races of one case found, link by link."""
     arena = make_arena(spec)
     chosen = [each for each in CANDIDATES if spec["names"] is None or each.name in spec["names"]]
-    total = len(chosen) + spec["num_rounds"] + spec["num_pairs"]
+    links = spec["links"] if lab.is_limited() else [lab.Link().label]
+    total = len(chosen) + len(links) * (spec["num_rounds"] + spec["num_pairs"])
     done = 0
 
     def step() -> None:
@@ -90,9 +92,31 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> dict[str, Any]:
         _say("progress", [done, total])
 
     scale, entered = enter(chosen, arena, side, step)
+    known = {
+        "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in CANDIDATES},
+        "diffs": entered.diffs,
+        "absent": entered.absent,
+        "scale": scale,
+    }
+    order = Random(spec["seed"])
+    for link in links:
+        if lab.is_limited():
+            lab.set_rate(link)
+        yield {**known, "link": link, **_over_link(spec, arena, entered, side, order, step)}
+
+
+def _over_link(
+    spec: Mapping[str, Any],
+    arena: Arena,
+    entered: Field,
+    side: dist.ProcessGroup,
+    order: Random,
+    step: Callable[[], None],
+) -> dict[str, Any]:
+    """The races over the link as it is now."""
     num_calls = calls_of_a_run(entered.runs["sequential"], side)
     options: dict[str, Any] = {"num_calls": num_calls, "group": side, "on_round": step}
-    order, kinds = Random(spec["seed"]), {each.name: each.kind for each in CANDIDATES}
+    kinds = {each.name: each.kind for each in CANDIDATES}
     compiled = num_graphs()
     first = race(entered.runs, order=order, num_rounds=spec["num_rounds"], **options)
     runs = {name: entered.runs[name] for name in finalists(first, kinds)}
@@ -113,13 +137,9 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> dict[str, Any]:
         "times": times,
         "first": first,
         "kinds": kinds,
-        "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in CANDIDATES},
         "fallbacks": {
             name: told for name, call in entered.calls.items() if (told := fallbacks_of(call))
         },
-        "diffs": entered.diffs,
-        "absent": entered.absent,
-        "scale": scale,
         "copied_bytes": copied,
         "num_calls": num_calls,
         "late_compiles": late,

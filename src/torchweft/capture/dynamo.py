@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Captured:
     slots: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     symbols: tuple[tuple[str, int, int | None, int], ...]
+    num_inputs: int
     outputs: tuple[Any, ...]
     same: tuple[str, ...] = ()
     matched: frozenset[MarkRule] = field(default=frozenset())
@@ -59,15 +61,38 @@ class Captured:
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
-        values: dict[str, Any] = {name: inputs[slot] for name, slot in self.slots.items()}
-        values.update(self.constants)
-        if RNG in self.graph.value:
-            values[RNG] = None
+        given = self.pick((*inputs, *self.constants.values(), None))
+        return dict(zip(self.graph.inputs, given, strict=True)), self.env(inputs)
+
+    @cached_property
+    def pick(self) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        """The graph's inputs in their order, from those of a call, the constants and a None."""
+        behind = {name: number for number, name in enumerate((*self.constants, RNG))}
+        first = self.num_inputs
+        return _getter([self.slots.get(n, first + behind.get(n, 0)) for n in self.graph.inputs])
+
+    @cached_property
+    def sizes_of(self) -> Callable[[tuple[Any, ...]], object]:
+        """What tells calls of unlike sizes apart, from the inputs of one."""
+        plain = [slot for _, slot, dim, _ in self.symbols if dim is None]
+        if len(plain) == len(self.symbols):
+            return itemgetter(*plain) if plain else lambda inputs: None
+        return lambda inputs: tuple(self.env(inputs).values())
+
+    def env(self, inputs: Sequence[Any]) -> dict[str, int]:
+        """Numbers by symbol, from the inputs of one call."""
         env: dict[str, int] = {}
         for symbol, slot, dim, factor in self.symbols:
             size = int(inputs[slot] if dim is None else inputs[slot].shape[dim])
             env[symbol] = size // factor
-        return values, env
+        return env
+
+    @cached_property
+    def gives_as_made(self) -> bool:
+        """Whether the outputs of a call are the graph's outputs, in their order and no more."""
+        return not self._handed_on and self.outputs == tuple(
+            Slot(value=name) for name in self.graph.outputs
+        )
 
     def rebuild(self, values: Mapping[str, Any], env: Mapping[str, int]) -> tuple[Any, ...]:
         """The outputs as Dynamo wants them: tensors, numbers, None.
@@ -78,12 +103,14 @@ class Captured:
         for name, dim in self._handed_on:
             tensor = values[name]
             if isinstance(tensor, torch.Tensor) and tensor.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                mark_batch(tensor, dim)
         return tuple(tree_map(lambda slot: slot.take(values, env), self.outputs, is_leaf=_is_slot))
 
     @cached_property
     def _handed_on(self) -> tuple[tuple[str, int], ...]:
         """Outputs in which a dim is the batch and nothing else, with that dim."""
+        if not self.broken:
+            return ()
         places = [(name, self.graph.value[name].batch) for name in self.graph.outputs]
         plain = [(name, at) for name, at in places if at and at.outer == at.inner == ONE]
         return tuple((name, at.dim) for name, at in plain)
@@ -114,6 +141,21 @@ class Slot:
         if self.value is not None:
             return values[self.value]
         return self.constant if self.size is None else self.size.evaluate(env)
+
+
+def _getter(slots: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return lambda items: tuple(items[slot] for slot in slots)
+
+
+def mark_batch(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbol where the batch is, without a guard on having asked.
+
+    `maybe_mark_dynamic` is guarded: whoever else compiles with this tensor would compile anew.
+    """
+    known: set[int] = getattr(tensor, "_dynamo_propagated_dynamic_indices", set())
+    tensor._dynamo_propagated_dynamic_indices = {*known, dim}  # type: ignore[attr-defined]
 
 
 def _is_slot(item: Any) -> bool:
@@ -277,6 +319,7 @@ def _captured(
         slots={n: slot_of[node] for n, node in built.inputs.items() if node.op == "placeholder"},
         constants=constants,
         symbols=_symbol_slots(placeholders),
+        num_inputs=len(placeholders),
         outputs=outputs,
         same=tuple(sorted(map(str, rows.symbols.same))),
         matched=matched,

@@ -10,33 +10,88 @@ tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
-from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.breaks import breaks_since, num_breaks
+from torchweft.capture.dynamo import Captured, capture, mark_batch
 from torchweft.capture.reference import run_reference
 from torchweft.marks import MarkRule, require_matched
 
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
+RECOMPILE_LIMIT = 128
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Settings of Dynamo under which the batch can be told from other dims of the same size."""
-    with (
-        fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        # Each compiled model is a backend of its own; models of one class share Dynamo's cache.
-        torch._dynamo.config.patch(specialize_float=True, recompile_limit=128),
-    ):
-        yield
+_calling: ContextVar[tuple[Watch, Any] | None] = ContextVar("weft calling", default=None)
+
+
+class Watch:
+    """Sees to it that Dynamo compiles the calls of a model as capture needs it.
+
+    A call that Dynamo knows already pays for nothing but being announced: settings and marks are
+    made when Dynamo starts to compile, and taken back at its end.
+    """
+
+    def __init__(self, dim: int = 0) -> None:
+        self.dim = dim
+        self.news = True
+        self.breaks: list[str] = []
+        self._settings = contextlib.ExitStack()
+        self._num_breaks = 0
+
+    def __call__(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call what `torch.compile` made."""
+        if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them
+            callback_handler.register_start_callback(_begin)
+            callback_handler.register_end_callback(_end)
+        token = _calling.set((self, (args, kwargs)))
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _calling.reset(token)
+
+    def begin(self, inputs: Any) -> None:
+        """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
+        self.news = True
+        self._num_breaks = num_breaks()
+        self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
+        make_dynamic(inputs, self.dim)
+
+    def end(self) -> None:
+        """Dynamo has compiled, or failed to."""
+        self.breaks += breaks_since(self._num_breaks)
+        self._settings.close()
+
+
+def _begin(_: CallbackArgs) -> None:
+    if (calling := _calling.get()) is not None:
+        calling[0].begin(calling[1])
+
+
+def _end(_: CallbackArgs) -> None:
+    if (calling := _calling.get()) is not None:
+        calling[0].end()
+
+
+def compile_by(
+    backend: Callable[..., Any], model: Callable[..., Any], *, fullgraph: bool = False
+) -> Callable[..., Any]:
+    """The model under a backend of ours; each is its own, but models of a class share a cache."""
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        model, backend=backend, fullgraph=fullgraph, recompile_limit=RECOMPILE_LIMIT
+    )
+    return compiled
 
 
 def make_dynamic(inputs: Any, dim: int = 0) -> None:
@@ -48,7 +103,7 @@ def make_dynamic(inputs: Any, dim: int = 0) -> None:
     batches = {leaf.shape[dim] for leaf in tensors if leaf.dim() > dim}
     for leaf in tensors + _held(inputs, batches, dim):
         if leaf.dim() > dim and leaf.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(leaf, dim)
+            mark_batch(leaf, dim)
 
 
 def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
@@ -95,15 +150,9 @@ class Tracer:
 
     def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
         """The model under this tracer; the batch is dynamic from the first call on."""
-        compiled = torch.compile(model, backend=self, fullgraph=fullgraph)
-        dim = self.batch if isinstance(self.batch, int) else 0
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            make_dynamic((args, kwargs), dim)
-            with tracing():
-                return compiled(*args, **kwargs)
-
-        return call
+        compiled = compile_by(self, model, fullgraph=fullgraph)
+        watch = Watch(self.batch if isinstance(self.batch, int) else 0)
+        return lambda *args, **kwargs: watch(compiled, args, kwargs)
 
     def require_matched(self) -> None:
         """Raise `CaptureError` if a rule matched nothing in any captured graph."""

@@ -17,5 +17,6 @@ loopback, and `label` says so.
 
 from torchweft.lab.command import Command, check, run, spawn_ranks, start
 from torchweft.lab.link import Link
+from torchweft.lab.rate import is_limited, set_rate
 
-__all__ = ["Command", "Link", "check", "run", "spawn_ranks", "start"]
+__all__ = ["Command", "Link", "check", "is_limited", "run", "set_rate", "spawn_ranks", "start"]

@@ -69,16 +69,13 @@ def main() -> int:
 
 def make_link(spec: dict[str, Any]) -> list[int]:
     """Limit the link; handles of the network namespaces of the sides, if there are two."""
-    rate = f"{spec['bits_per_s']}bit"
-    if spec["bits_per_s"]:
-        name_addresses()
-    limit = ["root", "tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
-    ip, tc = spec["ip"], spec["tc"]
-    if not spec["bits_per_s"]:
+    ip, tc, bits_per_s = spec["ip"], spec["tc"], spec["bits_per_s"]
+    if not bits_per_s:
         return []
+    name_addresses()
     if spec["duplex"] == "half":
         _tell(ip, "link", "set", "lo", "up")
-        _tell(tc, "qdisc", "replace", "dev", "lo", *limit)
+        limit(tc, "lo", bits_per_s)
         return []
     first = os.open("/proc/self/ns/net", os.O_RDONLY)
     _system("unshare", NEW_NET)
@@ -90,8 +87,14 @@ def make_link(spec: dict[str, Any]) -> list[int]:
         _tell(ip, "link", "set", "lo", "up")
         _tell(ip, "address", "add", f"10.77.0.{side + 1}/24", "dev", JOINT)
         _tell(ip, "link", "set", JOINT, "up")
-        _tell(tc, "qdisc", "replace", "dev", JOINT, *limit)
+        limit(tc, JOINT, bits_per_s)
     return [first, second]
+
+
+def limit(tc: str, interface: str, bits_per_s: int) -> None:
+    """Let an interface send no more than this; raises `LinkError`."""
+    bucket = ["rate", f"{bits_per_s}bit", "burst", "512kb", "latency", "100ms"]
+    _tell(tc, "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
 
 
 def name_addresses() -> None:

@@ -142,6 +142,20 @@ def run(
     return _run(program, inputs, bounds, lanes, numbers, num_threads)[0]
 
 
+def run_alone(
+    program: Program, inputs: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
+) -> tuple[Any, ...]:
+    """Run one call of a program with one lane: nothing is shared, so nothing is made to share."""
+    try:
+        outputs: tuple[Any, ...] = program.functions[0](
+            inputs, numbers, (), (), None, None, bounds, None
+        )
+    except BaseException as error:
+        call = Call(program, state=[-1, []], failure=(program.lanes[0], error))
+        raise _error(call) from error
+    return outputs
+
+
 def run_traced(
     program: Program,
     inputs: Sequence[Any],

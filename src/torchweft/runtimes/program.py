@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torchweft.errors import PlanError
@@ -54,6 +55,11 @@ class Program:
     num_cells: int
     num_events: int
     sizes: tuple[tuple[Size, int, int], ...]
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether one lane runs it all, in the caller's thread."""
+        return len(self.functions) == 1
 
     def numbers(self, env: Mapping[str, int], bounds: Sequence[int]) -> tuple[int, ...]:
         """The sizes that bodies need in a call: symbols from `env`, the batch by part."""
