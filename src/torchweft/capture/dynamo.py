@@ -58,6 +58,7 @@ class Captured:
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     broken: str = ""
+    unplaced: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -323,6 +324,7 @@ def _captured(
         outputs=outputs,
         same=tuple(sorted(map(str, rows.symbols.same))),
         matched=matched,
+        unplaced=built.unplaced,
     )
 
 

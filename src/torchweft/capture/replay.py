@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchweft.capture.bodies import Writer
 from torchweft.capture.outs import Into, Maker, Makers, Room, Unfit, layout, view_of
 from torchweft.capture.rows import id_of, is_getitem, is_view
 from torchweft.errors import SizeError
+from torchweft.graph import Graph
 
 aten = torch.ops.aten
 SAFE: Mapping[Any, Any] = MappingProxyType(  # a part may lie in memory otherwise than the whole
@@ -53,6 +55,12 @@ def into_of(
         return replayer.into(makes), reasons
     except (Unfit, SizeError) as unfit:
         return None, reasons | dict.fromkeys(replayer.wanted, str(unfit))
+
+
+def placed_nowhere(graph: Graph) -> Graph:
+    """The graph for bodies that cannot write where they are told."""
+    values = tuple(replace(value, placeable=False) for value in graph.values)
+    return replace(graph, values=values)
 
 
 class Replayer(Writer):
