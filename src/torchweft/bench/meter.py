@@ -5,31 +5,33 @@
     meter.copied_bytes, meter.peak_bytes
 
 Every operator that torch runs in this thread passes by, whoever called it. A copy ends in one of a
-few operators. A storage counts from the operator that first shows it until it dies; those that the
-caller held before (inputs, weights) are told to it and never count.
+few operators. A storage counts from the operator that makes it until it dies; those that an
+operator reads before any has made them (inputs, weights) were there before and never count.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-COPIES = frozenset({"copy_", "copy", "clone", "_to_copy", "cat", "stack", "_reshape_copy"})
+ATEN = ("copy_", "copy", "clone", "_to_copy", "cat", "stack", "_reshape_copy")
+COPIES = frozenset({f"aten::{name}" for name in ATEN})
+# These make a copy of their input inside, and reduce it there.
+COPIES |= {"_c10d_functional::all_reduce", "_c10d_functional::broadcast"}
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered; `known` are tensors that were there before."""
+    """Counts while it is entered."""
 
-    def __init__(self, known: Iterable[Any] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.copied_bytes = self.live_bytes = self.peak_bytes = 0
         self.seen: dict[int, weakref.ref[Any]] = {}
-        self.known = {_storage(item)._cdata for item in known if _is_plain(item)}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -43,23 +45,22 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = tree_leaves((args, kwargs))
-        for item in given:  # what an operator reads without anybody having made it was there before
-            if _is_plain(item) and _storage(item)._cdata not in self.seen:
-                self.known.add(_storage(item)._cdata)
+        if not all(kind in PLAIN for kind in types):
+            return NotImplemented  # a subclass shows what it does to plain tensors itself
+        for tensor in _tensors((args, kwargs)):
+            self._see(tensor.untyped_storage(), counts=False)
         made = func(*args, **(kwargs or {}))
-        for item in tree_leaves(made):
-            if _is_plain(item):
-                self._see(_storage(item))
-        if func.overloadpacket.__name__ in COPIES:
-            self.copied_bytes += sum(t.nbytes for t in tree_leaves(made) if _is_plain(t))
+        for tensor in _tensors(made):
+            self._see(tensor.untyped_storage(), counts=True)
+        if func._schema.name in COPIES:
+            self.copied_bytes += sum(tensor.nbytes for tensor in _tensors(made))
         return made
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         key = storage._cdata
-        if key in self.known or key in self.seen:
+        if key in self.seen:
             return
-        num_bytes = storage.nbytes()
+        num_bytes = storage.nbytes() if counts else 0
         self.seen[key] = weakref.ref(storage, lambda _: self._gone(key, num_bytes))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -69,12 +70,8 @@ class Meter(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
-def _is_plain(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and type(item) in PLAIN
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if type(leaf) in PLAIN]
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -1,4 +1,4 @@
-"""The `Room`: where the parts of a result lie side by side, written there by the call that makes it.
+"""The `Room`: where the parts of a result lie side by side, written there by their own maker.
 
     y = linear(x, w).view(b, t, h, d).transpose(1, 2)           one part makes y for its own rows
     room = empty(b * t, h * d), whole                           mm(x, w, out=rows of room)

@@ -8,8 +8,9 @@ slow (a collective, a read from disk) may stand behind them: parts overlap there
     row  row  add  norm -> output         ->      [row row add]  [norm]
                                                    part by part   once
 
-So does a view of what is whole already. A second call that counts (a product, a convolution) is
-never peeled off behind the first: then a copy costs less than what is no longer done in parts.
+A view that only calls over all parts read is taken by each of them, of the whole. A second call
+that counts (a product, a convolution) is never peeled off behind the first: then a copy costs less
+than what is no longer done in parts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         if not plain or unit.cheap or unit.writes or unit.draws:
             continue
         whole = list(map(_is_whole, users))
+        views = all(rows.calls[node].only_views for node in unit.nodes)
+        if views and all(whole) and users and None not in users:
+            unit.cheap = True  # whoever needs it takes the view of the whole itself
+            continue
         if not any(whole) or (id(unit) in slow and not all(whole)):
             continue
         shown = [node for node in unit.nodes if any(map(_is_whole, _users(node, home)))]

@@ -1,7 +1,7 @@
 """The place of a whole value at run time: room for all rows, made by the first part that comes.
 
-    room_for(room)      the parts write into it themselves: its shape is known before any part
-    whole_like(value)   the parts are copied into it: it is like the first of them, for all rows
+room_for(room)      the parts write into it themselves: its shape is known before any part
+whole_like(value)   the parts are copied into it: it is like the first of them, for all rows
 """
 
 from __future__ import annotations

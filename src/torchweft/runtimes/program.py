@@ -205,8 +205,8 @@ class _Writer:
         which = self._function(step)
         start, stop = step.parts or (0, self.plan.num_parts)
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
-        if step.kind == "complete":
-            return self._assign(step, f"g{which}({flight})")
+        if step.kind == "complete":  # what has landed holds nothing any more
+            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
         reads = [self._read(n, step.parts) for n in self._reads(step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
