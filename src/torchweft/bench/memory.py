@@ -37,7 +37,6 @@ from torchweft.strategies import overlap
 PARTS = (2, 4)
 NUM_WARM, NUM_METERED = 4, 3
 RANKED = ("dense", "experts", "llama_tp", "mixtral_tp")
-MARK = "@weft "
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 COLUMNS = (
     *("model", "ranks", "parts", "split", "eager_copied_bytes", "copied_bytes"),
@@ -69,15 +68,16 @@ def run(
     *, models: str = "", progress: Callable[[int, int], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named (with commas between)."""
-    known = {**{model.name: model for model in MODELS}, **dict.fromkeys(RANKED)}
+    zoo = {model.name: model for model in MODELS}
+    known = (*zoo, *RANKED)
     wanted = [name.strip() for name in models.split(",") if name.strip()] or list(known)
     for name in wanted:
         if name not in known:
             raise WeftError(f"bench memory: {unknown('model', name, known)}", rule="model")
     ranked = [name for name in wanted if name in RANKED]
     rows: list[Row] = []
-    for number, name in enumerate(name for name in wanted if name not in RANKED):
-        rows += [_told(known[name], parts) for parts in PARTS]
+    for number, name in enumerate(name for name in wanted if name in zoo):
+        rows += [_told(zoo[name], parts) for parts in PARTS]
         if progress is not None:
             progress(number + 1, len(wanted))
     rows += on_ranks(ranked) if ranked else []

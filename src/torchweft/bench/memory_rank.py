@@ -76,7 +76,7 @@ def _transformer(name: str, folder: Path) -> Built:
     import transformers
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = folder / name
     if dist.get_rank() == 0 and not where.exists():
         kind = "Mixtral" if name.startswith("mixtral") else "Llama"

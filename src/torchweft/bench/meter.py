@@ -25,11 +25,11 @@ COPIES = frozenset({f"aten::{name}" for name in ATEN})
 COPIES |= {"_c10d_functional::all_reduce", "_c10d_functional::broadcast"}
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copied_bytes = self.live_bytes = self.peak_bytes = 0
         self.seen: dict[int, weakref.ref[Any]] = {}
 
@@ -39,7 +39,7 @@ class Meter(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(

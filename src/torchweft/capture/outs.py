@@ -166,8 +166,9 @@ def _form(call: AtenCall) -> Function:
         names = [item.name for item in overload._schema.arguments if item.is_out]
         outs: dict[str, Any] = {}
         for number, (name, made) in enumerate(zip(names, call.results, strict=True)):
-            fresh = (torch.empty, (0,), {"dtype": made.dtype, "device": made.device})
-            outs[name] = given[number] if number in given else graph.call_function(*fresh)
+            options: dict[str, Any] = {"dtype": made.dtype, "device": made.device}
+            fresh = None if number in given else graph.call_function(torch.empty, (0,), options)
+            outs[name] = given.get(number, fresh)
         kept = {k: v for k, v in kwargs.items() if k in _names(overload)}
         all_made = graph.call_function(overload, args, {**kept, **outs})
         if len(names) == 1:
@@ -184,16 +185,19 @@ def _names(overload: Any) -> list[str]:
 def _out_overload(func: Any) -> Any:
     """The overload that takes the same arguments and writes into `out`; None if torch only has one
     that makes a copy itself (its generated ones do)."""
-    wanted = [(item.name, str(item.type)) for item in func._schema.arguments]
+    wanted = _kept(func)
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
         outs = [item for item in other._schema.arguments if item.is_out]
-        plain = [(i.name, str(i.type)) for i in other._schema.arguments if not i.is_out]
-        if not outs or len(outs) != len(func._schema.returns):
-            continue
-        if plain == [item for item in wanted if item[0] not in ALLOCATING]:
+        if outs and len(outs) == len(func._schema.returns) and _kept(other) == wanted:
             return None if torch.Tag.generated in other.tags else other
     return None
+
+
+def _kept(func: Any) -> list[tuple[str, str]]:
+    """The arguments of an overload that say what to compute, not where the result goes."""
+    plain = [item for item in func._schema.arguments if not item.is_out]
+    return [(item.name, str(item.type)) for item in plain if item.name not in ALLOCATING]
 
 
 ALLOCATING = ("dtype", "layout", "device", "pin_memory")

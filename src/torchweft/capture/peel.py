@@ -44,6 +44,9 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         if views and all(whole) and users and None not in users:
             unit.cheap = True  # whoever needs it takes the view of the whole itself
             continue
+        before = [home.get(used) for node in unit.nodes for used in node.all_input_nodes]
+        if not any(other is not unit and other.kind == "row-wise" for other in before if other):
+            continue  # nothing would be left in parts
         if not any(whole) or (id(unit) in slow and not all(whole)):
             continue
         shown = [node for node in unit.nodes if any(map(_is_whole, _users(node, home)))]

@@ -118,8 +118,10 @@ class Replayer(Writer):
         if node in self.makers:
             self.local[node] = self._replay(node)
             return self.local[node]
-        if is_getitem(node) and isinstance(self._argument(node.args[0]), tuple):
-            self.local[node] = self._argument(node.args[0])[node.args[1]]
+        of: Any = node.args[0] if is_getitem(node) else None
+        if isinstance(self.local.get(of), tuple):
+            number: Any = node.args[1]
+            self.local[node] = self.local[of][number]
             return self.local[node]
         made = super()._copy(node)
         if self.rows.calls[node].only_views:
@@ -157,7 +159,7 @@ class Replayer(Writer):
             for maker in makers:
                 given[maker.which] = self.graph.placeholder(f"slice{len(self.slices)}")
                 self.slices.append(given[maker.which])
-            results = makers[0].form(self.graph, args, kwargs, given)
+            results: list[Any] = makers[0].form(self.graph, args, kwargs, given)
             self.bases += [(maker, results[maker.which]) for maker in makers]
             return results
         made = self.graph.call_function(SAFE.get(call.func, call.func), args, kwargs)
