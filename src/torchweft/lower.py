@@ -140,7 +140,7 @@ def place_wholes(plan: Plan) -> Plan:
         return plan
     graph = plan.graph
     needed = sorted(_torn(plan, graph), key=[value.name for value in graph.values].index)
-    moved = {name for name in needed if not graph.value[name].placeable}
+    moved = plan.copied.intersection(needed)
     steps: list[Step] = []
     for step in plan.steps:
         steps.append(step)

@@ -142,8 +142,8 @@ def share_buffers(plan: Plan) -> Plan:
     whole = _wholes(lives(plan))
     for index, step in enumerate(plan.steps):
         for life in whole.get(index, ()):
-            value, unit = graph.value[life.root], graph.value[life.root].bytes.unit
-            if life.root in kept or not value.placeable or unit is None or unit[0] <= 0:
+            unit = graph.value[life.root].bytes.unit
+            if life.root in kept | plan.copied or unit is None or unit[0] <= 0:
                 continue
             if len({devices[plan.steps[use].lane] for use in life.uses}) > 1:
                 continue

@@ -22,6 +22,7 @@ from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
+from torchweft.capture.replay import placed_nowhere
 from torchweft.context import TOLD, Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
@@ -66,7 +67,9 @@ class Piece:
     """One captured graph and its plans. Calls may come from several threads."""
 
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
-        self.session, self.captured, self.graph = session, captured, captured.graph
+        self.session, self.captured = session, captured
+        eager = session.inner == "eager"
+        self.graph = captured.graph if eager else placed_nowhere(captured.graph)
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
         self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)

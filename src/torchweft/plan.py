@@ -139,6 +139,13 @@ class Plan:
         """Lanes by name."""
         return {lane.name: lane for lane in self.lanes}
 
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Values that get into their place by copies: no out= form, or a kernel makes them."""
+        kernels = [op for step in self.steps if step.by for op in step.names]
+        found = {name for op in kernels for name in self.graph.op[op].makes}
+        return frozenset(found.union(v.name for v in self.graph.values if not v.placeable))
+
     @property
     def graph(self) -> Graph:
         """The graph this plan runs. Raises `PlanError` if a parsed plan was not bound to it."""

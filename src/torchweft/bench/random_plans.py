@@ -220,6 +220,8 @@ class _Deal:
         one, two = last.step, node.step
         if {one.kind, two.kind} != {"run"} or (one.lane, one.parts) != (two.lane, two.parts):
             return False
+        if not self.may_be_kernel(one.names + two.names):
+            return False
         made = {name for op in one.names for name in self.graph.op[op].makes}
         aliased = {self.graph.root[name] for name in self.graph.op[two.names[0]].makes}
         for copy in copies:
@@ -232,6 +234,12 @@ class _Deal:
         touched = {cell for action in actions for cell in action.touches}
         apart = not any(near in touched for cell in touched for near in self.overlaps.get(cell, ()))
         return apart and bool(self.threads(one.lane, one.names + two.names))
+
+    def may_be_kernel(self, names: Sequence[str]) -> bool:
+        """Whether no op writes into a place: a kernel does not, and then there would be a copy."""
+        made = {name for op in names for name in self.graph.op[op].makes}
+        placed = made & {place.value for place in self.draft.places}
+        return not any(self.graph.value[name].placeable for name in placed)
 
     def with_phases(self, nodes: list[_Node]) -> list[_Node]:
         """Every node on a lane; two-phase ops on a hosted lane become an issue and a complete."""
@@ -248,7 +256,7 @@ class _Deal:
             if not threads:
                 raise ImpossibleError
             node.step = node.step._replace(lane=self.rng.choice(threads))
-            if kind == "run" and self.rng.random() < 0.05:
+            if kind == "run" and self.rng.random() < 0.05 and self.may_be_kernel(names):
                 node.step = node.step._replace(by="fused")
             found.append(node)
         for issue_node in [node for node in found if node.step.kind == "issue"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torchweft.capture.axes import SYMBOLIC, size_of
 from torchweft.capture.bodies import Body, Library, Writer, modes_of
 from torchweft.capture.collectives import Phases, collective_of, two_phases
+from torchweft.capture.outs import Makers
 from torchweft.capture.owners import Owners
 from torchweft.capture.regions import Region
+from torchweft.capture.replay import into_of
 from torchweft.capture.rows import Rows
 from torchweft.capture.units import Unit, bound_symbols, is_work, source_of, storages
 from torchweft.errors import SizeError
@@ -46,6 +48,7 @@ class Assembly:
     num_calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
     phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
+    unplaced: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.gm.graph
@@ -69,6 +72,7 @@ class Assembly:
         wanted = {node for writer in writers for node in writer.reads}
         wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
         self._make_inputs(wanted)
+        made: list[tuple[Region, Writer, list[fx.Node]]] = []
         for region, writer in zip(self.regions, writers, strict=True):
             makes = [
                 node
@@ -82,6 +86,8 @@ class Assembly:
                 or _asserts(region)
             ):
                 self._make_op(region, writer, makes)
+                made.append((region, writer, makes))
+        self._place(made)
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
@@ -105,7 +111,7 @@ class Assembly:
             self.inputs[value.name] = node
             for number in storages(self.rows.value(node)) & self.written:
                 if number in owner:
-                    value = _replace(value, alias_of=owner[number])
+                    value = replace(value, alias_of=owner[number])
                 owner.setdefault(number, value.name)
             self.values[value.name] = value
         draws = sum(unit.draws for unit in self.units)
@@ -175,6 +181,27 @@ class Assembly:
         if kind not in ("row-wise", "batch-free"):
             self.reasons[name] = reason or self._reason(region)
 
+    def _place(self, made: list[tuple[Region, Writer, list[fx.Node]]]) -> None:
+        """Say which values that are needed whole are written by their parts where they belong."""
+        if torch.is_grad_enabled() and self.rows.level == "torch":
+            return  # `out=` has no gradient
+        whole = {name for op in self.ops if op.whole for name in op.touched}
+        whole |= {value_name(self.canonical.get(n, n)) for n in self.output.all_input_nodes}
+        makers = Makers(self.gm.graph, self.rows, self.units)
+        for op, (region, writer, makes) in zip(self.ops, made, strict=True):
+            roots = [node for node in makes if self.values[value_name(node)].alias_of is None]
+            wanted = [node for node in roots if value_name(node) in whole]
+            if op.rows != "row-wise" or op.collective is not None or not wanted:
+                continue
+            into, reasons = into_of(writer, makers, region.calls, makes, wanted)
+            self.unplaced |= {value_name(node): why for node, why in reasons.items()}
+            if into is None:
+                continue
+            self.bodies[op.name] = replace(self.bodies[op.name], into=into)
+            for number in {number for room in into.rooms for number in room.views}:
+                name = op.makes[number]
+                self.values[name] = replace(self.values[name], placeable=True)
+
     def _phases(self, region: Region, code: fx.GraphModule) -> Phases:
         if region.collective is None:
             return None, None
@@ -201,7 +228,7 @@ class Assembly:
             earlier = [*reads, *list(made)[: list(made).index(node)]]
             for other in earlier:
                 if number in storages(self.rows.value(other)):
-                    made[node] = _replace(made[node], alias_of=value_name(other))
+                    made[node] = replace(made[node], alias_of=value_name(other))
                     break
 
     def _kind(
@@ -298,7 +325,3 @@ def _is_leading(value: Value) -> bool:
 
 def _asserts(region: Region) -> bool:
     return any("_assert" in target_name(node) for node in region.calls)
-
-
-def _replace(value: Value, *, alias_of: str) -> Value:
-    return Value(value.name, value.shape, value.dtype, value.batch, alias_of, value.placeable)

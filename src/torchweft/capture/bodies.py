@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
 from torchweft.capture.axes import SYMBOLIC, size_of
+from torchweft.capture.outs import Into
 from torchweft.capture.rows import INLINED, Rows
 from torchweft.capture.units import source_of, state_name, storages
 from torchweft.errors import CaptureError, SizeError
@@ -33,11 +34,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Body:
-    """What an op runs, in three forms.
+    """What an op runs, in its forms.
 
     body(*reads, env=env)          makes, with sizes taken from `env`
     body.function(*reads, *sizes)  the same, for a caller that has evaluated `sizes` itself
     body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
+    body.into.function(...)        makes, written where it is told; see `outs`
 
     graph: whether a device graph may hold it.
     """
@@ -49,6 +51,7 @@ class Body:
     issue: Function | None = None
     complete: Function | None = None
     graph: bool = True
+    into: Into | None = None
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""

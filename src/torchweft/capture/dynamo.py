@@ -28,6 +28,7 @@ from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.breaks import break_of
 from torchweft.capture.buffers import drop_buffers
+from torchweft.capture.peel import peel
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import Rows, find_rows
 from torchweft.capture.sums import sink
@@ -58,6 +59,7 @@ class Captured:
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     broken: str = ""
+    unplaced: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -204,6 +206,8 @@ def analyse(
         rows = find_rows(gm, symbols, declared, level=level, given=given)
         units = find_units(gm.graph, rows, marks)
         settle(units, rows, gm.graph)
+        if given is None:  # in training most results are kept for the backward graph anyway
+            peel(units, rows, gm.graph)
         assembly = Assembly(gm, rows, cut(sink(units, rows), rows), units)
         assembly.build()
         share = _share(assembly)
@@ -323,6 +327,7 @@ def _captured(
         outputs=outputs,
         same=tuple(sorted(map(str, rows.symbols.same))),
         matched=matched,
+        unplaced=built.unplaced,
     )
 
 

@@ -206,8 +206,8 @@ def _copied(input: torch.Tensor, out: torch.Tensor | None, mine: bool) -> torch.
     """Where the input is reduced: in place if it may be, else in a copy without gaps."""
     if out is input and input.is_contiguous():
         return input
-    if mine and input.is_contiguous() and input.untyped_storage().nbytes() == input.nbytes:
-        return input  # a part that is a slice of something larger is not its own master
+    if mine and input.is_contiguous():
+        return input  # perhaps a slice of a whole: the other parts have slices of their own
     return input.clone(memory_format=torch.contiguous_format)
 
 

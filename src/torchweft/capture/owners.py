@@ -6,7 +6,7 @@
 The proof: the bytes belong to no input and no output; the call that first has them always makes
 new ones (a `reshape` may be a view in a part of one row); all other calls that touch them stand in
 the op of that call, or are views that only the collective takes. So they pass from one op to the
-collective and nowhere else. At run time a tensor must also fill its storage: a slice does not.
+collective and nowhere else. A part may be a slice of them: other parts have slices of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchweft.marks import target_name
 
 MAKERS = (
     "linear matmul mm bmm addmm baddbmm einsum embedding add sub mul div truediv relu gelu silu "
-    "tanh sigmoid softmax layer_norm rms_norm"
+    "tanh sigmoid softmax layer_norm rms_norm sum"
 )
 NEW = frozenset(MAKERS.split())
 

@@ -92,9 +92,14 @@ def _awaited(units: list[Unit]) -> list[frozenset[int]]:
         used = {other for node in unit.nodes for other in node.all_input_nodes}
         awaits = frozenset[int]().union(*(behind.get(node, frozenset()) for node in used))
         found.append(awaits)
-        slow = unit.collective is not None or (unit.mark and unit.mark.uses in ("network", "io"))
-        behind |= dict.fromkeys(unit.nodes, awaits | {number} if slow else awaits)
+        behind |= dict.fromkeys(unit.nodes, awaits | {number} if is_slow(unit) else awaits)
     return found
+
+
+def is_slow(unit: Unit) -> bool:
+    """Whether other work can be done while a unit is under way."""
+    marked = unit.mark is not None and unit.mark.uses in ("network", "io")
+    return unit.collective is not None or marked
 
 
 def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:

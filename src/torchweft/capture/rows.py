@@ -56,6 +56,7 @@ class Call:
     only_views: bool = True
     draws: bool = False
     flops: Any = 0
+    atens: list[AtenCall] = field(default_factory=list)
 
     def worsen(self, kind: str, reason: str = "") -> None:
         """Take a kind if it is worse than what was found so far."""
@@ -165,10 +166,11 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find the kind of one operator and the axes of its results."""
         call = self.call
         assert call is not None, "an operator is looked at only inside a call"
+        call.atens.append(aten)
         call.written += aten.written
         call.flops = call.flops + flops_of(aten)
         old = {id(tensor) for tensor in aten.tensors}
-        call.only_views = call.only_views and not aten.written and _is_view(aten)
+        call.only_views = call.only_views and not aten.written and is_view(aten)
         axes: list[Axis | None]
         if call.kind == "additive":
             call.worsen("mixing", "it goes on with a sum over rows")
@@ -247,7 +249,8 @@ def _guess(aten: AtenCall, tensor: torch.Tensor) -> Axis | None:
     return aten.symbols.uniform(tensor)
 
 
-def _is_view(aten: AtenCall) -> bool:
+def is_view(aten: AtenCall) -> bool:
+    """Whether an operator makes no bytes of its own."""
     storages = {id_of(tensor) for tensor in aten.tensors}
     return bool(storages) and all(id_of(tensor) in storages for tensor in aten.results)
 

@@ -27,6 +27,9 @@ from torchweft.capture.rows_network import NAMESPACES
 from torchweft.marks import FRAME, Mark, target_name
 
 SMALL_BYTES = 1 << 16
+COPYING = frozenset(
+    {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
+)
 TORCH = str(Path(torch.__file__).parent)
 
 
@@ -277,6 +280,8 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
         return False
     if len(unit.nodes) > 1 or unit.writes or unit.draws or _asserts(unit.first):
         return False
+    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.first].atens):
+        return False  # what copies is not done once more for each part
     return not (unit.reads | storages(rows.value(unit.first))) & written
 
 

@@ -24,15 +24,16 @@ from __future__ import annotations
 import itertools
 import linecache
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchweft.errors import PlanError
+from torchweft.graph import Value
 from torchweft.plan import Plan, Range, Step
-from torchweft.runtimes.rows import putter, taker, whole_like
+from torchweft.runtimes.places import First, room_for, whole_like
+from torchweft.runtimes.rows import putter, taker
 from torchweft.sizes import Size
 
 Body = Callable[..., Sequence[Any]]
@@ -98,7 +99,7 @@ class Writer:
         self.index = {value.name: number for number, value in enumerate(self.graph.values)}
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.placed = {place.value for place in plan.places}
-        self.space: dict[str, Any] = {"first": _First(), "j": time.sleep, "now": time.perf_counter}
+        self.space: dict[str, Any] = {"first": First(), "j": time.sleep, "now": time.perf_counter}
         self.space["r"] = random.random
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.events: dict[str, int] = {}
@@ -213,14 +214,64 @@ class Writer:
         which = self._function(step)
         start, stop = step.parts or (0, self.plan.num_parts)
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
-        if step.kind == "complete":
-            return self._assign(step, f"g{which}({flight})")
-        arguments = ", ".join(
-            [self._read(n, step.parts) for n in self._reads(step)] + self._z(step)
-        )
+        if step.kind == "complete":  # what has landed holds nothing any more
+            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
+        reads = [self._read(n, step.parts) for n in self._reads(step)]
+        if step.parts is not None and self._written(step):
+            return self._into(step, reads)
+        arguments = ", ".join(reads + self._z(step))
         if step.kind == "issue":
             return [f"{flight} = i{which}({arguments})"]
         return self._assign(step, f"f{which}({arguments})")
+
+    def _written(self, step: Step) -> set[str]:
+        """What a step makes straight into its place."""
+        return self.placed.difference(self.plan.copied).intersection(self._makes(step))
+
+    def _into(self, step: Step, reads: list[str]) -> list[str]:
+        """A run that writes its part of whole values into their rooms; the first makes these."""
+        op, written = step.names[0], self._written(step)
+        number, makes, into = self.op_index[op], self._makes(step), _into_of(self.bodies[op], op)
+        all_parts, parts = (0, self.plan.num_parts), step.parts or (0, 0)
+        steps = [s for s in self.plan.steps if s.kind == step.kind and op in s.names]
+        self.space[f"o{number}"] = into.function
+        lines, slices, dead = [], [], ["_ = None"]
+        for at, room in enumerate(into.rooms):
+            name, views = f"m{number}_{at}", {makes[at]: view for at, view in room.views.items()}
+            self.space[f"n{name}"] = room_for(room, poison=bool(self.jitter))
+            if not written & set(views):
+                slices.append(f"n{name}({self._numbers(room.shape, parts)})")
+                continue
+            make = f"n{name}({self._numbers(room.shape, all_parts)})"
+            lines += self._once(name, make, step, steps)
+            sizes = self._numbers(into.sizes, all_parts)
+            for value in sorted(written & set(views)):
+                self.space[f"y{self.index[value]}"] = views[value] or _same
+                whole = f"y{self.index[value]}({self._use(name)}, {sizes})"
+                lines += self._once(f"p{self.index[value]}", whole, step, steps)
+            self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
+            rows = f"b{all_parts[1]}, b{parts[0]}, b{parts[1]}"
+            slices.append(f"t{name}({self._use(name)}, {rows})")
+            dead += [f"{self._use(name)} = None"] if step is steps[-1] else []
+        kept = [name for name in makes if name not in written]
+        held = {name: self._use(self._variable(name, parts)) for name in kept}
+        targets = [held.get(name, "_") for name in makes]
+        given = [*reads, self._numbers(into.sizes, parts), *slices]
+        call = f"o{number}({', '.join(filter(None, given))})"
+        return [*lines, f"({', '.join(targets)},) = {call}", *dead]
+
+    def _once(self, variable: str, make: str, step: Step, steps: list[Step]) -> list[str]:
+        """Fill a variable by the first of several steps; on several lanes by any of them."""
+        held = self._use(variable)
+        if self.threads and len({other.lane for other in steps}) > 1:
+            return [f"first(c, {{at_{variable}}}, lambda: {make})"]
+        return [f"{held} = {make}"] if steps[0] is step else []
+
+    def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
+        """Sizes for these parts, as arguments."""
+        keys = [(size, *parts) for size in sizes]
+        found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
+        return ", ".join(found)
 
     def _reads(self, step: Step) -> list[str]:
         """What the ops of a step need from outside, in order."""
@@ -235,9 +286,8 @@ class Writer:
     def _z(self, step: Step) -> list[str]:
         """The sizes that the body needs for the rows of the step."""
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        start, stop = step.parts or (0, self.plan.num_parts)
-        keys = [(size, start, stop) for size in sizes]
-        return [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
+        found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
+        return [found] if found else []
 
     def _makes(self, step: Step) -> list[str]:
         """What the ops of a step make; of a kernel's ops, what is used outside of them."""
@@ -256,6 +306,9 @@ class Writer:
         if not names:
             return [call]
         targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
+        if step.parts is None:  # what is made whole is its own place
+            whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
+            targets = [self._use(whole[t]) if t in whole else t for t in targets]
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
             return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
@@ -340,11 +393,7 @@ class Writer:
         place = self._use(f"p{number}")
         others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
-        if self.threads and len({other.lane for other in others}) > 1:
-            # Any of several lanes may come first.
-            lines = [f"first(c, {{at_p{number}}}, lambda: {make})"]
-        else:
-            lines = [f"{place} = {make}"] if others[0] is step else []
+        lines = self._once(f"p{number}", make, step, others)
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
         dead = f"{self._use(self._variable(name, piece))} = None"
         return [*lines, put, dead] if piece == step.parts else [*lines, put]
@@ -370,17 +419,13 @@ def _holds(piece: Range | None, parts: Range | None) -> bool:
     return piece[0] <= parts[0] and parts[1] <= piece[1]
 
 
-def _same(result: Any) -> Any:
+def _into_of(body: Body, op: str) -> Any:
+    into = getattr(body, "into", None)
+    if into is None:
+        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
+        raise PlanError(text, rule="memory")
+    return into
+
+
+def _same(result: Any, *others: Any) -> Any:
     return result
-
-
-class _First:
-    """Fills a cell once, whoever comes first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __call__(self, cells: list[Any], at: int, make: Callable[[], Any]) -> None:
-        with self.lock:
-            if cells[at] is None:
-                cells[at] = make()

@@ -1,4 +1,4 @@
-"""Rows of tensors: a part of a value as a view, and a whole value put together from parts.
+"""Rows of tensors: a part of a value as a view and put into a whole.
 
 The batch of a value is (dim, outer, inner): dim has outer * rows * inner entries. Taking a part is
 a view wherever torch has one (outer == 1); else it copies.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from torchweft.graph import Value
 
 Take = Callable[[Any, int, int, int], Any]
@@ -18,7 +16,7 @@ Take = Callable[[Any, int, int, int], Any]
 
 
 def taker(value: Value) -> Take:
-    """The function that takes rows of a value."""
+    """The function that takes rows of a value (or of a room)."""
     batch = value.batch
     assert batch is not None, "only values with a batch have rows"
     dim, plain = batch.dim, batch.outer.constant == 1
@@ -58,26 +56,6 @@ def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
         into.copy_(part.unflatten(dim, (outer, stop - start, inner)))
 
     return put_outer
-
-
-def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int], Any]:
-    """The function that makes room for all rows: (a part, its rows, all rows) -> empty tensor.
-
-    Dims lie in memory in the part's order, so a transposed part gives a transposed whole.
-    poison: fill the room with NaN, so that a read that comes too early cannot find the right
-    numbers of an earlier call.
-    """
-    assert value.batch is not None, "only values with a batch have rows"
-    dim = value.batch.dim
-
-    def make(part: Any, part_rows: int, rows: int) -> Any:
-        shape = list(part.shape)
-        shape[dim] = shape[dim] // part_rows * rows
-        order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
-        room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
-        return room.fill_(float("nan")) if poison and room.is_floating_point() else room
-
-    return make
 
 
 def _constant(number: int | None, value: Value) -> int:

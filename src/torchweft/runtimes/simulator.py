@@ -133,6 +133,7 @@ class _Memory:
 
     def __init__(self, plan: Plan, prices: _Prices) -> None:
         self.graph, self.prices, self.num_parts = plan.graph, prices, plan.num_parts
+        self.copied = plan.copied
         self.places = {place.value: place.buffer for place in plan.places}
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # by device and root
         self.total = 0
@@ -151,7 +152,7 @@ class _Memory:
             for name in (name for op in step.names for name in self.graph.op[op].makes):
                 value = self.graph.value[name]
                 if value.alias_of is None:
-                    placed = name in self.places and value.placeable
+                    placed = name in self.places and name not in self.copied
                     self._make(device, name, step.parts, placed=placed)
         self._sample(now_s)
 

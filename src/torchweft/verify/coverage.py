@@ -128,7 +128,7 @@ def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
     if step.kind == "free" and (value.alias_of is not None or value.name in graph.inputs):
         yield f"{step.label}: only what an op made can be freed, and not through an alias."
     placed = any(place.value == value.name for place in plan.places)
-    if step.kind == "copy" and step.on is None and (not placed or value.placeable):
+    if step.kind == "copy" and step.on is None and not (placed and value.name in plan.copied):
         yield f"{step.label}: {value.name!r} has no place that its maker cannot write itself."
     if step.kind == "copy" and step.on is not None:
         devices = {lane.device for lane in plan.lanes}

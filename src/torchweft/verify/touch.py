@@ -48,13 +48,9 @@ class Toucher:
         cells = store.cells_of(root, self.step.parts if touch.by_part else None)
         before, after = touch.versions(*(self.step.parts or (0, self.plan.num_parts)))
         placed = root in store.places
-        loose = placed and not self.graph.value[root].placeable
+        loose = placed and root in self.plan.copied
         if before is not None:  # a further part of a sum
-            found = (
-                store.loose.get((root, device), [])
-                if loose
-                else store.found.get((root, device), [])
-            )
+            found = (store.loose if loose else store.found).get((root, device), [])
             location = found[0] if found else None
             if location is None:
                 self.report("race", f"{self.step.label} adds to {root!r} ahead of part 0.")

@@ -132,7 +132,10 @@ class _Reader:
             return ("loose", device, name)
         if self.place_device[name] != device:
             raise UnsafeError(f"{name} is made on {device}, but its place is on another device")
-        return ("place", name) if self.graph.value[name].placeable else ("made", device, name)
+        maker = self.graph.maker[name].name
+        by_kernel = any(step.by and maker in step.names for step in self.plan.steps)
+        direct = self.graph.value[name].placeable and not by_kernel
+        return ("place", name) if direct else ("made", device, name)
 
     # What a step does.
 

@@ -1,0 +1,227 @@
+"""Parts write their rows of whole values where they belong: nothing is copied, bits stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchweft as weft
+from torchweft.api import session_of
+from torchweft.bench.meter import Meter
+from torchweft.capture.replay import placed_nowhere
+
+WIDE = 8
+
+
+class Many(nn.Module):
+    """Hands out results of many makers, plain, viewed, transposed, shared by two views."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE, bias=False)
+        self.qkv, self.words = nn.Linear(WIDE, 3 * WIDE), nn.Embedding(11, WIDE)
+
+    def forward(self, x):
+        h = x + self.down(F.gelu(self.up(x)))
+        q, k, v = self.qkv(h).view(*x.shape[:2], 3, 2, WIDE // 2).unbind(2)
+        best, where = h.topk(2, -1)
+        marked = torch.zeros_like(h)
+        marked[..., 0] = h[..., 1]
+        return {
+            "linear without bias": self.down(F.relu(self.up(h))),
+            "linear in heads": self.up(h).view(*x.shape[:2], 2, WIDE).transpose(1, 2),
+            "one of three": k.transpose(1, 2),
+            "elementwise": h * q.flatten(2).sigmoid(),
+            "on permuted dims": v.transpose(1, 2) * 2,
+            "softmax": F.softmax(h, -1),
+            "cat": torch.cat((h, h * 2), -1),
+            "mean": h.mean(1),
+            "topk": best,
+            "which": where,
+            "embedding": self.words(where),
+            "cast": h.double(),
+            "filled, then written": marked,
+            "matmul": h @ h.transpose(1, 2),
+        }
+
+
+def split(model, x, parts, *, copies=False):
+    """Outputs in parts, bytes copied in one call, and the model's session."""
+    torch._dynamo.reset()
+    weft.compile(model, weft.overlap(parts=parts))
+    session = session_of(model)
+    if copies:
+        model(x)
+        for piece in session.pieces:
+            piece.graph = placed_nowhere(piece.graph)
+            piece.entries.clear()
+            piece._by_batch.clear()
+    for _ in range(3):
+        model(x)
+    with Meter() as meter:
+        found = model(x)
+    model._compiled_call_impl = None
+    return found, meter.copied_bytes, session
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [2, 3])
+def test_every_kind_of_maker_writes_its_part_of_the_whole(parts):
+    torch.manual_seed(0)
+    model, x = Many().eval(), torch.randn(7, 5, WIDE)
+    with Meter() as meter:
+        wanted = model(x)
+    found, copied, session = split(model, x, parts)
+    assert copied == meter.copied_bytes
+    for piece in session.pieces:
+        assert piece.captured.unplaced == {}
+        for entry in piece.entries:
+            assert entry.plan.num_parts == parts
+            assert not [step for step in entry.plan.steps if step.kind == "copy"]
+    by_copies, more, _ = split(model, x, parts, copies=True)
+    assert more > copied
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], by_copies[name]), name
+        assert found[name].stride() == tensor.stride(), name
+        assert torch.allclose(found[name], tensor, atol=1e-6), name
+
+
+@torch.no_grad()
+def test_what_was_handed_out_is_not_written_again():
+    model, x = Many().eval(), torch.randn(8, 5, WIDE)
+    weft.compile(model, weft.overlap(parts=2))
+    first = model(x)
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    model(torch.randn(8, 5, WIDE))
+    assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
+def test_with_gradients_there_is_a_visible_copy():
+    model, x = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU()), torch.randn(8, WIDE)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    weft.compile(model, weft.overlap(parts=2))
+    assert torch.is_grad_enabled()
+    model(x)
+    (plan,) = [plan for plan in weft.plans(model) if plan.num_parts == 2]
+    assert [step for step in plan.steps if step.kind == "copy"]
+
+
+@torch.no_grad()
+def test_gradients_are_not_asked_for_behind_a_switch():
+    class Switches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDE, WIDE)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                return self.inner(x)
+
+    model, x = Switches(), torch.randn(8, WIDE)
+    wanted = model(x)
+    weft.compile(model, weft.overlap(parts=2))
+    assert torch.allclose(model(x), wanted, atol=1e-6)
+
+
+class Normed(nn.Module):
+    """Ends in a call that has no `out=`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDE, WIDE), nn.LayerNorm(WIDE)
+
+    def forward(self, x):
+        return self.norm(x + self.inner(x))
+
+
+@torch.no_grad()
+def test_a_last_call_that_cannot_write_in_place_runs_once():
+    model, x = Normed().eval(), torch.randn(8, WIDE)
+    with Meter() as meter:
+        wanted = model(x)
+    found, copied, session = split(model, x, 2)
+    assert torch.allclose(found, wanted, atol=1e-6) and copied == meter.copied_bytes
+    (piece,) = session.pieces
+    assert [op.rows for op in piece.graph.ops] == ["row-wise", "mixing"]
+    assert "native_layer_norm has no form" in piece.captured.reasons["layer_norm"]
+
+
+@torch.no_grad()
+def test_a_copy_that_is_left_has_its_reason():
+    class Both(nn.Module):
+        """A convolution behind a convolution: only the last is peeled off."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv1d(WIDE, WIDE, 1), nn.Conv1d(WIDE, WIDE, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x.relu()))
+
+    model, x = Both().eval(), torch.randn(8, WIDE, 5)
+    wanted = model(x)
+    found, _, session = split(model, x, 2)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    reasons = session.pieces[0].captured.unplaced
+    assert list(reasons.values()) == ["convolution has no form that writes where it is told"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", ["onednn"])
+def test_another_inner_compiler_keeps_its_visible_copies(inner):
+    model, x = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU()), torch.randn(8, WIDE)
+    wanted = model(x)
+    weft.compile(model, weft.overlap(parts=2), inner=inner)
+    assert torch.allclose(model(x), wanted, atol=1e-5)
+    assert [step for step in weft.plans(model)[0].steps if step.kind == "copy"]
+
+
+@torch.no_grad()
+def test_a_kernel_that_replaces_ops_has_visible_copies():
+    def doubled(x):
+        return (x * 2,)
+
+    def by_kernel(s):
+        s.split(2)
+        while ready := s.ready():
+            for op, part in ready:
+                s.run((op,), part, replace=doubled)
+        s.merge()
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    model, x = Twice(), torch.randn(8, WIDE)
+    weft.compile(model, by_kernel)
+    assert torch.equal(model(x), x * 2)
+    copies = [step for step in weft.plans(model)[0].steps if step.kind == "copy"]
+    assert len(copies) == 2
+
+
+@torch.no_grad()
+def test_with_jitter_no_part_reads_before_it_is_written():
+    model, x = Many().eval(), torch.randn(8, 5, WIDE)
+    weft.compile(model, weft.overlap(parts=2))
+    wanted = model(x)
+    model._compiled_call_impl = None
+    torch._dynamo.reset()
+    weft.compile(model, weft.overlap(parts=2), jitter=True)
+    found = model(x)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@torch.no_grad()
+def test_the_meter_counts_what_lives_at_once():
+    x = torch.randn(100)
+    with Meter() as meter:
+        y = x + 1  # 400 bytes
+        z = y * 2  # 800 bytes at once
+        del y
+        z = z + 1  # 800 again
+        z.clone()
+    assert (meter.peak_bytes, meter.copied_bytes) == (800, 400)
+    assert meter.live_bytes == 400
