@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchweft.errors import clip
 from torchweft.piece import Entry, Piece
 from torchweft.runtimes.cpu import run
-from torchweft.runtimes.program import compile_program
 from torchweft.runtimes.rows import taker
+from torchweft.runtimes.writer import compile_program
 
 log = logging.getLogger("torchweft")
 DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}

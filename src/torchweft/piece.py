@@ -29,8 +29,9 @@ from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.accelerator import devices_of, runtime_of
 from torchweft.runtimes.cpu import run, run_alone, run_traced
-from torchweft.runtimes.program import Program, compile_program
+from torchweft.runtimes.program import Program
 from torchweft.runtimes.talk import Talk, digests, refuse
+from torchweft.runtimes.writer import compile_program
 from torchweft.strategies import sequential
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace

@@ -19,7 +19,7 @@ from torchweft.graph import Batch, Graph, Op, Value
 from torchweft.lower import lower
 from torchweft.machine import accelerator
 from torchweft.runtimes.dispatch import Dispatch
-from torchweft.runtimes.program import compile_program
+from torchweft.runtimes.writer import compile_program
 from torchweft.sizes import Size
 from torchweft.strategies import branches, overlap
 from torchweft.verify import verify

@@ -14,7 +14,7 @@ from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, sp
 
 from torchweft.errors import RunError
 from torchweft.runtimes.cpu import LINGER_S, Lanes, run, run_traced
-from torchweft.runtimes.program import compile_program
+from torchweft.runtimes.writer import compile_program
 from torchweft.strategies import overlap
 from torchweft.verify import findings
 

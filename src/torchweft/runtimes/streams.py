@@ -30,7 +30,8 @@ from torch import Tensor
 from torchweft.plan import Plan, Step
 from torchweft.runtimes.cpu import Call, failure_of, step_of
 from torchweft.runtimes.dispatch import Dispatch, Item, copies, dispatch
-from torchweft.runtimes.program import Body, Jitter, Program, Writer
+from torchweft.runtimes.program import Body, Jitter, Program
+from torchweft.runtimes.writer import Writer
 
 LANDED = -1
 """Whose bytes a value has that a two-phase op made: those of one of two streams."""

@@ -1,0 +1,405 @@
+"""The `Writer`: a verified plan comes in, straight-line Python goes out, one function a lane.
+
+    plan --compile_program--> source --exec--> functions        no step is interpreted at run time
+
+The source holds only identifiers of our own (`v12_0_1`: value 12, parts 0 to 1); everything from
+graphs and plans enters as numbers or through the namespace:
+
+    def lane0(x, z, c, e, w, s, b, d):
+        (v0, v1,) = x                          the inputs
+        (b0, b1, b2,) = b                      the row borders of the parts
+        v0_0_1 = t0(v0, b2, b0, b1)            split
+        (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
+        h1_0_1 = i1(v3_0_1)                    issue
+        (v4_0_1,) = g1(h1_0_1)                 complete
+        e[0].set()                             somebody waits for this step
+        w(e[1])                                wait
+        v3_0_1 = None                          free
+
+Values that cross lanes live in the list `c`, all others in local variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchweft.errors import PlanError
+from torchweft.graph import Value
+from torchweft.plan import Plan, Range, Step
+from torchweft.runtimes.places import First, room_for, whole_like
+from torchweft.runtimes.program import Body, Jitter, Program
+from torchweft.runtimes.rows import putter, taker
+from torchweft.sizes import Size
+
+MAX_JITTER_S = 0.002
+_numbers = itertools.count()
+
+
+def compile_program(
+    plan: Plan,
+    bodies: Mapping[str, Body],
+    *,
+    traced: bool = False,
+    jitter: bool | Jitter = False,
+) -> Program:
+    """Turn a plan into Python functions. The plan should have been verified.
+
+    bodies: for each op its function, reads in, makes out. It may have `sizes`, which are passed
+    behind the reads, and for a two-phase op `issue` and `complete`.
+    traced: every step leaves (step, start, end). jitter: every step is delayed at random, or by
+    what a function says, in seconds, and room for whole values starts as NaN.
+    """
+    return Writer(plan, bodies, traced, jitter).program()
+
+
+class Writer:
+    """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
+
+    Here each lane is a function for a thread of its own. `accelerator.py` writes another layout.
+    """
+
+    threads = True
+
+    def __init__(
+        self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
+    ) -> None:
+        self.plan, self.graph, self.bodies = plan, plan.graph, bodies
+        self.traced, self.jitter = traced, jitter
+        self.index = {value.name: number for number, value in enumerate(self.graph.values)}
+        self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self.placed = {place.value for place in plan.places}
+        self.space: dict[str, Any] = {"first": First(), "j": time.sleep, "now": time.perf_counter}
+        self.space["r"] = random.random
+        self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
+        self.events: dict[str, int] = {}
+        self.labels = [step.label for step in plan.steps]
+        for step in plan.steps:
+            if step.target is not None:
+                self.events.setdefault(step.target, len(self.events))
+        self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
+        self.made: dict[str, list[Range | None]] = {}
+        self.split: dict[str, set[Range]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.users: dict[str, set[int]] = {}
+        self.sizes: dict[tuple[Size, int, int], int] = {}
+        self.lane = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Note which pieces are made of each value, and which ranges of each input are read."""
+        for name, root in self.graph.root.items():
+            self.aliases.setdefault(root, []).append(name)
+        for step in self.plan.steps:
+            if step.kind not in ("run", "issue"):
+                continue
+            for op in step.names:
+                for name in self.graph.op[op].makes:
+                    pieces = self.made.setdefault(name, [])
+                    piece = self._piece(name, step.parts)
+                    if piece not in pieces:
+                        pieces.append(piece)
+            if step.parts is not None:
+                for name in self._reads(step):
+                    if name in self.graph.inputs:
+                        self.split.setdefault(name, set()).add(step.parts)
+
+    def program(self) -> Program:
+        """All lanes' functions. The first ends the call: it joins the others and returns."""
+        lines, step_at = self._functions()
+        cells: dict[str, int] = {}
+        for name, lanes in self.users.items():
+            if len(lanes) > 1:
+                cells[name] = len(cells)
+        names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
+        names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
+        source = "\n".join(line.format_map(names) for line in lines) + "\n"
+        filename = f"<weft program {next(_numbers)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.space)
+        functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
+        return Program(
+            self.plan, self.lanes, functions, source, filename, step_at,
+            len(cells), len(self.events), tuple(self.sizes),
+        )  # fmt: skip
+
+    def _functions(self) -> tuple[list[str], dict[int, int]]:
+        """The lines of all functions, and for each line of a step (from 1) which step it is."""
+        lines: list[str] = []
+        step_at: dict[int, int] = {}
+        for number, lane in enumerate(self.lanes):
+            self.lane = number
+            lines += [f"def lane{self.lane}(x, z, c, e, w, s, b, d):", *self._head()]
+            for index, step in enumerate(self.plan.steps):
+                if step.lane == lane:
+                    for line in self._lines(index, step):
+                        lines.append(f"    {line}")
+                        step_at[len(lines)] = index
+            if self.lane == 0:
+                lines += ["    d()"] if len(self.lanes) > 1 else []
+                lines.append(f"    return {self._outputs()}")
+        return lines, step_at
+
+    def _head(self) -> list[str]:
+        names = [f"v{self.index[name]}" for name in self.graph.inputs]
+        bounds = [f"b{number}" for number in range(self.plan.num_parts + 1)]
+        head = [f"({', '.join(names)},) = x"] if names else []
+        return [f"    {line}" for line in (*head, f"({', '.join(bounds)},) = b")]
+
+    def _lines(self, index: int, step: Step) -> list[str]:
+        """One step as source lines."""
+        body = self._body(step)
+        if len(self.lanes) > 1:
+            body = [f"s[{self.lane}] = {index}", *body]
+        body = self._delay(step) + body
+        if self.traced:
+            body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
+        label = self.labels[index]
+        if label in self.events and self.first[label] == index:
+            body.append(f"e[{self.events[label]}].set()")
+        return body
+
+    def _body(self, step: Step) -> list[str]:
+        """What a step does."""
+        if step.target is not None:
+            return [f"w(e[{self.events[step.target]}])"]
+        if step.kind == "split":
+            return self._split(step)
+        if step.kind == "copy":
+            return self._copy(step)
+        if step.kind == "free":
+            return self._free(step)
+        if step.kind == "merge":
+            return []  # the value is whole already: its parts are slices of one place
+        return self._op(step)
+
+    def _delay(self, step: Step) -> list[str]:
+        if callable(self.jitter):
+            return [f"j({float(self.jitter(step))!r})"]
+        return [f"j(r() * {MAX_JITTER_S})"] if self.jitter else []
+
+    # Ops: what they read and make, and the function that does it.
+
+    def _op(self, step: Step) -> list[str]:
+        which = self._function(step)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
+        if step.kind == "complete":  # what has landed holds nothing any more
+            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
+        reads = [self._read(n, step.parts) for n in self._reads(step)]
+        if step.parts is not None and self._written(step):
+            return self._into(step, reads)
+        arguments = ", ".join(reads + self._z(step))
+        if step.kind == "issue":
+            return [f"{flight} = i{which}({arguments})"]
+        return self._assign(step, f"f{which}({arguments})")
+
+    def _written(self, step: Step) -> set[str]:
+        """What a step makes straight into its place."""
+        return self.placed.difference(self.plan.copied).intersection(self._makes(step))
+
+    def _into(self, step: Step, reads: list[str]) -> list[str]:
+        """A run that writes its part of whole values into their rooms; the first makes these."""
+        op, written = step.names[0], self._written(step)
+        number, makes, into = self.op_index[op], self._makes(step), _into_of(self.bodies[op], op)
+        all_parts, parts = (0, self.plan.num_parts), step.parts or (0, 0)
+        steps = [s for s in self.plan.steps if s.kind == step.kind and op in s.names]
+        self.space[f"o{number}"] = into.function
+        lines, slices, dead = [], [], ["_ = None"]
+        for at, room in enumerate(into.rooms):
+            name, views = f"m{number}_{at}", {makes[at]: view for at, view in room.views.items()}
+            self.space[f"n{name}"] = room_for(room, poison=bool(self.jitter))
+            if not written & set(views):
+                slices.append(f"n{name}({self._numbers(room.shape, parts)})")
+                continue
+            make = f"n{name}({self._numbers(room.shape, all_parts)})"
+            lines += self._once(name, make, step, steps)
+            sizes = self._numbers(into.sizes, all_parts)
+            for value in sorted(written & set(views)):
+                self.space[f"y{self.index[value]}"] = views[value] or _same
+                whole = f"y{self.index[value]}({self._use(name)}, {sizes})"
+                lines += self._once(f"p{self.index[value]}", whole, step, steps)
+            self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
+            rows = f"b{all_parts[1]}, b{parts[0]}, b{parts[1]}"
+            slices.append(f"t{name}({self._use(name)}, {rows})")
+            dead += [f"{self._use(name)} = None"] if step is steps[-1] else []
+        kept = [name for name in makes if name not in written]
+        held = {name: self._use(self._variable(name, parts)) for name in kept}
+        targets = [held.get(name, "_") for name in makes]
+        given = [*reads, self._numbers(into.sizes, parts), *slices]
+        call = f"o{number}({', '.join(filter(None, given))})"
+        return [*lines, f"({', '.join(targets)},) = {call}", *dead]
+
+    def _once(self, variable: str, make: str, step: Step, steps: list[Step]) -> list[str]:
+        """Fill a variable by the first of several steps; on several lanes by any of them."""
+        held = self._use(variable)
+        if self.threads and len({other.lane for other in steps}) > 1:
+            return [f"first(c, {{at_{variable}}}, lambda: {make})"]
+        return [f"{held} = {make}"] if steps[0] is step else []
+
+    def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
+        """Sizes for these parts, as arguments."""
+        keys = [(size, *parts) for size in sizes]
+        found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
+        return ", ".join(found)
+
+    def _reads(self, step: Step) -> list[str]:
+        """What the ops of a step need from outside, in order."""
+        inside: set[str] = set()
+        found: dict[str, None] = {}
+        for name in step.names:
+            op = self.graph.op[name]
+            found |= dict.fromkeys(n for n in op.reads if n not in inside)
+            inside.update(op.makes)
+        return list(found)
+
+    def _z(self, step: Step) -> list[str]:
+        """The sizes that the body needs for the rows of the step."""
+        sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
+        found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
+        return [found] if found else []
+
+    def _makes(self, step: Step) -> list[str]:
+        """What the ops of a step make; of a kernel's ops, what is used outside of them."""
+        if step.by is None:
+            return list(self.graph.op[step.names[0]].makes)
+        made = [name for op in step.names for name in self.graph.op[op].makes]
+        outside = {
+            name for name in made
+            if name in self.graph.outputs
+            or any(reader.name not in step.names for reader in self.graph.readers[name])
+        }  # fmt: skip
+        return [name for name in made if name in outside]
+
+    def _assign(self, step: Step, call: str) -> list[str]:
+        names = self._makes(step)
+        if not names:
+            return [call]
+        targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
+        if step.parts is None:  # what is made whole is its own place
+            whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
+            targets = [self._use(whole[t]) if t in whole else t for t in targets]
+        adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
+        if adds and step.parts is not None and step.parts[0] > 0:
+            return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+        return [f"({', '.join(targets)},) = {call}"]
+
+    def _function(self, step: Step) -> str:
+        """Put the step's function into the namespace; the number it has there."""
+        if step.by is None:
+            which, body = f"{self.op_index[step.names[0]]}", self.bodies.get(step.names[0])
+        else:
+            kernels = sorted(self.plan.kernels)
+            body = self.plan.kernels.get(step.by)
+            which = f"_{kernels.index(step.by)}" if body is not None else ""
+        if body is None:
+            what = f"'by {step.by}'" if step.by else f"op {step.names[0]!r}"
+            raise PlanError(f"kernel: no function is known for {what}.", rule="kernel")
+        function = getattr(body, "function", body)
+        self.space[f"f{which}"] = function
+        self.space[f"i{which}"] = getattr(body, "issue", None) or function
+        self.space[f"g{which}"] = getattr(body, "complete", None) or _same
+        return which
+
+    # Values: the variable that holds a piece, and the rows to take of it.
+
+    def _piece(self, name: str, parts: Range | None) -> Range | None:
+        return None if self.graph.value[name].batch is None else parts
+
+    def _variable(self, name: str, parts: Range | None) -> str:
+        return f"v{self.index[name]}" + (f"_{parts[0]}_{parts[1]}" if parts else "")
+
+    def _use(self, variable: str) -> str:
+        self.users.setdefault(variable, set()).add(self.lane)
+        return f"{{{variable}}}"
+
+    def _read(self, name: str, parts: Range | None) -> str:
+        """The expression for a value on these parts."""
+        parts = self._piece(name, parts)
+        if name in self.graph.inputs:
+            # Every lane gets the inputs whole; their parts come from the split.
+            whole = self._variable(name, None)
+            return whole if parts is None else self._use(self._variable(name, parts))
+        if name in self.placed:
+            return self._take(name, f"p{self.index[name]}", None, parts)
+        for piece in self.made[name]:
+            if piece is None or (parts and piece[0] <= parts[0] and parts[1] <= piece[1]):
+                return self._take(name, self._variable(name, piece), piece, parts)
+        raise PlanError(f"memory: {name!r} is in no single piece for {parts}.", rule="memory")
+
+    def _take(self, name: str, variable: str, piece: Range | None, parts: Range | None) -> str:
+        held = self._use(variable)
+        if piece == parts:
+            return held
+        start, stop = piece or (0, self.plan.num_parts)
+        first, last = parts or (0, self.plan.num_parts)
+        rows = f"b{stop} - b{start}, b{first} - b{start}, b{last} - b{start}"
+        return f"{self._taker(name)}({held}, {rows})"
+
+    def _taker(self, name: str) -> str:
+        self.space[f"t{self.index[name]}"] = taker(self.graph.value[name])
+        return f"t{self.index[name]}"
+
+    def _split(self, step: Step) -> list[str]:
+        name = step.names[0]
+        whole, last = self._variable(name, None), f"b{self.plan.num_parts}"
+        lines = []
+        for start, stop in sorted(self.split.get(name, ())):
+            target = self._use(self._variable(name, (start, stop)))
+            lines.append(f"{target} = {self._taker(name)}({whole}, {last}, b{start}, b{stop})")
+        return lines
+
+    def _copy(self, step: Step) -> list[str]:
+        if step.on is not None:
+            raise PlanError(f"device: this runtime has one device; {step.label}.", rule="device")
+        name, number = step.names[0], self.index[step.names[0]]
+        value = self.graph.value[name]
+        room = whole_like(value, poison=bool(self.jitter))
+        self.space |= {f"u{number}": putter(value), f"n{number}": room}
+        piece = next(p for p in self.made[name] if _holds(p, step.parts))
+        part = self._take(name, self._variable(name, piece), piece, step.parts)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        last = f"b{self.plan.num_parts}"
+        place = self._use(f"p{number}")
+        others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
+        make = f"n{number}({part}, b{stop} - b{start}, {last})"
+        lines = self._once(f"p{number}", make, step, others)
+        put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
+        dead = f"{self._use(self._variable(name, piece))} = None"
+        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+
+    def _free(self, step: Step) -> list[str]:
+        gone = []
+        for name in self.aliases[step.names[0]]:
+            if name in self.placed and step.parts is None:  # else other parts still live there
+                gone.append(f"p{self.index[name]}")
+            for piece in self.made.get(name, ()):
+                if step.parts is None or piece == step.parts:
+                    gone.append(self._variable(name, piece))
+        return [f"{self._use(variable)} = None" for variable in gone]
+
+    def _outputs(self) -> str:
+        found = [self._read(name, None) for name in self.graph.outputs]
+        return f"({', '.join(found)}{',' if found else ''})"
+
+
+def _holds(piece: Range | None, parts: Range | None) -> bool:
+    if piece is None or parts is None:
+        return piece is None
+    return piece[0] <= parts[0] and parts[1] <= piece[1]
+
+
+def _into_of(body: Body, op: str) -> Any:
+    into = getattr(body, "into", None)
+    if into is None:
+        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
+        raise PlanError(text, rule="memory")
+    return into
+
+
+def _same(result: Any, *others: Any) -> Any:
+    return result
