@@ -31,7 +31,7 @@ from typing import Any
 from torchweft.errors import PlanError
 from torchweft.graph import Value
 from torchweft.plan import Plan, Range, Step
-from torchweft.runtimes.places import First, room_for, whole_like
+from torchweft.runtimes.places import First, holds, into_of, room_for, whole_like
 from torchweft.runtimes.program import Body, Jitter, Program
 from torchweft.runtimes.rows import putter, taker
 from torchweft.sizes import Size
@@ -205,7 +205,7 @@ class Writer:
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms; the first makes these."""
         op, written = step.names[0], self._written(step)
-        number, makes, into = self.op_index[op], self._makes(step), _into_of(self.bodies[op], op)
+        number, makes, into = self.op_index[op], self._makes(step), into_of(self.bodies[op], op)
         all_parts, parts = (0, self.plan.num_parts), step.parts or (0, 0)
         steps = [s for s in self.plan.steps if s.kind == step.kind and op in s.names]
         self.space[f"o{number}"] = into.function
@@ -360,7 +360,7 @@ class Writer:
         value = self.graph.value[name]
         room = whole_like(value, poison=bool(self.jitter))
         self.space |= {f"u{number}": putter(value), f"n{number}": room}
-        piece = next(p for p in self.made[name] if _holds(p, step.parts))
+        piece = next(p for p in self.made[name] if holds(p, step.parts))
         part = self._take(name, self._variable(name, piece), piece, step.parts)
         start, stop = step.parts or (0, self.plan.num_parts)
         last = f"b{self.plan.num_parts}"
@@ -385,20 +385,6 @@ class Writer:
     def _outputs(self) -> str:
         found = [self._read(name, None) for name in self.graph.outputs]
         return f"({', '.join(found)}{',' if found else ''})"
-
-
-def _holds(piece: Range | None, parts: Range | None) -> bool:
-    if piece is None or parts is None:
-        return piece is None
-    return piece[0] <= parts[0] and parts[1] <= piece[1]
-
-
-def _into_of(body: Body, op: str) -> Any:
-    into = getattr(body, "into", None)
-    if into is None:
-        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
-        raise PlanError(text, rule="memory")
-    return into
 
 
 def _same(result: Any, *others: Any) -> Any:
