@@ -12,7 +12,7 @@ from torchweft.runtimes.accelerator import Accelerator, Runtime
 from torchweft.runtimes.dispatch import dispatch
 from torchweft.runtimes.streams import write_streams
 
-SEEDS = range(20)
+SEEDS = range(16)
 
 
 class Player:

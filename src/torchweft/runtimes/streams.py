@@ -149,7 +149,7 @@ class _StreamWriter(Writer):
         """The outputs, which the caller's stream uses from now on."""
         self.used = []
         found = self._outputs()
-        return [*self._marks(0), f"return {found}"]
+        return [*self._notes(0), f"return {found}"]
 
     def _item(self, at: int, item: Item) -> list[str]:
         """An item as source lines: waits, the step, an event if somebody waits for it."""
@@ -170,10 +170,10 @@ class _StreamWriter(Writer):
             for name in self.used:
                 self.made_on.pop(name, None)
             return body
-        marks, found = self._marks(stream), self._made(step, stream)
+        notes, found = self._notes(stream), self._made(step, stream)
         if self.traced:
             body = [f"m = now(q{stream})", *body, f"s.append(({index}, m, now(q{stream})))"]
-        return [*self._delay(step), *(self._switch(stream) if body else []), *marks, *body, *found]
+        return [*self._delay(step), *(self._switch(stream) if body else []), *notes, *body, *found]
 
     def _switch(self, stream: int) -> list[str]:
         if stream == self.current:
@@ -187,7 +187,7 @@ class _StreamWriter(Writer):
         self.used.append(variable)
         return super()._use(variable)
 
-    def _marks(self, stream: int) -> list[str]:
+    def _notes(self, stream: int) -> list[str]:
         """Notes that this stream uses bytes of others. An alias has the notes of its root."""
         lines = []
         for name in dict.fromkeys(self.used):
