@@ -170,16 +170,20 @@ class TestDevice(TorchDispatchMode):
         if func.is_view:
             found = func(*real_args, **real_kwargs)
             return tree_map(lambda real: DeviceTensor(real, given[0].block), found)
+        specs = func._schema.arguments
+        named = {**dict(zip((spec.name for spec in specs), args, strict=False)), **kwargs}
         written = [
             leaf
-            for spec, value in zip(func._schema.arguments, args, strict=False)
+            for spec in specs
             if spec.alias_info is not None and spec.alias_info.is_write
-            for leaf in tree_leaves(value)
+            for leaf in tree_leaves(named[spec.name])
         ]
+        if not all(isinstance(leaf, DeviceTensor) for leaf in written):
+            raise RuleError(f"{func} of tensors of the device writes into one of the host")
         if written:
             self.note(given, written)
             self.current.put("run", lambda: func(*real_args, **real_kwargs))
-            return args[0]
+            return written[0] if len(written) == 1 else tuple(written)
         metas = tree_map(_as_meta, (args, kwargs))
         shaped = func(*metas[0], **metas[1])
         return self.computed(shaped, lambda: func(*real_args, **real_kwargs), given)

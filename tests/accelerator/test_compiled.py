@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from device import DeviceTensor, TestDevice
@@ -44,6 +46,17 @@ class Lifted(Runtime):
         if isinstance(item, nn.Parameter):
             return self.weights.setdefault(id(item), self.owner.put(item.detach()))
         return self.owner.put(item) if isinstance(item, torch.Tensor) else item
+
+    def compile(self, plan, bodies, **options):
+        lifted = {name: self.lifted_body(body) for name, body in bodies.items()}
+        return super().compile(plan, lifted, **options)
+
+    def lifted_body(self, body):
+        """The same body with its rooms on the device, where capture would have seen them."""
+        if body.into is None:
+            return body
+        rooms = tuple(replace(room, device=self.owner.device) for room in body.into.rooms)
+        return replace(body, into=replace(body.into, rooms=rooms))
 
     def run(self, program, inputs, bounds, *, numbers=()):
         self.calls += 1

@@ -35,11 +35,13 @@ class Item(NamedTuple):
     """One thing put on a stream: a step, or the start or end of a segment (`step` is None).
 
     waits: the items, by number, whose events its stream waits for first.
+    opens: not the step itself, but the rooms that it is the first to write into.
     """
 
     stream: int
     step: int | None = None
     waits: tuple[int, ...] = ()
+    opens: bool = False
 
 
 class Segment(NamedTuple):
@@ -138,7 +140,8 @@ class _Dispatcher:
         self.last: dict[int, int] = {}
         self.by_label: dict[str, list[int]] = {}
         self.owed: dict[str, list[int]] = {}  # by lane: what its next item has to wait for
-        self.rooms: dict[str, int] = {}
+        self.rooms: dict[str, int] = {}  # by value: the item that asked for the bytes of its place
+        self.direct = {place.value for place in plan.places} - plan.copied
         self.streams: list[Lane | None] = [None]
         self.stream_of: dict[str, int] = {}
         for step in plan.steps:
@@ -203,16 +206,21 @@ class _Dispatcher:
             self.owed.pop(step.lane, None)
         if step.kind == "complete":
             needs += self.by_label[step._replace(kind="issue").label]
+        # Bytes come from the stream that asked for them, which may still use them otherwise.
         if step.kind == "copy":
-            # Bytes come from the stream that asked for them, which may still use them otherwise.
             needs.append(self.rooms.setdefault(step.names[0], len(self.items)))
+        if step.kind == "run" and step.parts is not None:
+            makes = self.direct.intersection(self.plan.graph.op[step.names[0]].makes)
+            if not makes <= self.rooms.keys():  # ahead of the first part, or others wait for that
+                self.rooms |= dict.fromkeys(makes, self._put(index, stream, [], opens=True))
+            needs += [self.rooms[name] for name in makes]
         self.by_label.setdefault(step.label, []).append(self._put(index, stream, needs))
 
     def _works(self, step: Step) -> bool:
         """Whether the device has something to do for a step."""
         return step.kind in WORK or (step.kind == "split" and copies(self.plan.graph, step))
 
-    def _put(self, step: int | None, stream: int, needs: list[int]) -> int:
+    def _put(self, step: int | None, stream: int, needs: list[int], *, opens: bool = False) -> int:
         """Append an item that waits for those of its needs that nothing else tells."""
         number = len(self.items)
         start = self.segments[-1].items.stop if self.segments else 0
@@ -226,7 +234,7 @@ class _Dispatcher:
             for other, count in self.clocks[wait].items():
                 clock[other] = max(clock.get(other, -1), count)
         clock[stream] = number
-        self.items.append(Item(stream, step, waits))
+        self.items.append(Item(stream, step, waits, opens))
         self.clocks.append(clock)
         self.now[stream], self.last[stream] = clock, number
         return number

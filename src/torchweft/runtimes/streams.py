@@ -10,6 +10,7 @@
         v3_0_1.record_stream(q1)               made on q0, used here: its bytes are not given to
         h4_0_1 = i4(v3_0_1)                    others before q1 is through with it
         q1.record_event(e[1])
+        m7 = nm5_0(z[0], z[1])                 room for a whole value, ahead of the first part of it
         ...
         on(q0)
         q0.wait_event(e[5])                    the end: all streams are joined
@@ -155,7 +156,9 @@ class _StreamWriter(Writer):
         """An item as source lines: waits, the step, an event if somebody waits for it."""
         stream, events = item.stream, self.given.events
         lines = [f"q{stream}.wait_event(e[{events[wait]}])" for wait in item.waits]
-        if item.step is not None:
+        if item.step is not None and item.opens:
+            lines += self._opened(self.plan.steps[item.step], stream)
+        elif item.step is not None:
             lines += self._step(item.step, self.plan.steps[item.step], stream)
         elif at in self.ends:
             lines += self._switch(0)
@@ -170,10 +173,27 @@ class _StreamWriter(Writer):
             for name in self.used:
                 self.made_on.pop(name, None)
             return body
-        notes, found = self._notes(stream), self._made(step, stream)
+        notes = self._notes(stream)
+        if step.kind == "complete":  # which lets the flight go
+            flight = next(name for name in self.used if name[0] == "h")
+            notes.append(f"keep({{{flight}}}, q{stream})")
+        self._made(step, stream)
         if self.traced:
             body = [f"m = now(q{stream})", *body, f"s.append(({index}, m, now(q{stream})))"]
-        return [*self._delay(step), *(self._switch(stream) if body else []), *notes, *body, *found]
+        return [*self._delay(step), *(self._switch(stream) if body else []), *notes, *body]
+
+    def _rooms(self, step: Step) -> list[str]:
+        return []  # an item of their own has made them
+
+    def _opened(self, step: Step, stream: int) -> list[str]:
+        """The rooms that a step and others of its op write into, with bytes of this stream."""
+        self.used = []
+        lines, users = super()._rooms(step), {stream}
+        for variable in dict.fromkeys(self.used):
+            if variable[0] == "m":  # the whole values that follow are views of it, with its notes
+                users = {stream}
+            self.made_on[variable], self.users_of[variable] = stream, users
+        return [*self._switch(stream), *lines]
 
     def _switch(self, stream: int) -> list[str]:
         if stream == self.current:
@@ -196,8 +216,8 @@ class _StreamWriter(Writer):
                 lines.append(f"{{{name}}}.record_stream(q{stream})")
         return lines
 
-    def _made(self, step: Step, stream: int) -> list[str]:
-        """Note whose bytes the makes of a step have; a flight that has landed is let go."""
+    def _made(self, step: Step, stream: int) -> None:
+        """Remember whose bytes the makes of a step have."""
         made = set(step.names) if step.kind == "copy" else set()
         if step.kind in ("run", "complete"):
             made = {name for op in step.names for name in self.graph.op[op].makes}
@@ -210,10 +230,6 @@ class _StreamWriter(Writer):
                 # What lands may have come with the issue, on that stream, or with the complete.
                 self.made_on[variable] = LANDED if step.kind == "complete" else stream
                 self.users_of[variable] = {stream}
-        if step.kind != "complete":
-            return []
-        flight = next(name for name in self.used if name[0] == "h")
-        return [f"keep({{{flight}}}, q{stream})", f"{{{flight}}} = None"]
 
     def _value_of(self, variable: str) -> str | None:
         """The value that a variable holds a piece of; None if it has no bytes of the program's."""

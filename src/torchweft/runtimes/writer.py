@@ -203,36 +203,44 @@ class Writer:
         return self.placed.difference(self.plan.copied).intersection(self._makes(step))
 
     def _into(self, step: Step, reads: list[str]) -> list[str]:
-        """A run that writes its part of whole values into their rooms; the first makes these."""
-        op, written = step.names[0], self._written(step)
+        """A run that writes its part of whole values into their rooms."""
+        op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
         number, makes, into = self.op_index[op], self._makes(step), into_of(self.bodies[op], op)
-        all_parts, parts = (0, self.plan.num_parts), step.parts or (0, 0)
-        steps = [s for s in self.plan.steps if s.kind == step.kind and op in s.names]
-        self.space[f"o{number}"] = into.function
-        lines, slices, dead = [], [], ["_ = None"]
+        self.space[f"o{number}"], slices = into.function, []
         for at, room in enumerate(into.rooms):
-            name, views = f"m{number}_{at}", {makes[at]: view for at, view in room.views.items()}
+            name, views = f"m{number}_{at}", written.intersection(makes[n] for n in room.views)
             self.space[f"n{name}"] = room_for(room, poison=bool(self.jitter))
-            if not written & set(views):
+            if views:
+                self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
+                rows = f"b{self.plan.num_parts}, b{parts[0]}, b{parts[1]}"
+                slices.append(f"t{name}({self._use(f'm{self.index[min(views)]}')}, {rows})")
+            else:
                 slices.append(f"n{name}({self._numbers(room.shape, parts)})")
-                continue
-            make = f"n{name}({self._numbers(room.shape, all_parts)})"
-            lines += self._once(name, make, step, steps)
-            sizes = self._numbers(into.sizes, all_parts)
-            for value in sorted(written & set(views)):
-                self.space[f"y{self.index[value]}"] = views[value] or _same
-                whole = f"y{self.index[value]}({self._use(name)}, {sizes})"
-                lines += self._once(f"p{self.index[value]}", whole, step, steps)
-            self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
-            rows = f"b{all_parts[1]}, b{parts[0]}, b{parts[1]}"
-            slices.append(f"t{name}({self._use(name)}, {rows})")
-            dead += [f"{self._use(name)} = None"] if step is steps[-1] else []
-        kept = [name for name in makes if name not in written]
-        held = {name: self._use(self._variable(name, parts)) for name in kept}
-        targets = [held.get(name, "_") for name in makes]
+        targets = ["_" if n in written else self._use(self._variable(n, parts)) for n in makes]
         given = [*reads, self._numbers(into.sizes, parts), *slices]
-        call = f"o{number}({', '.join(filter(None, given))})"
-        return [*lines, f"({', '.join(targets)},) = {call}", *dead]
+        call = f"({', '.join(targets)},) = o{number}({', '.join(filter(None, given))})"
+        return [*self._rooms(step), call, "_ = None"]
+
+    def _rooms(self, step: Step) -> list[str]:
+        """The rooms that a step writes into, and the whole values in them, made if it is first."""
+        op, written, lines = step.names[0], self._written(step), []
+        into, makes, steps = into_of(self.bodies[op], op), self._makes(step), self._steps_of(step)
+        all_parts = (0, self.plan.num_parts)
+        for at, room in enumerate(into.rooms):
+            views = {makes[n]: view for n, view in room.views.items() if makes[n] in written}
+            name = f"m{self.index[min(views)]}" if views else ""
+            make = f"nm{self.op_index[op]}_{at}({self._numbers(room.shape, all_parts)})"
+            lines += self._once(name, make, step, steps) if views else []
+            for value in sorted(views):
+                self.space[f"y{self.index[value]}"] = views[value] or _same
+                arguments = f"{self._use(name)}, {self._numbers(into.sizes, all_parts)}"
+                whole = f"y{self.index[value]}({arguments})"
+                lines += self._once(f"p{self.index[value]}", whole, step, steps)
+        return lines
+
+    def _steps_of(self, step: Step) -> list[Step]:
+        """All steps of this kind with the same names, whatever their parts."""
+        return [s for s in self.plan.steps if s.kind == step.kind and s.names == step.names]
 
     def _once(self, variable: str, make: str, step: Step, steps: list[Step]) -> list[str]:
         """Fill a variable by the first of several steps; on several lanes by any of them."""
@@ -365,9 +373,8 @@ class Writer:
         start, stop = step.parts or (0, self.plan.num_parts)
         last = f"b{self.plan.num_parts}"
         place = self._use(f"p{number}")
-        others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
-        lines = self._once(f"p{number}", make, step, others)
+        lines = self._once(f"p{number}", make, step, self._steps_of(step))
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
         dead = f"{self._use(self._variable(name, piece))} = None"
         return [*lines, put, dead] if piece == step.parts else [*lines, put]
@@ -377,6 +384,7 @@ class Writer:
         for name in self.aliases[step.names[0]]:
             if name in self.placed and step.parts is None:  # else other parts still live there
                 gone.append(f"p{self.index[name]}")
+                gone += [f"m{self.index[name]}"] if name not in self.plan.copied else []
             for piece in self.made.get(name, ()):
                 if step.parts is None or piece == step.parts:
                     gone.append(self._variable(name, piece))
