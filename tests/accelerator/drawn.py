@@ -1,7 +1,8 @@
 """Random graphs with bodies that run, and plans of them on several lanes.
 
 Every value reaches an output, and every body changes with each of its reads, so that a number that
-is read too early, too late or from dead bytes shows.
+is read too early, too late or from dead bytes shows. Every other op of one phase writes into the
+place of its make, if this has one; the makes of all others are copied there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import random
 from dataclasses import replace
 
 import torch
+from device import KIND
 
 from torchweft.bench.random_plans import random_plan
+from torchweft.capture.outs import Into, Room
 from torchweft.context import Context
 from torchweft.errors import PlanError
 from torchweft.graph import Batch, Graph, Op, Value
@@ -65,9 +68,11 @@ def _read(name: str, ops: list[Op]) -> bool:
     return any(name in op.reads for op in ops)
 
 
-def _value(name: str, *, batched: bool = True, alias_of: str | None = None) -> Value:
+def _value(
+    name: str, *, batched: bool = True, alias_of: str | None = None, placeable: bool = False
+) -> Value:
     shape = (Size.of("s0"), Size.of(WIDE)) if batched else (Size.of(WIDE),)
-    return Value(name, shape, batch=Batch(0) if batched else None, alias_of=alias_of)
+    return Value(name, shape, "float32", Batch(0) if batched else None, alias_of, placeable)
 
 
 def _op(rng: random.Random, number: int, values: dict[str, Value]) -> Op:
@@ -87,7 +92,7 @@ def _op(rng: random.Random, number: int, values: dict[str, Value]) -> Op:
     extra = [other for other, value in values.items() if value.batch is None]
     if rng.random() < 0.4:
         reads.append(rng.choice(extra))
-    values[made] = _value(made)
+    values[made] = _value(made, placeable=kind != "network" and number % 2 == 0)
     if kind == "network":
         return Op(name, tuple(reads), (made,), uses="network", two_phase=True)
     changed = (rng.choice([reads[0], "state"]),) if kind == "change" else ()
@@ -100,15 +105,37 @@ def _body(number: int, op: Op, values: dict[str, Value]):
     if _is_view(op, values):
         return lambda read: (read.view_as(read),)
 
-    def body(*reads):
+    def changed(*reads):
         total = sum((read * (0.7 + 0.1 * at) for at, read in enumerate(reads)), start=0.3 * number)
         total = torch.sin(total)
         for name, read in zip(op.reads, reads, strict=True):
             if name in op.mutates:
                 read.mul_(0.5).add_(total)
+        return total
+
+    def body(*reads):
+        total = changed(*reads)
         return (total.sum(0) if op.rows in ("mixing", "additive") else total + 0.01,)
 
+    def into(*reads):
+        return (torch.add(changed(*reads[:-1]), 0.01, out=reads[-1]),)
+
+    if values[op.makes[0]].placeable:
+        return Direct(body, into, values[op.makes[0]])
     return TwoPhase(body) if op.two_phase else body
+
+
+class Direct:
+    """A body that writes where it is told: in rooms of the test device."""
+
+    def __init__(self, body, into, value):
+        self.function = body
+        order = tuple(range(len(value.shape)))
+        room = Room(value.shape, torch.float32, torch.device(KIND), value.batch, order, {0: None})
+        self.into = Into(into, (), (room,))
+
+    def __call__(self, *reads):
+        return self.function(*reads)
 
 
 class TwoPhase:
@@ -122,6 +149,12 @@ class TwoPhase:
 
     def __call__(self, *reads):
         return self.complete(self.issue(*reads))
+
+
+def drawn_call(runtime, program, given):
+    """The outputs of one call of a drawn plan's program."""
+    bounds = program.plan.cut.bounds(ROWS)
+    return runtime.run(program, given, bounds, numbers=program.numbers({"s0": ROWS}, bounds))
 
 
 def drawn_inputs() -> list[torch.Tensor]:
@@ -156,7 +189,7 @@ def drawn_plan(graph: Graph, seed: int):
             if one and len(plan.lanes) > 1 and not any(step.by for step in plan.steps):
                 # Some need a piece, or a place for what has no rows, that the writer cannot make.
                 with contextlib.suppress(PlanError, AssertionError):
-                    compile_program(plan, dict.fromkeys(graph.op, len))
+                    compile_program(plan, drawn_graph(seed)[1])
                     return verify(plan)
     strategies = [overlap(parts=2), branches(handover_s=0.0), scattered(seed), scattered(seed)]
     machine = accelerator(3, network_priority=-1)

@@ -10,7 +10,7 @@ import torch
 from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, spread
 from device import DeviceTensor, TestDevice
 from double import NUM_SMS, torch_like
-from drawn import drawn_graph, drawn_inputs, drawn_plan
+from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan
 
 from torchweft.errors import RunError
 from torchweft.graph import Batch, Graph, Op, Value
@@ -221,7 +221,7 @@ def test_every_note_of_a_use_on_another_stream_is_there_for_a_reason(
         device.synchronize()
         device.late, device.races, num_notes = late, [], 0
         given = [device.put(tensor) for tensor in drawn_inputs()]
-        found = runtime.run(program, given, plan.cut.bounds(12))
+        found = drawn_call(runtime, program, given)
         return [tensor.cpu() for tensor in (*found, *given)]
 
     program = runtime.compile(plan, bodies)
@@ -290,8 +290,7 @@ def test_a_split_that_copies_is_work_that_others_wait_for(device, runtime):
 def test_the_network_lane_has_a_stream_of_its_own_that_goes_first(device, runtime):
     graph, bodies = drawn_graph(2)
     plan = drawn_plan(graph, 2)
-    runtime.run(runtime.compile(plan, bodies), list(map(device.put, drawn_inputs())),
-                plan.cut.bounds(12))  # fmt: skip
+    drawn_call(runtime, runtime.compile(plan, bodies), list(map(device.put, drawn_inputs())))
     priorities = {lane.name: lane.priority for lane in dispatch(plan).streams if lane}
     assert priorities["network"] == -1
     assert -1 in [stream.priority for stream in device.streams]

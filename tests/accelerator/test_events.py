@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from device import TestDevice
 from double import torch_like
-from drawn import ROWS, drawn_graph, drawn_inputs, drawn_plan, without
+from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
 
 from torchweft.errors import RunError
 from torchweft.runtimes.accelerator import Accelerator, Runtime
@@ -16,10 +16,10 @@ SEEDS = range(16)
 
 
 class Player:
-    """Runs programs of one plan on the test device and tells what came out."""
+    """Runs programs on the test device and tells what came out."""
 
-    def __init__(self, plan):
-        self.plan, self.device = plan, TestDevice(judge=True)
+    def __init__(self):
+        self.device = TestDevice(judge=True)
         self.runtime = Runtime(Accelerator(self.device.device, torch_like(self.device)))
 
     def play(self, program, late):
@@ -31,7 +31,7 @@ class Player:
         with device, torch.no_grad():
             given = [device.put(tensor) for tensor in drawn_inputs()]
             try:
-                found = self.runtime.run(program, given, self.plan.cut.bounds(ROWS))
+                found = drawn_call(self.runtime, program, given)
                 return [tensor.cpu() for tensor in (*found, *given)]
             except (RunError, IndexError):
                 return []
@@ -62,7 +62,7 @@ def check_plan(seed):
     """How many waits a plan's dispatch has, and how many of them are missed when taken out."""
     graph, bodies = drawn_graph(seed)
     plan = drawn_plan(graph, seed)
-    whole, player = dispatch(plan), Player(plan)
+    whole, player = dispatch(plan), Player()
     try:
         program = write_streams(whole, bodies)
         wanted = player.play(program, None)
