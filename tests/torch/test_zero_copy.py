@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract import ROWS, inputs, planned, value
 from torch import nn
 from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.bench.meter import Meter
+from torchweft.capture.outs import Into, Room
 from torchweft.capture.replay import placed_nowhere
+from torchweft.graph import Graph, Op
+from torchweft.runtimes.cpu import Lanes, run
+from torchweft.runtimes.writer import compile_program
 
 WIDE = 8
 
@@ -212,6 +217,39 @@ def test_with_jitter_no_part_reads_before_it_is_written():
     weft.compile(model, weft.overlap(parts=2), jitter=True)
     found = model(x)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Doubled:
+    """A body that writes where it is told."""
+
+    def __init__(self, value):
+        room = Room(value.shape, torch.float32, torch.device("cpu"), value.batch, (0, 1), {0: None})
+        self.into = Into(lambda x, out: (torch.mul(x, 2, out=out),), (), (room,))
+
+    def __call__(self, x):
+        return (x * 2,)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_parts_on_lanes_of_their_own_share_a_room_whoever_comes_first(late):
+    values = value("x"), value("y", placeable=True)
+    graph = Graph("doubled", values, (Op("double", ("x",), ("y",)),), ("x",), ("y",), "s0")
+
+    def halves(s):
+        s.split(2)
+        for part, lane in enumerate(("compute", "compute1")):
+            s.run("double", part, lane=lane)
+        s.merge()
+
+    def delay(step):
+        return 0.05 * (step.kind == "run" and step.parts == (late, late + 1))
+
+    plan = planned(halves, 2, graph)
+    program = compile_program(plan, {"double": Doubled(values[1])}, jitter=delay)
+    x, bounds, lanes = inputs()[0], plan.cut.bounds(ROWS), Lanes()
+    (found,) = run(program, (x,), bounds, lanes, numbers=program.numbers({"s0": ROWS}, bounds))
+    lanes.close()
+    assert torch.equal(found, x * 2)
 
 
 @torch.no_grad()

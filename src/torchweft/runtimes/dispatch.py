@@ -13,6 +13,9 @@ waits for leaves an event. A wait that a clock or another wait tells already is 
 does for lanes. To wait for an event that was not recorded yet is to wait for nothing, so steps are
 put into an order in which every wait comes behind its event.
 
+The bytes of a room belong to the stream that asks for them. Parts that write into one room may be
+on several streams: an item ahead of the first of them asks, and the other streams wait for it.
+
 `alone`: ops that no device graph may hold. The dispatch then falls into segments; a step of such an
 op has one for itself, and each segment starts and ends on stream 0.
 """
