@@ -190,6 +190,14 @@ class Piece:
             return runtime.run(program, given, bounds, numbers=numbers)
         return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
 
+    def forget(self) -> None:
+        """Forget all plans: the next call writes a new one."""
+        with self._lock:
+            self._ready.clear()
+            self._by_batch.clear()
+            self._refused.clear()
+            self.entries.clear()
+
     def all_entries(self) -> list[Entry]:
         """The entries in use, the fallback last."""
         found = list(self.entries)

@@ -127,8 +127,10 @@ def _over_link(
     num_calls = calls_of_a_run(entered.runs["sequential"], side)
     options: dict[str, Any] = {"num_calls": num_calls, "group": side, "on_round": step}
     compiled = num_graphs()
-    first = race(entered.runs, order=order, num_rounds=spec["num_rounds"], **options)
-    runs = {name: entered.runs[name] for name in finalists(first, kinds)}
+    first, runs = {}, entered.runs
+    if spec["num_rounds"]:
+        first = race(runs, order=order, num_rounds=spec["num_rounds"], **options)
+        runs = {name: runs[name] for name in finalists(first, kinds)}
     times = race(runs, order=order, num_rounds=spec["num_pairs"], **options)
     late = num_graphs() - compiled
     usual = copied_bytes(runs["sequential"])
@@ -162,7 +164,7 @@ def make_arena(spec: Mapping[str, Any]) -> Arena:
     make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
     model = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
     x = models.inputs(model, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)
-    return Arena(spec["model"], model, x, sizes)
+    return Arena(spec["model"], spec["phase"], model, x, sizes)
 
 
 def enter(
@@ -228,11 +230,12 @@ def parts_of(candidate: Candidate, call: Call | None) -> int:
         return candidate.parts
     if fallbacks_of(call):
         return 1
-    return max((plan.num_parts for plan in plans(call)), default=1)
+    return max((plan.num_parts for plan in plans(getattr(call, "model", call))), default=1)
 
 
 def fallbacks_of(call: Call) -> list[str]:
     """Why calls of weft did not run as their strategy says; empty for all others."""
+    call = getattr(call, "model", call)
     if getattr(getattr(call, "_compiled_call_impl", None), "session", None) is None:
         return []
     return [str(each) for each in report(call).fallbacks]
