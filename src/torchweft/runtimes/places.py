@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchweft.errors import PlanError
 from torchweft.graph import Value
 
 
@@ -61,3 +62,17 @@ def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int
 
 def _poisoned(room: Any, poison: bool) -> Any:
     return room.fill_(float("nan")) if poison and room.is_floating_point() else room
+
+
+def into_of(body: Any, op: str) -> Any:
+    """The form of a body that writes into rooms. Raises `PlanError` if it has none."""
+    into = getattr(body, "into", None)
+    if into is None:
+        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
+        raise PlanError(text, rule="memory")
+    return into
+
+
+def same(room: Any, *sizes: Any) -> Any:
+    """The view of a room that is the room itself."""
+    return room

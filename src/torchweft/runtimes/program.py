@@ -10,6 +10,7 @@ graphs and plans enters as numbers or through the namespace:
         (b0, b1, b2,) = b                      the row borders of the parts
         v0_0_1 = t0(v0, b2, b0, b1)            split
         (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
+        (_,) = o0(v0_0_1, t(m0, b2, b0, b1))   run that writes its rows of m0, room for the whole
         h1_0_1 = i1(v3_0_1)                    issue
         (v4_0_1,) = g1(h1_0_1)                 complete
         e[0].set()                             somebody waits for this step
@@ -32,8 +33,8 @@ from typing import Any
 
 from torchweft.errors import PlanError
 from torchweft.graph import Value
-from torchweft.plan import Plan, Range, Step
-from torchweft.runtimes.places import First, room_for, whole_like
+from torchweft.plan import Plan, Range, Step, holds
+from torchweft.runtimes.places import First, into_of, room_for, same, whole_like
 from torchweft.runtimes.rows import putter, taker
 from torchweft.sizes import Size
 
@@ -111,6 +112,7 @@ class _Writer:
         self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
         self.made: dict[str, list[Range | None]] = {}
         self.split: dict[str, set[Range]] = {}
+        self.alike: dict[object, list[Step]] = {}
         self.aliases: dict[str, list[str]] = {}
         self.users: dict[str, set[int]] = {}
         self.sizes: dict[tuple[Size, int, int], int] = {}
@@ -122,6 +124,7 @@ class _Writer:
         for name, root in self.graph.root.items():
             self.aliases.setdefault(root, []).append(name)
         for step in self.plan.steps:
+            self.alike.setdefault((step.kind, step.names), []).append(step)
             if step.kind not in ("run", "issue"):
                 continue
             for op in step.names:
@@ -199,8 +202,6 @@ class _Writer:
             body.append(f"e[{self.events[label]}].set()")
         return body
 
-    # Ops: what they read and make, and the function that does it.
-
     def _op(self, step: Step) -> list[str]:
         which = self._function(step)
         start, stop = step.parts or (0, self.plan.num_parts)
@@ -210,7 +211,7 @@ class _Writer:
         reads = [self._read(n, step.parts) for n in self._reads(step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
-        arguments = ", ".join(reads + self._z(step))
+        arguments = ", ".join(filter(None, (*reads, self._z(step))))
         if step.kind == "issue":
             return [f"{flight} = i{which}({arguments})"]
         return self._assign(step, f"f{which}({arguments})")
@@ -222,9 +223,9 @@ class _Writer:
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms; the first makes these."""
         op, written = step.names[0], self._written(step)
-        number, makes, into = self.op_index[op], self._makes(step), _into_of(self.bodies[op], op)
+        number, makes, into = self.op_index[op], self._makes(step), into_of(self.bodies[op], op)
         all_parts, parts = (0, self.plan.num_parts), step.parts or (0, 0)
-        steps = [s for s in self.plan.steps if s.kind == step.kind and op in s.names]
+        steps = self.alike[step.kind, step.names]
         self.space[f"o{number}"] = into.function
         lines, slices, dead = [], [], ["_ = None"]
         for at, room in enumerate(into.rooms):
@@ -233,36 +234,33 @@ class _Writer:
             if not written & set(views):
                 slices.append(f"n{name}({self._numbers(room.shape, parts)})")
                 continue
-            make = f"n{name}({self._numbers(room.shape, all_parts)})"
-            lines += self._once(name, make, step, steps)
-            sizes = self._numbers(into.sizes, all_parts)
+            lines += self._once(name, f"n{name}({self._numbers(room.shape, all_parts)})", step)
+            whole = f"({self._use(name)}, {self._numbers(into.sizes, all_parts)})"
             for value in sorted(written & set(views)):
-                self.space[f"y{self.index[value]}"] = views[value] or _same
-                whole = f"y{self.index[value]}({self._use(name)}, {sizes})"
-                lines += self._once(f"p{self.index[value]}", whole, step, steps)
+                self.space[f"y{self.index[value]}"] = views[value] or same
+                lines += self._once(f"p{self.index[value]}", f"y{self.index[value]}{whole}", step)
             self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
             rows = f"b{all_parts[1]}, b{parts[0]}, b{parts[1]}"
             slices.append(f"t{name}({self._use(name)}, {rows})")
-            dead += [f"{self._use(name)} = None"] if step is steps[-1] else []
-        kept = [name for name in makes if name not in written]
-        held = {name: self._use(self._variable(name, parts)) for name in kept}
+            if step is steps[-1] and len({other.lane for other in steps}) == 1:
+                dead.append(f"{self._use(name)} = None")
+        held = {n: self._use(self._variable(n, parts)) for n in makes if n not in written}
         targets = [held.get(name, "_") for name in makes]
         given = [*reads, self._numbers(into.sizes, parts), *slices]
         call = f"o{number}({', '.join(filter(None, given))})"
         return [*lines, f"({', '.join(targets)},) = {call}", *dead]
 
-    def _once(self, variable: str, make: str, step: Step, steps: list[Step]) -> list[str]:
-        """Fill a variable by the first of several steps; on several lanes by any of them."""
-        held = self._use(variable)
+    def _once(self, variable: str, make: str, step: Step) -> list[str]:
+        """Fill a variable by the first of several like steps; on several lanes by any of them."""
+        held, steps = self._use(variable), self.alike[step.kind, step.names]
         if len({other.lane for other in steps}) > 1:
             return [f"first(c, {{at_{variable}}}, lambda: {make})"]
         return [f"{held} = {make}"] if steps[0] is step else []
 
     def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
         """Sizes for these parts, as arguments."""
-        keys = [(size, *parts) for size in sizes]
-        found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
-        return ", ".join(found)
+        found = [self.sizes.setdefault((size, *parts), len(self.sizes)) for size in sizes]
+        return ", ".join(f"z[{number}]" for number in found)
 
     def _reads(self, step: Step) -> list[str]:
         """What the ops of a step need from outside, in order."""
@@ -274,11 +272,10 @@ class _Writer:
             inside.update(op.makes)
         return list(found)
 
-    def _z(self, step: Step) -> list[str]:
+    def _z(self, step: Step) -> str:
         """The sizes that the body needs for the rows of the step."""
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
-        return [found] if found else []
+        return self._numbers(sizes, step.parts or (0, self.plan.num_parts))
 
     def _makes(self, step: Step) -> list[str]:
         """What the ops of a step make; of a kernel's ops, what is used outside of them."""
@@ -319,7 +316,7 @@ class _Writer:
         function = getattr(body, "function", body)
         self.space[f"f{which}"] = function
         self.space[f"i{which}"] = getattr(body, "issue", None) or function
-        self.space[f"g{which}"] = getattr(body, "complete", None) or _same
+        self.space[f"g{which}"] = getattr(body, "complete", None) or same
         return which
 
     # Values: the variable that holds a piece, and the rows to take of it.
@@ -377,17 +374,15 @@ class _Writer:
         value = self.graph.value[name]
         room = whole_like(value, poison=bool(self.jitter))
         self.space |= {f"u{number}": putter(value), f"n{number}": room}
-        piece = next(p for p in self.made[name] if _holds(p, step.parts))
+        piece = next(p for p in self.made[name] if holds(p, step.parts))
         part = self._take(name, self._variable(name, piece), piece, step.parts)
         start, stop = step.parts or (0, self.plan.num_parts)
         last = f"b{self.plan.num_parts}"
-        place = self._use(f"p{number}")
-        others = [s for s in self.plan.steps if s.kind == "copy" and s.names == step.names]
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
-        lines = self._once(f"p{number}", make, step, others)
-        put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
+        lines = self._once(f"p{number}", make, step)
+        lines.append(f"u{number}({{p{number}}}, {part}, {last}, b{start}, b{stop})")
         dead = f"{self._use(self._variable(name, piece))} = None"
-        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+        return [*lines, dead] if piece == step.parts else lines
 
     def _free(self, step: Step) -> list[str]:
         gone = []
@@ -402,21 +397,3 @@ class _Writer:
     def _outputs(self) -> str:
         found = [self._read(name, None) for name in self.graph.outputs]
         return f"({', '.join(found)}{',' if found else ''})"
-
-
-def _holds(piece: Range | None, parts: Range | None) -> bool:
-    if piece is None or parts is None:
-        return piece is None
-    return piece[0] <= parts[0] and parts[1] <= piece[1]
-
-
-def _into_of(body: Body, op: str) -> Any:
-    into = getattr(body, "into", None)
-    if into is None:
-        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
-        raise PlanError(text, rule="memory")
-    return into
-
-
-def _same(result: Any, *others: Any) -> Any:
-    return result
