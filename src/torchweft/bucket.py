@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torchweft.context import Context
 
-EXACT_BELOW = 16
+EXACT_BELOW = 4
 """Smaller batches have a bucket each: one row more or less decides whether they can be split."""
 
 

@@ -11,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchweft.errors import StrategyError
 
-TOLD: ContextVar[Mapping[str, Any]] = ContextVar("weft context", default={})  # noqa: B039
+
+@dataclass(frozen=True)
+class Told:
+    """What the host knows of a call beyond its shapes."""
+
+    phase: str | None = None
+    tokens_per_request: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+TOLD: ContextVar[Told | None] = ContextVar("weft context", default=None)
 """What the host told of the calls of this thread: `with weft.context(...)`."""
 
 

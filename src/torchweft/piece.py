@@ -91,19 +91,20 @@ class Piece:
 
         A steady call is one look-up: what its sizes lead to is known from the call before.
         """
-        session = self.session
-        ready = self._ready.get(self._sizes(inputs))
-        if ready is None or session.watches or TOLD.get():
+        told = TOLD.get()
+        sizes = self._sizes(inputs)
+        ready = self._ready.get(sizes if told is None else (sizes, told))
+        if ready is None or self.session.watches:
             return self._first_call(inputs)
-        entry, program, bounds, numbers, told = ready
+        entry, program, bounds, numbers, digests = ready
         given = self._pick(inputs + self._constants)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs)
         entry.num_calls += 1
-        if not told and program.alone:
+        if not digests and program.alone:
             outputs = run_alone(program, given, bounds, numbers)
         else:
-            outputs = self.run(entry, given, bounds, numbers, told)
+            outputs = self.run(entry, given, bounds, numbers, digests)
         return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
 
     def _first_call(self, inputs: tuple[Any, ...]) -> Any:
@@ -132,11 +133,11 @@ class Piece:
         return self._rebuild(outputs, env)
 
     def _remember(self, inputs: tuple[Any, ...], ready: Ready) -> None:
-        """Let calls of these sizes take the short way, unless the host tells more than sizes."""
-        if not TOLD.get():
-            if len(self._ready) >= MAX_SHAPES:
-                self._ready.clear()
-            self._ready[self._sizes(inputs)] = ready
+        """Let calls of these sizes, of which the host tells the same, take the short way."""
+        told, sizes = TOLD.get(), self._sizes(inputs)
+        if len(self._ready) >= MAX_SHAPES:
+            self._ready.clear()
+        self._ready[sizes if told is None else (sizes, told)] = ready
 
     def _rebuild(self, outputs: Sequence[Any], env: dict[str, int]) -> Any:
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
@@ -170,6 +171,14 @@ class Piece:
             return outputs
         program = entry.program
         return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
+
+    def forget(self) -> None:
+        """Forget all plans: the next call writes a new one."""
+        with self._lock:
+            self._ready.clear()
+            self._by_batch.clear()
+            self._refused.clear()
+            self.entries.clear()
 
     def all_entries(self) -> list[Entry]:
         """The entries in use, the fallback last."""

@@ -17,7 +17,7 @@ from torchweft.capture.aten import check_level, level_of, run_aten
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
-from torchweft.context import TOLD, Context
+from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
 from torchweft.gate import Shadow, first_difference
@@ -39,11 +39,7 @@ def context(
     *, phase: str | None = None, tokens_per_request: Sequence[int] = (), num_tokens: int = 0
 ) -> Iterator[None]:
     """What the host knows of the calls inside, beyond their shapes."""
-    told = {
-        "phase": phase,
-        "tokens_per_request": tuple(tokens_per_request),
-        "num_tokens": num_tokens,
-    }
+    told = Told(phase, tuple(tokens_per_request), num_tokens)
     token = TOLD.set(told)
     try:
         yield
@@ -143,10 +139,10 @@ class Session:
         told = TOLD.get()
         rows = env.get(graph.batch or "", 1)
         sizes = {name: size for name, size in env.items() if name != graph.batch}
-        if not told:
+        if told is None:
             return Context(rows, sizes=sizes)
-        requests = told["tokens_per_request"] if sum(told["tokens_per_request"]) == rows else ()
-        return Context(rows, told["num_tokens"], requests, told["phase"], sizes)
+        requests = told.tokens_per_request if sum(told.tokens_per_request) == rows else ()
+        return Context(rows, told.num_tokens, requests, told.phase, sizes)
 
     def settle(self, breaks: Sequence[str]) -> None:
         """What is to be seen to after a call in which Dynamo compiled, and after the first."""

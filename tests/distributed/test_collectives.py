@@ -317,9 +317,46 @@ def check_error(rank):
         weft.compile(bits_of_floats, weft.overlap(parts=2))(x)
 
 
+def check_unlike_pieces(rank):
+    """An all_to_all whose pieces are of other sizes on the other rank: run whole, as eager."""
+    sends, receives = ([1, 3], [1, 2]) if rank == 0 else ([2, 4], [3, 4])
+
+    def exchange(x):
+        return funcol.all_to_all_single(x * 2, receives, sends, dist.group.WORLD) + 1
+
+    x = torch.arange(4.0 * sum(sends)).view(-1, 4) + rank
+    want = exchange(x)
+    model = weft.compile(exchange, weft.overlap(parts=2))
+    for _ in range(3):
+        assert torch.equal(model(x), want)
+    assert weft.report(model).num_uncaptured == 0
+
+
+def check_send(rank):
+    """Functional send and receive, rank 0 ahead of rank 1: what is received is what was sent."""
+    name, ops = dist.group.WORLD.group_name, torch.ops._c10d_functional
+
+    def first(x):
+        y = x * 2
+        ops.wait_tensor(ops.isend(y, 1, 0, name))
+        return y
+
+    def second(x):
+        return ops.wait_tensor(ops.irecv(torch.empty_like(x), 0, 0, name)) + 1
+
+    x = torch.arange(24.0).view(6, 4)
+    model = weft.compile((first, second)[rank], weft.overlap(parts=2))
+    for _ in range(3):
+        assert torch.equal(model(x), x * 2 + rank)
+    report = weft.report(model)
+    assert report.num_uncaptured == 0 and not report.breaks, report
+    assert [kind for kind, _ in talks(model)] == [("send", "recv")[rank]]
+
+
 CASES = {f"form {name}": functools.partial(check_form, name=name) for name in ROWS}
 CASES |= {f"break {name}": functools.partial(check_break, name=name) for name in BREAKS}
-CASES["error"] = check_error
+CASES |= {"unlike pieces": check_unlike_pieces, "send": check_send}
+CASES["error"] = check_error  # the last: its group is dead afterwards
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from torchweft.bench import overlap
-from torchweft.bench.overlap_candidates import CANDIDATES
+from torchweft.bench.overlap_candidates import TABLES
 from torchweft.bench.overlap_rows import finalists, row, summary
 from torchweft.errors import WeftError
 
-KINDS = {each.name: each.kind for each in CANDIDATES}
-PARTS = {each.name: each.parts for each in CANDIDATES}
+KINDS = {each.name: each.kind for each in TABLES["race"]}
+PARTS = {each.name: each.parts for each in TABLES["race"]}
 CASE = {"model": "dense", "phase": "prefill", "link": "1gbit half duplex"}
 
 

@@ -1,6 +1,6 @@
 """The programs of the overlap bench, as a table: baseline, floors, peers, weft, and the control.
 
-CANDIDATES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
+TABLES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
 
 The peers live in `benchmarks/`, plain torch that knows nothing of weft. A candidate that cannot run
 here raises `Absent` with the reason, which stands in the row.
@@ -20,10 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchweft.api import compile
+from torchweft.api import compile, session_of
 from torchweft.bench.overlap_race import Call
 from torchweft.errors import WeftError
 from torchweft.scheduler import Scheduler
+from torchweft.session import context
 from torchweft.strategies import overlap, sequential
 from torchweft.strategy import Strategy, as_strategy
 
@@ -40,6 +41,7 @@ class Arena:
     """What a candidate is built from."""
 
     name: str
+    phase: str
     model: nn.Module
     x: Tensor
     sizes: Any
@@ -172,4 +174,53 @@ def _table() -> tuple[Candidate, ...]:
     )
 
 
-CANDIDATES = _table()
+@as_strategy
+def by_phase(s: Scheduler, *, parts: int = 4) -> None:
+    """Parts for prefill; a decode step is too small for them."""
+    if s.context.phase == "decode":
+        return s.sequential("a decode step is too small for parts")
+    function: Callable[..., None] = overlap.function
+    return function(s, parts=parts)
+
+
+def _told(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
+    """Weft as a host would call it, which tells the phase."""
+    model = _weft(strategy, options, arena)
+
+    def call(x: Tensor) -> Tensor:
+        with context(phase=arena.phase):
+            return model(x)
+
+    call.model = model  # type: ignore[attr-defined]
+    return call
+
+
+def _forgetful(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
+    """The same without a memory for plans."""
+    model = _weft(strategy, options, arena)
+
+    def call(x: Tensor) -> Tensor:
+        for piece in session_of(model).pieces:
+            piece.forget()
+        with context(phase=arena.phase):
+            return model(x)
+
+    call.model = model  # type: ignore[attr-defined]
+    return call
+
+
+def _ablation() -> tuple[Candidate, ...]:
+    full = {"inner": "inductor"}
+    return (
+        Candidate("sequential", "baseline", _sequential),
+        Candidate("sequential_again", "baseline", _sequential),
+        Candidate("full", "weft", partial(_told, by_phase, full)),
+        Candidate("no_zero_copy", "weft", partial(_told, by_phase, {**full, "zero_copy": False})),
+        Candidate("no_plan_cache", "weft", partial(_forgetful, by_phase, full)),
+        Candidate("no_block_sharing", "weft", partial(_told, by_phase, {**full, "blocks": False})),
+        Candidate("fixed_strategy", "weft", partial(_told, overlap(parts=4), full)),
+        Candidate("no_inductor", "weft", partial(_told, by_phase, {})),
+    )
+
+
+TABLES = {"race": _table(), "ablation": _ablation()}

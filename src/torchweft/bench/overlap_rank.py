@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from torch._dynamo.utils import counters
 
 from torchweft import lab
 from torchweft.api import plans, report, trace
-from torchweft.bench.overlap_candidates import CANDIDATES, Absent, Arena, Candidate, peer_module
+from torchweft.bench.overlap_candidates import TABLES, Absent, Arena, Candidate, peer_module
 from torchweft.bench.overlap_race import Call, Run, calls_of_a_run, race
 from torchweft.bench.overlap_rows import MAX_DIFF, finalists
 from torchweft.errors import clip
@@ -58,6 +59,7 @@ class Field:
     runs: dict[str, Run] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     diffs: dict[str, float] = field(default_factory=dict)
+    set_up_s: dict[str, float] = field(default_factory=dict)
 
 
 def main(text: str) -> None:
@@ -81,7 +83,8 @@ def main(text: str) -> None:
 def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
     """What the races of one case found, link by link."""
     arena = make_arena(spec)
-    chosen = [each for each in CANDIDATES if spec["names"] is None or each.name in spec["names"]]
+    table = TABLES[spec.get("table", "race")]
+    chosen = [each for each in table if spec["names"] is None or each.name in spec["names"]]
     links = spec["links"] if lab.is_limited() else [lab.Link().label]
     total = len(chosen) + len(links) * (spec["num_rounds"] + spec["num_pairs"])
     done = 0
@@ -92,8 +95,10 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
         _say("progress", [done, total])
 
     scale, entered = enter(chosen, arena, side, step)
-    known = {
-        "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in CANDIDATES},
+    known: dict[str, Any] = {
+        "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in table},
+        "kinds": {each.name: each.kind for each in table},
+        "set_up_s": entered.set_up_s,
         "diffs": entered.diffs,
         "absent": entered.absent,
         "scale": scale,
@@ -102,13 +107,18 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
     for link in links:
         if lab.is_limited():
             lab.set_rate(link)
-        yield {**known, "link": link, **_over_link(spec, arena, entered, side, order, step)}
+        yield {
+            **known,
+            "link": link,
+            **_over_link(spec, arena, entered, known["kinds"], side, order, step),
+        }
 
 
 def _over_link(
     spec: Mapping[str, Any],
     arena: Arena,
     entered: Field,
+    kinds: Mapping[str, str],
     side: dist.ProcessGroup,
     order: Random,
     step: Callable[[], None],
@@ -116,10 +126,11 @@ def _over_link(
     """The races over the link as it is now."""
     num_calls = calls_of_a_run(entered.runs["sequential"], side)
     options: dict[str, Any] = {"num_calls": num_calls, "group": side, "on_round": step}
-    kinds = {each.name: each.kind for each in CANDIDATES}
     compiled = num_graphs()
-    first = race(entered.runs, order=order, num_rounds=spec["num_rounds"], **options)
-    runs = {name: entered.runs[name] for name in finalists(first, kinds)}
+    first, runs = {}, entered.runs
+    if spec["num_rounds"]:
+        first = race(runs, order=order, num_rounds=spec["num_rounds"], **options)
+        runs = {name: runs[name] for name in finalists(first, kinds)}
     times = race(runs, order=order, num_rounds=spec["num_pairs"], **options)
     late = num_graphs() - compiled
     usual = copied_bytes(runs["sequential"])
@@ -136,7 +147,6 @@ def _over_link(
         "timeline": timeline,
         "times": times,
         "first": first,
-        "kinds": kinds,
         "fallbacks": {
             name: told for name, call in entered.calls.items() if (told := fallbacks_of(call))
         },
@@ -154,7 +164,7 @@ def make_arena(spec: Mapping[str, Any]) -> Arena:
     make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
     model = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
     x = models.inputs(model, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)
-    return Arena(spec["model"], model, x, sizes)
+    return Arena(spec["model"], spec["phase"], model, x, sizes)
 
 
 def enter(
@@ -167,7 +177,9 @@ def enter(
     for candidate in chosen:
         own = arena.x.clone()
         try:
+            start = time.perf_counter()
             call, reason = _warm(candidate, arena, own, side)
+            entered.set_up_s[candidate.name] = time.perf_counter() - start
             if call is not None and candidate.comparable:
                 diff = _all_max((call(own) - wanted).abs().max().item(), side)
                 entered.diffs[candidate.name] = diff
@@ -218,11 +230,12 @@ def parts_of(candidate: Candidate, call: Call | None) -> int:
         return candidate.parts
     if fallbacks_of(call):
         return 1
-    return max((plan.num_parts for plan in plans(call)), default=1)
+    return max((plan.num_parts for plan in plans(getattr(call, "model", call))), default=1)
 
 
 def fallbacks_of(call: Call) -> list[str]:
     """Why calls of weft did not run as their strategy says; empty for all others."""
+    call = getattr(call, "model", call)
     if getattr(getattr(call, "_compiled_call_impl", None), "session", None) is None:
         return []
     return [str(each) for each in report(call).fallbacks]

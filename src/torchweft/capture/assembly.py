@@ -79,7 +79,12 @@ class Assembly:
                 for node in region.calls
                 if node in wanted and self.canonical.get(node, node) is node
             ]
-            if makes or self._writes_outside(region, writer) or _asserts(region):
+            if (
+                makes
+                or region.collective
+                or self._writes_outside(region, writer)
+                or _asserts(region)
+            ):
                 self._make_op(region, writer, makes)
                 made.append((region, writer, makes))
         self._place(made)

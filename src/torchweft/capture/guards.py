@@ -7,12 +7,16 @@ where the model's own code looked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
 from torch import fx
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,35 @@ class Guards:
 
     def refuse(self, env: Mapping[str, int]) -> str:
         """The first condition that these sizes break, as text; empty if they break none."""
-        for condition in self.conditions:
-            values = {symbol: env.get(str(symbol)) for symbol in condition.free_symbols}
-            if None in values.values():
-                continue
-            if condition.xreplace({s: sympy.Integer(v) for s, v in values.items()}) == sympy.false:
-                return str(condition)
+        for text, names, holds in self._checks:
+            if names <= env.keys() and not holds(env):
+                return text
         return ""
+
+    @cached_property
+    def _checks(self) -> list[tuple[str, frozenset[str], Callable[[Mapping[str, int]], bool]]]:
+        """Each condition as text, with its symbols, and as a function of their numbers."""
+        return [(str(c), frozenset(map(str, c.free_symbols)), _check(c)) for c in self.conditions]
+
+
+def _check(condition: Any) -> Callable[[Mapping[str, int]], bool]:
+    """A condition as Python: sympy itself would take longer than the call that it guards."""
+    symbols = sorted(condition.free_symbols, key=str)
+    names = {symbol: f"env[{str(symbol)!r}]" for symbol in symbols}
+    text = _Printer(names).doprint(condition)
+    found: Callable[[Mapping[str, int]], bool] = eval(f"lambda env: {text}", {"math": math})
+    return found
+
+
+class _Printer(PythonPrinter):
+    """Prints expressions with other names for their symbols."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def _print_Symbol(self, symbol: Any) -> str:  # noqa: N802
+        return self.names[symbol]
 
 
 def guards_of(gm: fx.GraphModule, batch: str | None) -> Guards:
@@ -40,7 +66,8 @@ def guards_of(gm: fx.GraphModule, batch: str | None) -> Guards:
     found: list[Any] = []
     for symbol, span in env.var_to_range.items():
         if str(symbol) == batch:
-            found += [sympy.Ge(symbol, span.lower), sympy.Le(symbol, span.upper)]
+            found.append(sympy.Ge(symbol, span.lower))
+            found += [sympy.Le(symbol, span.upper)] if span.upper != int_oo else []
     for guard in env.guards:
         if batch in map(str, guard.expr.free_symbols):
             found.append(guard.expr)
