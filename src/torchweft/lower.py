@@ -16,7 +16,7 @@ from torchweft.conflicts import Ledger, conflicts
 from torchweft.errors import MemoryPlanError
 from torchweft.graph import Graph
 from torchweft.memory import add_frees, share_buffers
-from torchweft.plan import Place, Plan, Range, Step
+from torchweft.plan import Place, Plan, Range, Step, holds
 
 
 def lower(plan: Plan, *, buffers: bool = False) -> Plan:
@@ -174,15 +174,9 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
         for name in names:
             root = graph.root[name]
             wide = None if graph.value[name].batch is None else step.parts
-            if root in pieces and not any(_inside(wide, piece) for piece in pieces[root]):
+            if root in pieces and not any(holds(piece, wide) for piece in pieces[root]):
                 torn.add(root)
     return torn
-
-
-def _inside(parts: Range | None, piece: Range | None) -> bool:
-    if piece is None or parts is None:
-        return piece is None
-    return piece[0] <= parts[0] and parts[1] <= piece[1]
 
 
 def add_waits(plan: Plan) -> Plan:

@@ -109,6 +109,13 @@ def bracket(parts: Range | None) -> str:
     return f"[{start}]" if stop == start + 1 else f"[{start}:{stop}]"
 
 
+def holds(piece: Range | None, parts: Range | None) -> bool:
+    """Whether a piece has all these parts."""
+    if piece is None or parts is None:
+        return piece is None
+    return piece[0] <= parts[0] and parts[1] <= piece[1]
+
+
 @dataclass(frozen=True)
 class Plan:
     """All steps in lane order, with the cut, the lanes and the places they speak of.

@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
+from torchweft.bench import memory
 from torchweft.bench.meter import Meter
 from torchweft.capture.outs import Into, Room
 from torchweft.capture.replay import placed_nowhere
 from torchweft.graph import Graph, Op
+from torchweft.machine import cpu
 from torchweft.runtimes.cpu import Lanes, run
 from torchweft.runtimes.writer import compile_program
 
@@ -263,3 +265,39 @@ def test_the_meter_counts_what_lives_at_once():
         z.clone()
     assert (meter.peak_bytes, meter.copied_bytes) == (800, 400)
     assert meter.live_bytes == 400
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_on_several_lanes_write_into_one_room(seed):
+    """Whichever lane comes first makes the room, and none makes a second one."""
+
+    def spread(s):
+        s.split(4)
+        while ready := s.ready():
+            for op, part in ready:
+                s.run(op, part, lane=("compute", "compute1", "compute2")[(part + seed) % 3])
+        s.merge()
+
+    torch.manual_seed(seed)
+    model, x = Many().eval(), torch.randn(12, 5, WIDE)
+    wanted = model(x)
+    weft.compile(model, spread, machine=cpu(3), jitter=True)
+    for _ in range(3):
+        found = model(x)
+        assert all(torch.allclose(found[n], wanted[n], atol=1e-6) for n in wanted)
+    (plan,) = weft.plans(model)
+    assert len({step.lane for step in plan.steps if step.kind == "run"}) == 3
+    assert not [step for step in plan.steps if step.kind == "copy"]
+
+
+def test_bench_memory_meters_a_model_of_the_zoo():
+    pytest.importorskip("transformers")
+    rows, summary = memory.run(models="vit")
+    assert [(row["parts"], row["split"], row["error"]) for row in rows] == [
+        (2, True, ""), (4, True, ""),
+    ]  # fmt: skip
+    assert summary["models"] == 1 and summary["share_zero_copy"] == 1.0
+    assert 0 < summary["worst_peak_ratio"] <= 1.05
+    with pytest.raises(weft.WeftError, match="Did you mean 'vit'"):
+        memory.run(models="vitt")

@@ -14,7 +14,6 @@ import torch
 
 from torchweft.errors import PlanError
 from torchweft.graph import Value
-from torchweft.plan import Range
 
 
 class First:
@@ -65,15 +64,8 @@ def _poisoned(room: Any, poison: bool) -> Any:
     return room.fill_(float("nan")) if poison and room.is_floating_point() else room
 
 
-def holds(piece: Range | None, parts: Range | None) -> bool:
-    """Whether a piece of a value has these parts of it."""
-    if piece is None or parts is None:
-        return piece is None
-    return piece[0] <= parts[0] and parts[1] <= piece[1]
-
-
 def into_of(body: Any, op: str) -> Any:
-    """How the body of an op writes into places. Raises `PlanError` if it cannot."""
+    """The form of a body that writes into rooms. Raises `PlanError` if it has none."""
     into = getattr(body, "into", None)
     if into is None:
         text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."

@@ -30,8 +30,8 @@ from typing import Any
 
 from torchweft.errors import PlanError
 from torchweft.graph import Value
-from torchweft.plan import Plan, Range, Step
-from torchweft.runtimes.places import First, holds, into_of, room_for, whole_like
+from torchweft.plan import Plan, Range, Step, holds
+from torchweft.runtimes.places import First, into_of, room_for, whole_like
 from torchweft.runtimes.program import Body, Jitter, Program
 from torchweft.runtimes.rows import putter, taker
 from torchweft.sizes import Size
