@@ -14,6 +14,7 @@ From outside of it, rules that are handed to `capture`:
 
 A mark adds no graph break. In model code the innermost mark wins; a rule wins over model code,
 and of two rules the first. `rows` is a declaration: the user vouches that the op is row-wise.
+`inner` is what runs the calls inside the op, such as "eager" where the model is under "inductor".
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ from torchweft.errors import CaptureError, clip, unknown
 from torchweft.graph import NAME, ROWS, USES
 
 KEY = "weft"
+INNERS = ("eager", "inductor", "onednn")
 Form = Literal["module", "function", "path", "op", "name"]
 FRAME = re.compile(r'File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A name for an op, what it uses, and how it treats rows (None: find out)."""
+    """A name for an op, what it uses, how it treats rows (None: find out), what compiles it."""
 
     name: str
     uses: str | None = None
     rows: str | None = None
+    inner: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self.name, self.uses, self.rows)
+        _check(self.name, self.uses, self.rows, self.inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,16 @@ class MarkRule:
 
 
 @contextlib.contextmanager
-def mark(name: str, uses: str | None = None, rows: str | None = None) -> Iterator[None]:
+def mark(
+    name: str, uses: str | None = None, rows: str | None = None, inner: str | None = None
+) -> Iterator[None]:
     """Make one op of the calls inside; also a decorator.
 
     >>> with mark("attention", uses="memory"):
     ...     y = x + 1
     """
-    _check(name, uses, rows)
-    with torch.fx.traceback.annotate({KEY: f"{name}|{uses or ''}|{rows or ''}"}):
+    _check(name, uses, rows, inner)
+    with torch.fx.traceback.annotate({KEY: f"{name}|{uses or ''}|{rows or ''}|{inner or ''}"}):
         yield
 
 
@@ -79,6 +84,7 @@ def mark_module(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
@@ -87,7 +93,7 @@ def mark_module(
             f"mark_module: {clip(module)} is neither a module nor a class of modules."
         )
     found = module.__name__ if isinstance(module, type) else type(module).__name__
-    return MarkRule(Mark(name or found, uses, rows), "module", module, found)
+    return MarkRule(Mark(name or found, uses, rows, inner), "module", module, found)
 
 
 def mark_function(
@@ -96,20 +102,26 @@ def mark_function(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a Python function (or a torch function) computes is one op a call."""
     if not callable(function):
         raise CaptureError(f"mark_function: {clip(function)} is not a function.")
     found = getattr(function, "__name__", type(function).__name__)
     plain = re.sub(r"\W", "_", found)
-    return MarkRule(Mark(name or plain, uses, rows), "function", function, found)
+    return MarkRule(Mark(name or plain, uses, rows, inner), "function", function, found)
 
 
 def mark_path(
-    pattern: str, name: str, *, uses: str | None = None, rows: str | None = None
+    pattern: str,
+    name: str,
+    *,
+    uses: str | None = None,
+    rows: str | None = None,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a module computes whose path matches the whole regular expression."""
-    return MarkRule(Mark(name, uses, rows), "path", _compiled(pattern), pattern)
+    return MarkRule(Mark(name, uses, rows, inner), "path", _compiled(pattern), pattern)
 
 
 def mark_op(
@@ -118,10 +130,11 @@ def mark_op(
     *,
     uses: str | None = None,
     rows: str | None = None,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: each call whose target (such as `aten.mm.default`) matches the regular expression."""
     plain = re.sub(r"\W+", "_", pattern).strip("_") or "op"
-    return MarkRule(Mark(name or plain, uses, rows), "op", _compiled(pattern), pattern)
+    return MarkRule(Mark(name or plain, uses, rows, inner), "op", _compiled(pattern), pattern)
 
 
 def marks_of(
@@ -175,8 +188,8 @@ def _mark_of(node: fx.Node, rules: Sequence[MarkRule]) -> tuple[MarkRule | Mark 
     custom = node.meta.get("custom") or {}
     if KEY not in custom:
         return None, None
-    name, uses, rows = str(custom[KEY]).split("|")
-    return Mark(name, uses or None, rows or None), None
+    name, *options = str(custom[KEY]).split("|")
+    return Mark(name, *(option or None for option in options)), None
 
 
 def _hit(node: fx.Node, rule: MarkRule) -> tuple[bool, object]:
@@ -250,7 +263,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise CaptureError(f"mark: {clip(pattern)} is not a regular expression: {error}.") from None
 
 
-def _check(name: str, uses: str | None, rows: str | None) -> None:
+def _check(name: str, uses: str | None, rows: str | None, inner: str | None) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise CaptureError(
             f"mark: {clip(name)} is not a name. Use letters, digits, '_', '.' and '$'."
@@ -259,3 +272,5 @@ def _check(name: str, uses: str | None, rows: str | None) -> None:
         raise CaptureError(f"mark: {unknown('resource', uses, USES)}")
     if rows is not None and rows not in ROWS:
         raise CaptureError(f"mark: {unknown('kind of rows', rows, ROWS)}")
+    if inner is not None and inner not in INNERS:
+        raise CaptureError(f"mark: {unknown('inner compiler', inner, INNERS)}")

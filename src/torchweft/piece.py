@@ -68,7 +68,7 @@ class Piece:
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         self.unsplit = ""
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
-        self.bodies = compile_bodies(captured.bodies, session.inner)
+        self.bodies = compile_bodies(captured, session.inner)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
         self.entries: list[Entry] = []
         self.strategy_runs = 0

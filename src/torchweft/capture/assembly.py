@@ -143,7 +143,15 @@ class Assembly:
         name = self._name(region)
         code, sizes, key = writer.finish(makes)
         code = self.library.share(key, code)
-        body = Body(key, code, sizes, writer.switches_grad, *self._phases(region, code))
+        body = Body(
+            key,
+            code,
+            sizes,
+            writer.switches_grad,
+            *self._phases(region, code),
+            examples=tuple(self.rows.value(node) for node in reads),
+            inner=region.mark.inner if region.mark else None,
+        )
         draws = any(unit.draws for unit in region.units) and RNG in self.values
         self.values.update({value.name: value for value in made.values()})
         self.bodies[name] = body

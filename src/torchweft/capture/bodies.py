@@ -38,6 +38,8 @@ class Body:
     body(*reads, env=env)          makes, with sizes taken from `env`
     body.function(*reads, *sizes)  the same, for a caller that has evaluated `sizes` itself
     body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
+
+    `examples` are its reads as fake tensors; `inner` is the inner compiler that a mark asks for.
     """
 
     key: str
@@ -46,6 +48,8 @@ class Body:
     switches_grad: bool = False
     issue: Function | None = None
     complete: Function | None = None
+    examples: tuple[Any, ...] = ()
+    inner: str | None = None
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""

@@ -34,7 +34,7 @@ from torchweft.capture.sums import sink
 from torchweft.capture.units import find_units, source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
-from torchweft.marks import Mark, MarkRule, marks_of
+from torchweft.marks import MarkRule, marks_of
 from torchweft.sizes import ONE, Size
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
@@ -195,7 +195,7 @@ def analyse(
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
     marks, matched = marks_of(gm.graph, rules)
     if given is not None:  # in training a mark has insides that are saved: no one vouches for them
-        marks = {n: (Mark(m.name, m.uses), key) for n, (m, key) in marks.items()}
+        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
     best: tuple[float, Rows, Assembly] | None = None
     for symbols in tried:
         declared = {

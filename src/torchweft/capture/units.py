@@ -214,8 +214,6 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
             unit.reads |= storages(rows.value(used))
     if is_collective(nodes[0]):
         unit.collective, unit.key = nodes[0], ("collective", nodes[0].name)
-        uses = unit.mark.uses if unit.mark else None
-        unit.mark = Mark(unit.mark.name, uses, unit.mark.rows) if unit.mark else None
     return unit
 
 
