@@ -24,6 +24,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
+from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
@@ -54,6 +55,7 @@ def compile(
     shadow: int = 0,
     level: str | None = None,
     watchdog_s: float = WATCHDOG_S,
+    blocks: bool = True,
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -65,12 +67,14 @@ def compile(
     shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
+    blocks: whether repeated modules, such as the layers of a transformer, are captured once.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s,
+        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
@@ -89,7 +93,7 @@ def compile(
 def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
     compiled = compile_by(session.backend, call)
-    watch = Watch(session.batch if isinstance(session.batch, int) else 0)
+    watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         if session.shadow is None:

@@ -48,6 +48,7 @@ class Report:
     num_shadowed: int = 0
     shadow_failures: tuple[Check, ...] = ()
     seen_breaks: tuple[str, ...] = ()
+    unblocked: str = ""
 
     @property
     def split_share(self) -> float | None:
@@ -86,6 +87,8 @@ class Report:
             lines.append(
                 f"  shadow checks: {self.num_shadowed}, {wrong} of them differed from eager"
             )
+        if self.unblocked:
+            lines.append(f"  captured without blocks: {self.unblocked}")
         if self.num_breaks:
             lines.append(f"  graph breaks: {self.num_breaks}; each piece is scheduled on its own")
         lines += [f"    not captured, runs as it is: {text}" for text in self.breaks]
@@ -130,6 +133,7 @@ def report_of(session: Session) -> Report:
         num_shadowed=session.shadow.num_compared if session.shadow else 0,
         shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
         seen_breaks=tuple(session.breaks),
+        unblocked=session.blocks.refused if session.blocks is not None else "",
     )
 
 

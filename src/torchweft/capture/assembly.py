@@ -8,8 +8,9 @@ belong to an input, or are handed out twice.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Assembly:
     reasons: dict[str, str] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
+    bases: dict[str, str] = field(default_factory=dict)
+    num_names: Counter[str] = field(default_factory=Counter)
     phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,15 +64,22 @@ class Assembly:
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
         writers = []
+        wanted: set[fx.Node] = set()
         for region in self.regions:
             copied, canonical = self.is_copied, self.canonical
             writer = Writer(self.gm, self.rows, copied, canonical, self.modes, self.written)
-            writer.write(region.calls)
+            if region.block is None:
+                writer.write(region.calls)
+            else:
+                wanted |= {self._operand(region, place) for place in region.block.inputs.values()}
             writers.append(writer)
-        wanted = {node for writer in writers for node in writer.reads}
+        wanted |= {node for writer in writers for node in writer.reads}
         wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
         self._make_inputs(wanted)
         for region, writer in zip(self.regions, writers, strict=True):
+            if region.block is not None:
+                self._stamp(region)
+                continue
             makes = [
                 node
                 for node in region.calls
@@ -77,6 +87,33 @@ class Assembly:
             ]
             if makes or self._writes_outside(region, writer) or _asserts(region):
                 self._make_op(region, writer, makes)
+
+    def _operand(self, region: Region, place: int) -> fx.Node:
+        """What the call of a block is given in a place."""
+        node = region.calls[0].args[2 + place]
+        assert isinstance(node, fx.Node), "templates refuse constants"
+        return self.canonical.get(node, node)
+
+    def _stamp(self, region: Region) -> None:
+        """Add the ops of a block, under names of their own."""
+        template, call = region.block, region.calls[0]
+        names = {
+            name: value_name(self._operand(region, place))
+            for name, place in template.inputs.items()
+        }
+        for taker in region.calls[1:]:
+            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])  # type: ignore[index]
+        for value in template.values:
+            names.setdefault(value.name, f"{value_name(call)}.{value.name}")
+        values, ops = template.stamp(names)
+        self.values.update({value.name: value for value in values})
+        for op in ops:
+            name = self._unique(template.bases[op.name])
+            self.ops.append(replace(op, name=name))
+            self.bodies[name] = template.bodies[op.name]
+            self.num_calls[name] = template.num_calls[op.name]
+            if op.name in template.reasons:
+                self.reasons[name] = template.reasons[op.name]
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
@@ -268,10 +305,17 @@ class Assembly:
             if isinstance(told.target, torch._ops.OpOverload):
                 target = str(told.target.overloadpacket)
             base = re.sub(r"\W", "_", target.split(".")[-1])
-        name, number = base, 1
-        while name in self.bodies:
-            name, number = f"{base}.{number}", number + 1
-        return name
+        return self._unique(base)
+
+    def _unique(self, base: str) -> str:
+        """A name for one more op that is to be called so."""
+        while True:
+            number = self.num_names[base]
+            self.num_names[base] += 1
+            name = f"{base}.{number}" if number else base
+            if name not in self.bodies:
+                self.bases[name] = base
+                return name
 
 
 def value_name(node: fx.Node) -> str:

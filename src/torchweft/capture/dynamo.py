@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +31,7 @@ from torchweft.capture.buffers import drop_buffers
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import Rows, find_rows
 from torchweft.capture.sums import sink
+from torchweft.capture.templates import Templates
 from torchweft.capture.units import find_units, source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
@@ -169,18 +170,23 @@ def capture(
     rules: Sequence[MarkRule] = (),
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
+    blocks: bool = False,
 ) -> Captured:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
-    that are one. By default the dims that the user marked dynamic, else dim 0.
+    that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks` a
+    region of the graph is looked at once and stamped wherever it is called, else it is one op.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
     _refuse_subclasses(gm)
-    drop_buffers(gm)
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            drop_buffers(part)
     tried = candidates(gm, example_inputs, batch)
-    return replace(analyse(gm, tried, rules=rules, name=name)[0], broken=break_of(gm))
+    found, _ = analyse(gm, tried, rules=rules, name=name, blocks=blocks)
+    return replace(found, broken=break_of(gm))
 
 
 def analyse(
@@ -191,28 +197,47 @@ def analyse(
     name: str = "graph",
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
+    blocks: bool = False,
 ) -> tuple[Captured, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
-    marks, matched = marks_of(gm.graph, rules)
-    if given is not None:  # in training a mark has insides that are saved: no one vouches for them
-        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
-    best: tuple[float, Rows, Assembly] | None = None
+    best: tuple[float, Rows, Assembly, frozenset[MarkRule]] | None = None
     for symbols in tried:
-        declared = {
-            n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"
-        }
-        rows = find_rows(gm, symbols, declared, level=level, given=given)
-        units = find_units(gm.graph, rows, marks)
-        settle(units, rows, gm.graph)
-        assembly = Assembly(gm, rows, cut(sink(units, rows), rows), units)
-        assembly.build()
-        share = _share(assembly)
+        rows, built, matched = assemble(
+            gm, symbols, rules=rules, level=level, given=given, blocks=blocks
+        )
+        share = _share(built)
         if best is None or share > best[0]:
-            best = (share, rows, assembly)
+            best = (share, rows, built, matched)
         if share >= GOOD_SHARE:
             break
     assert best is not None, "there is always a candidate"
-    return _captured(gm, best[1], best[2], frozenset(matched), name), best[1]
+    _, rows, built, matched = best
+    return _captured(gm, rows, built, matched, name), rows
+
+
+def assemble(
+    gm: fx.GraphModule,
+    symbols: Symbols,
+    *,
+    rules: Sequence[MarkRule] = (),
+    level: str = "torch",
+    given: Mapping[str, Axis | None] | None = None,
+    blocks: bool = False,
+) -> tuple[Rows, Assembly, frozenset[MarkRule]]:
+    """Cut a graph into ops by one symbol for the batch; the rules that matched."""
+    marks, matched = marks_of(gm.graph, rules)
+    if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
+        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
+    declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
+    inside = partial(assemble, rules=rules, level=level)
+    templates = Templates(gm, marks, symbols, inside) if blocks else None
+    rows = find_rows(gm, symbols, declared, level=level, given=given, templates=templates)
+    units = find_units(gm.graph, rows, marks)
+    settle(units, rows, gm.graph)
+    built = Assembly(gm, rows, cut(sink(units, rows), rows), units)
+    built.build()
+    inner = [template.matched for template in rows.blocks.values()]
+    return rows, built, frozenset(matched).union(*inner)
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:

@@ -80,7 +80,7 @@ def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody
 
 
 def compiled(bodies: Iterable[Body | InnerBody]) -> tuple[int, tuple[str, ...]]:
-    """How often Inductor compiled for these bodies, and which run eagerly against the user's will."""
+    """How often Inductor compiled for these bodies, and which run eagerly instead."""
     structures = {
         id(body.by): body.by for body in bodies if isinstance(body, InnerBody) and body.by
     }

@@ -16,6 +16,7 @@ can run beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -58,6 +59,11 @@ class Region:
         return self.units[0].collective
 
     @property
+    def block(self) -> Any:
+        """The template of the block that is called, if the region is one."""
+        return self.units[0].block
+
+    @property
     def reason(self) -> Unit:
         """The unit that makes the region what it is."""
         return next(unit for unit in self.units if unit.kind == self.kind)
@@ -93,6 +99,7 @@ def _awaited(units: list[Unit]) -> list[frozenset[int]]:
         awaits = frozenset[int]().union(*(behind.get(node, frozenset()) for node in used))
         found.append(awaits)
         slow = unit.collective is not None or (unit.mark and unit.mark.uses in ("network", "io"))
+        slow = slow or (unit.block is not None and unit.block.is_slow)
         behind |= dict.fromkeys(unit.nodes, awaits | {number} if slow else awaits)
     return found
 
@@ -100,6 +107,8 @@ def _awaited(units: list[Unit]) -> list[frozenset[int]]:
 def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
     """Whether a unit may become part of the open region."""
     if unit.collective is not None or region.collective is not None or region.key != unit.key:
+        return False
+    if unit.block is not None or region.block is not None:
         return False
     if unit.key is not None:
         return True
