@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from torchweft.marks import MarkRule
 log = logging.getLogger("torchweft")
 MIN_BLOCKS = 2
 MAX_TEXT = 300
+MODULE = re.compile(r"_modules\['([^']+)'\]")
 INVOKE = torch.ops.higher_order.invoke_subgraph
 MADE_BY_WEIGHTS = ("TENSOR_MATCH", "DUPLICATE_INPUT")  # guards that each weight brings along
 
@@ -83,9 +85,9 @@ class Blocks:
         """
         if not self._plain:
             return False
-        self.unwrap()
         guards = TracingContext.get().guards_context.dynamo_guards
-        _forget_wrappers(guards)
+        _forget_wrappers(guards, self._is_wrapper)
+        self.unwrap()
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         given = {
             node: tensor
@@ -103,6 +105,15 @@ class Blocks:
             if template.source != call.source:
                 _copy_guards(guards, template.source, call.source)
         return bool(nodes)
+
+
+    def _is_wrapper(self, source: Source) -> bool:
+        """Whether what Dynamo found there is a `forward` of ours, and not the user's own."""
+        path = MODULE.findall(source.name)
+        if not source.name.endswith("['forward']") or not path:
+            return False
+        kinds = type(self.model.get_submodule(".".join(path))).__mro__
+        return next(kind for kind in kinds if "forward" in vars(kind)) in self._plain
 
 
 class _Call:
@@ -226,28 +237,20 @@ def _source_of(operand: Any, module: nn.Module, name: str) -> Source:
     return source
 
 
-def _forget_wrappers(guards: GuardsSet) -> None:
+def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) -> None:
     """Let guards on what a wrapper holds be guards on the `forward` that it stood for."""
     found = list(guards)
     guards.clear()
     for guard in found:
-        held = _held_by_wrapper(guard.originating_source)
-        if held is not None:
-            source = _rebase(guard.originating_source, *held, {})
-            guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
+        chain = [guard.originating_source]
+        while isinstance(chain[-1], ChainedSource):
+            chain.append(chain[-1].base)
+        for held, wrapper in zip(chain, chain[3:], strict=False):
+            is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
+            if is_cell and is_wrapper(wrapper):
+                source = _rebase(chain[0], held, wrapper, {})
+                guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
         guards.add(guard, collect_debug_stack=False)
-
-
-def _held_by_wrapper(source: Source) -> tuple[Source, Source] | None:
-    """The cell of a wrapper that a source goes through, and the wrapper itself."""
-    chain = [source]
-    while isinstance(chain[-1], ChainedSource):
-        chain.append(chain[-1].base)
-    for held, wrapper in zip(chain, chain[3:], strict=False):
-        is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
-        if is_cell and wrapper.name.endswith("['forward']"):
-            return held, wrapper
-    return None
 
 
 def _copy_guards(guards: GuardsSet, first: Source, other: Source) -> None:
