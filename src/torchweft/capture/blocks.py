@@ -106,7 +106,6 @@ class Blocks:
                 _copy_guards(guards, template.source, call.source)
         return bool(nodes)
 
-
     def _is_wrapper(self, source: Source) -> bool:
         """Whether what Dynamo found there is a `forward` of ours, and not the user's own."""
         path = MODULE.findall(source.name)
