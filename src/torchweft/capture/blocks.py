@@ -96,14 +96,18 @@ class Blocks:
         }
         modules = {id(module): module for module in self.model.modules()}
         first: dict[str, _Call] = {}
+        shown: dict[str, list[Guard]] = {}
         nodes = gm.graph.find_nodes(op="call_function", target=INVOKE)
         for node in nodes:
             call = _Call(node, modules, given)
-            template = first.setdefault(str(node.args[1]), call)
+            name = str(node.args[1])
+            template = first.setdefault(name, call)
             if template.names != call.names:
                 raise BlockError(f"block: {call} was given weights that are not its own.")
+            if name not in shown:
+                shown[name] = _guards_of(guards, call.source)
             if template.source != call.source:
-                _copy_guards(guards, template.source, call.source)
+                _copy_guards(shown[name], template.source, call.source, guards)
         return bool(nodes)
 
     def _is_wrapper(self, source: Source) -> bool:
@@ -252,16 +256,20 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
         guards.add(guard, collect_debug_stack=False)
 
 
-def _copy_guards(guards: GuardsSet, first: Source, other: Source) -> None:
+def _guards_of(guards: GuardsSet, block: Source) -> list[Guard]:
+    """The guards on a block and what is in it; those on weights are made for each block anyhow."""
+    prefix = block.name
+    inside = [guard for guard in guards if guard.name.startswith(prefix)]
+    return [guard for guard in inside if guard.create_fn_name() not in MADE_BY_WEIGHTS]
+
+
+def _copy_guards(shown: Sequence[Guard], first: Source, other: Source, guards: GuardsSet) -> None:
     """Guard a block as the first of its kind is guarded."""
     made: dict[Source, Source] = {}
-    for guard in list(guards):
-        name = guard.create_fn_name()
-        if guard.name.startswith(first.name) and name not in MADE_BY_WEIGHTS:
-            source = _rebase(guard.originating_source, first, other, made)
-            if source != guard.originating_source:
-                new = Guard(source, guard.create_fn, user_stack=guard.user_stack)
-                guards.add(new, collect_debug_stack=False)
+    for guard in shown:
+        source = _rebase(guard.originating_source, first, other, made)
+        new = Guard(source, guard.create_fn, user_stack=guard.user_stack)
+        guards.add(new, collect_debug_stack=False)
 
 
 def _rebase(source: Source, old: Source, new: Source, made: dict[Source, Source]) -> Source:
