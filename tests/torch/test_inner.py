@@ -169,6 +169,24 @@ def test_a_write_reaches_the_users_tensor():
         assert torch.equal(cache, mine)
 
 
+@torch.no_grad()
+def test_a_write_into_shared_bytes_is_seen_by_the_other_name():
+    class Writes(nn.Module):
+        def forward(self, x, one, two):
+            with weft.mark("write"):
+                one.add_(x)
+                return two * 2
+
+    model, x, base = Writes(), torch.randn(4, 2), torch.zeros(8, 2)
+    weft.compile(model, inner="inductor")
+    apart = model(x, base[:4], torch.ones(4, 2))
+    torch.testing.assert_close(apart, torch.full((4, 2), 2.0))
+    wanted = (base[:4] + x) * 2
+    torch.testing.assert_close(model(x, base[:4], base[:4]), wanted)
+    wanted = (base[1:5] + torch.cat((x[1:], torch.zeros(1, 2)))) * 2
+    torch.testing.assert_close(model(x, base[:4], base[1:5]), wanted)
+
+
 def test_inductor_lets_gradients_through():
     model, x = Mlp(bias=True), torch.randn(8, 32)
     model(x).sum().backward()

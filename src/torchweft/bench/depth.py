@@ -175,4 +175,4 @@ def _median_ms(call: Callable[[torch.Tensor], Any], tokens: torch.Tensor) -> flo
 
 def _over(faster: Any) -> tuple[float, float, float]:
     """How many times as fast, as a ratio of times: median, low, high."""
-    return tuple(round(1 / each, 3) for each in (faster.median, faster.high, faster.low))  # type: ignore[return-value]
+    return tuple(round(1 / each, 3) for each in (faster.median, faster.high, faster.low))

@@ -102,7 +102,7 @@ class Assembly:
             for name, place in template.inputs.items()
         }
         for taker in region.calls[1:]:
-            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])  # type: ignore[index]
+            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])
         for value in template.values:
             names.setdefault(value.name, f"{value_name(call)}.{value.name}")
         values, ops = template.stamp(names)

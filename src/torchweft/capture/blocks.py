@@ -134,7 +134,8 @@ class _Call:
             raise BlockError(f"block: nobody knows which module {node.name} calls.")
         self.text = f"{type(module).__name__} in {node.name}"
         own = {id(tensor): name for name, tensor in _tensors(module)}
-        operands = [(n, given[used]) for n, used in enumerate(node.args) if used in given]
+        used = [(n, arg) for n, arg in enumerate(node.args) if isinstance(arg, fx.Node)]
+        operands = [(n, given[arg]) for n, arg in used if arg in given]
         self.names = {n: own[id(tensor)] for n, tensor in operands if id(tensor) in own}
         if not self.names:
             raise BlockError(f"block: {self} uses no weight of its own.")
@@ -220,7 +221,7 @@ def _wants_gradients(model: nn.Module) -> bool:
 
 def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
     def region(*args: Any, **kwargs: Any) -> Any:
-        return invoke_subgraph_placeholder(forward, *args, **kwargs)
+        return invoke_subgraph_placeholder(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     return region
 
@@ -231,7 +232,7 @@ def _source_of(operand: Any, module: nn.Module, name: str) -> Source:
     holder = module.get_submodule(".".join(path))
     kind = "_parameters" if last in holder._parameters else "_buffers"
     suffix = "".join(f"._modules['{part}']" for part in path) + f".{kind}['{last}']"
-    source = getattr(operand, "_dynamo_source", None)
+    source: Source | None = getattr(operand, "_dynamo_source", None)
     wanted = source.name.removesuffix(suffix) if source is not None else ""
     while isinstance(source, ChainedSource) and source.name != wanted:
         source = source.base

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -28,14 +28,12 @@ from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.breaks import break_of
 from torchweft.capture.buffers import drop_buffers
-from torchweft.capture.regions import cut, settle
-from torchweft.capture.rows import Rows, find_rows
-from torchweft.capture.sums import sink
-from torchweft.capture.templates import Templates
-from torchweft.capture.units import find_units, source_of
+from torchweft.capture.rows import Rows
+from torchweft.capture.templates import assemble
+from torchweft.capture.units import source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
-from torchweft.marks import MarkRule, marks_of
+from torchweft.marks import MarkRule
 from torchweft.sizes import ONE, Size
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
@@ -213,31 +211,6 @@ def analyse(
     assert best is not None, "there is always a candidate"
     _, rows, built, matched = best
     return _captured(gm, rows, built, matched, name), rows
-
-
-def assemble(
-    gm: fx.GraphModule,
-    symbols: Symbols,
-    *,
-    rules: Sequence[MarkRule] = (),
-    level: str = "torch",
-    given: Mapping[str, Axis | None] | None = None,
-    blocks: bool = False,
-) -> tuple[Rows, Assembly, frozenset[MarkRule]]:
-    """Cut a graph into ops by one symbol for the batch; the rules that matched."""
-    marks, matched = marks_of(gm.graph, rules)
-    if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
-        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
-    declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
-    inside = partial(assemble, rules=rules, level=level)
-    templates = Templates(gm, marks, symbols, inside) if blocks else None
-    rows = find_rows(gm, symbols, declared, level=level, given=given, templates=templates)
-    units = find_units(gm.graph, rows, marks)
-    settle(units, rows, gm.graph)
-    built = Assembly(gm, rows, cut(sink(units, rows), rows), units)
-    built.build()
-    inner = [template.matched for template in rows.blocks.values()]
-    return rows, built, frozenset(matched).union(*inner)
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:

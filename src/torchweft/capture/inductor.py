@@ -8,14 +8,15 @@ granted is two look-ups away, and Dynamo is not asked: reads lie in memory witho
 order of their dims (what Dynamo guards anyhow, such as weights, is not looked at), and the numbers
 behind the symbols are known. What is new leads to another *variant*: dims in another order, sizes
 that break what the variants so far took for granted. A read with gaps is copied. Where Inductor
-fails, or a copy would hide a write, the body runs eagerly; the report tells it.
+fails, or a copy would hide a write, the body runs eagerly; the report names what Inductor
+failed at.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies import Body
 from torchweft.capture.guards import Guards
-from torchweft.capture.units import storages
+from torchweft.capture.rows import id_of
 from torchweft.graph import ITEM_BYTES, Value
+from torchweft.sizes import Size
 
 log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
+MAX_SIZES = 4096
 Function = Callable[..., Any]
 Order = tuple[int, ...]
 """The dims of a tensor, from the outermost in memory to the innermost."""
@@ -55,7 +58,7 @@ class Structure:
     """A body on reads of certain shapes; `call` takes reads and sizes and gives makes."""
 
     def __init__(
-        self, name: str, body: Body, reads: Sequence[Value], guarded: set[int], *, writes: bool
+        self, name: str, body: Body, reads: Sequence[Value], guarded: Set[int], *, writes: bool
     ) -> None:
         self.name, self.body, self.eager = name, body, body.function
         self.reads, self.writes = reads, writes
@@ -79,9 +82,6 @@ class Structure:
         wanted |= {s for size in self.body.sizes for s in size.symbols}
         if wanted - {place[0] for place in self.places}:
             return "a size cannot be told from its reads"
-        numbers = [storages(fake) for fake in self.body.examples]
-        if self.writes and len(set().union(*numbers)) < sum(map(len, numbers)):
-            return "it writes into a read that shares its bytes with another"
         return ""
 
     def _steady(self) -> Function:
@@ -96,10 +96,18 @@ class Structure:
             key = numbers(arguments)
             function = known.get(key)
             if function is None:
+                if len(known) >= MAX_SIZES:
+                    known.clear()
                 function = known[key] = self._find(self._orders(arguments), arguments)
             return function(list(arguments))
 
-        return call
+        def careful(*arguments: Any) -> Any:
+            """For a body that writes: Inductor was told that no read shares the bytes."""
+            tensors = arguments[: len(self.reads)]
+            shared = len({id_of(tensor) for tensor in tensors}) < len(tensors)
+            return self.eager(*arguments) if shared else call(*arguments)
+
+        return careful if self.writes else call
 
     def _unusual(self, arguments: list[Any]) -> Any:
         """A call with a read whose dims lie in another order, or with gaps."""
@@ -123,7 +131,9 @@ class Structure:
             for variant in self.variants:
                 if variant.orders == orders and not variant.guards.refuse(env):
                     return variant.function
-            if all(env.values()) and len(self.variants) < MAX_VARIANTS and not self.refused:
+            if len(self.variants) == MAX_VARIANTS:
+                self.refused = f"for layouts beyond the first {MAX_VARIANTS}"
+            if all(env.values()) and not self.refused:
                 try:
                     self.variants.append(self._compile(orders, env))
                     return self.variants[-1].function
@@ -154,7 +164,7 @@ class Structure:
             config.patch(fallback_random=True),  # the numbers that eager draws
             functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
         ):
-            whole = compile_fx(_copy(self.body.code), fakes, inner_compile=inner)
+            whole: Any = compile_fx(_copy(self.body.code), fakes, inner_compile=inner)
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
         if len(made) == 1 and _is_plain(context.fw_metadata):
@@ -219,6 +229,7 @@ def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
 
 def _places(reads: Sequence[Value], body: Body) -> tuple[Place, ...]:
     """Where each symbol is found in the arguments; numbers are looked for first."""
+    sizes: list[tuple[int, int | None, Size]]
     sizes = [(len(reads) + n, None, size) for n, size in enumerate(body.sizes)]
     sizes += [(n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape)]
     found: dict[str, Place] = {}

@@ -22,6 +22,7 @@ from torch import fx
 from torchweft.capture.bodies import Body
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.inductor import Structure
+from torchweft.capture.units import storages
 from torchweft.errors import StrategyError, unknown
 from torchweft.graph import Op
 from torchweft.marks import INNERS
@@ -64,18 +65,21 @@ def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody
             found[op.name] = body
             continue
         reads = [captured.graph.value[name] for name in op.reads]
-        key = (chosen, id(body.code), *((v.shape, v.dtype) for v in reads), *_laid(body))
+        shapes = tuple((value.shape, value.dtype) for value in reads)
+        guarded, writes = _guarded(captured, op), bool(op.mutates)
+        key = (chosen, id(body.code), shapes, _laid(body), guarded, writes)
         if key not in made:
             if chosen == "onednn":
                 made[key] = _by_onednn(body)
             elif live:  # autograd must see through the op: Dynamo and AOTAutograd do that
                 made[key] = torch.compile(body.function, dynamic=True)
             else:
-                guarded = _guarded(captured, op)
-                made[key] = Structure(op.name, body, reads, guarded, writes=bool(op.mutates))
-        function = made[key]
-        by = function if isinstance(function, Structure) else None
-        found[op.name] = InnerBody(body.key, by.call if by else function, body.sizes, by)
+                made[key] = Structure(op.name, body, reads, guarded, writes=writes)
+        what = made[key]
+        if isinstance(what, Structure):
+            found[op.name] = InnerBody(body.key, what.call, body.sizes, what)
+        else:
+            found[op.name] = InnerBody(body.key, what, body.sizes)
     return found
 
 
@@ -97,21 +101,23 @@ def _wants_gradients(captured: Captured) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in examples)
 
 
-def _laid(body: Body) -> tuple[str, ...]:
-    """How the reads of a body lie in memory, as text."""
-    return tuple(str(getattr(leaf, "stride", tuple)()) for leaf in body.examples)
+def _laid(body: Body) -> tuple[object, ...]:
+    """How the reads of a body lie in memory: their strides, and which of them share bytes."""
+    strides = tuple(str(getattr(leaf, "stride", tuple)()) for leaf in body.examples)
+    numbers = [sorted(storages(leaf)) for leaf in body.examples]
+    return strides, tuple(numbers.index(number) for number in numbers)
 
 
-def _guarded(captured: Captured, op: Op) -> set[int]:
+def _guarded(captured: Captured, op: Op) -> frozenset[int]:
     """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
     graph = captured.graph
     if graph.level != "torch":
-        return set()
-    return {
+        return frozenset()
+    return frozenset(
         number
         for number, name in enumerate(op.reads)
         if name in captured.slots and graph.value[name].batch is None
-    }
+    )
 
 
 def _by_onednn(body: Body) -> Function:

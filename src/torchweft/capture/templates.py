@@ -10,7 +10,7 @@ has not made cannot be stamped: `BlockError`, and the model is captured without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,12 @@ from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import Axis, Symbols
 from torchweft.capture.blocks import INVOKE, BlockError
 from torchweft.capture.bodies import Body, modes_of
-from torchweft.capture.rows import ORDER, Rows, is_getitem
-from torchweft.capture.units import source_of, storages
+from torchweft.capture.regions import cut, settle
+from torchweft.capture.rows import ORDER, Rows, find_rows, is_getitem
+from torchweft.capture.sums import sink
+from torchweft.capture.units import find_units, source_of, storages
 from torchweft.graph import Op, Value
-from torchweft.marks import Mark, MarkRule
-
-Assemble = Callable[..., tuple[Rows, Assembly, frozenset[MarkRule]]]
+from torchweft.marks import Mark, MarkRule, marks_of
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,41 @@ class Template:
         return values, ops
 
 
+def assemble(
+    gm: fx.GraphModule,
+    symbols: Symbols,
+    *,
+    rules: Sequence[MarkRule] = (),
+    level: str = "torch",
+    given: Mapping[str, Axis | None] | None = None,
+    blocks: bool = False,
+) -> tuple[Rows, Assembly, frozenset[MarkRule]]:
+    """Cut a graph into ops by one symbol for the batch; the rules that matched."""
+    marks, matched = marks_of(gm.graph, rules)
+    if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
+        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
+    declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
+    templates = Templates(gm, marks, symbols, rules) if blocks else None
+    rows = find_rows(gm, symbols, declared, level=level, given=given, templates=templates)
+    units = find_units(gm.graph, rows, marks)
+    settle(units, rows, gm.graph)
+    built = Assembly(gm, rows, cut(sink(units, rows), rows), units)
+    built.build()
+    inner = [template.matched for template in rows.blocks.values()]
+    return rows, built, frozenset(matched).union(*inner)
+
+
 class Templates:
-    """The templates of one graph; `assemble` cuts a graph into ops."""
+    """The templates of one graph."""
 
     def __init__(
         self,
         gm: fx.GraphModule,
         marks: Mapping[fx.Node, tuple[Mark, object]],
         symbols: Symbols,
-        assemble: Assemble,
+        rules: Sequence[MarkRule],
     ) -> None:
-        self.gm, self.symbols, self.assemble = gm, symbols, assemble
+        self.gm, self.symbols, self.rules = gm, symbols, rules
         self.made: dict[object, Template] = {}
         modes = modes_of(gm.graph)
         keys = [key for node, (_, key) in marks.items() if not is_getitem(node)]
@@ -126,7 +150,7 @@ class Templates:
     def _make(self, code: fx.GraphModule, axes: Sequence[Axis | None]) -> Template:
         placeholders = [node for node in code.graph.nodes if node.op == "placeholder"]
         given = {node.name: axis for node, axis in zip(placeholders, axes, strict=True)}
-        rows, built, matched = self.assemble(code, self.symbols, given=given)
+        rows, built, matched = assemble(code, self.symbols, rules=self.rules, given=given)
         _require_closed(built, rows, placeholders)
         place = {node: number for number, node in enumerate(placeholders)}
         outputs = _output_nodes(built)
@@ -162,7 +186,7 @@ def _require_closed(built: Assembly, rows: Rows, placeholders: Sequence[fx.Node]
     outputs = _output_nodes(built)
     made = {name for op in built.ops for name in op.makes}
     names = [value_name(node) for node in outputs]
-    if len(names) != len(built.output.args[0]) or len(set(names)) < len(names):  # type: ignore[arg-type]
+    if len(names) != len(built.output.args[0]) or len(set(names)) < len(names):
         raise BlockError("block: it hands out something else than tensors, or one of them twice.")
     if not set(names) <= made:
         raise BlockError("block: it hands out what it has not made.")
