@@ -24,6 +24,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
+from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
@@ -55,6 +56,8 @@ def compile(
     level: str | None = None,
     watchdog_s: float = WATCHDOG_S,
     graphs: bool = False,
+    blocks: bool = True,
+    zero_copy: bool = True,
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -67,12 +70,16 @@ def compile(
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
     graphs: on an accelerator, capture each plan in a device graph and replay it.
+    blocks: whether repeated modules, such as the layers of a transformer, are captured once.
+    zero_copy: whether parts write their rows of whole values where they belong; else they are
+    put together by copies, which the plan shows.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
-        watchdog_s=watchdog_s, graphs=graphs,
+        watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy,
+        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
@@ -91,7 +98,7 @@ def compile(
 def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
     compiled = compile_by(session.backend, call)
-    watch = Watch(session.batch if isinstance(session.batch, int) else 0)
+    watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         if session.shadow is None:

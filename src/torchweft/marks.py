@@ -15,6 +15,7 @@ From outside of it, rules that are handed to `capture`:
 A mark adds no graph break. In model code the innermost mark wins; a rule wins over model code,
 and of two rules the first. `rows` is a declaration: the user vouches that the op is row-wise.
 With `graph=False` a device graph leaves the op out: it runs anew at every replay.
+`inner` is what runs the calls inside the op, such as "eager" where the model is under "inductor".
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from torchweft.errors import CaptureError, clip, unknown
 from torchweft.graph import NAME, ROWS, USES
 
 KEY = "weft"
+INNERS = ("eager", "inductor", "onednn")
 Form = Literal["module", "function", "path", "op", "name"]
 FRAME = re.compile(r'File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A name for an op, what it uses, and how it treats rows (None: find out).
+    """A name for an op, what it uses, how it treats rows (None: find out), what compiles it.
 
     graph: whether a device graph may hold it; not if it waits for the device or decides by values.
     """
@@ -48,9 +50,10 @@ class Mark:
     uses: str | None = None
     rows: str | None = None
     graph: bool = True
+    inner: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self.name, self.uses, self.rows)
+        _check(self.name, self.uses, self.rows, self.inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +71,21 @@ class MarkRule:
 
 @contextlib.contextmanager
 def mark(
-    name: str, uses: str | None = None, rows: str | None = None, *, graph: bool = True
+    name: str,
+    uses: str | None = None,
+    rows: str | None = None,
+    *,
+    graph: bool = True,
+    inner: str | None = None,
 ) -> Iterator[None]:
     """Make one op of the calls inside; also a decorator.
 
     >>> with mark("attention", uses="memory"):
     ...     y = x + 1
     """
-    _check(name, uses, rows)
-    note = f"{name}|{uses or ''}|{rows or ''}|{'' if graph else 'no graph'}"
-    with torch.fx.traceback.annotate({KEY: note}):
+    _check(name, uses, rows, inner)
+    told = (uses or "", rows or "", "" if graph else "no graph", inner or "")
+    with torch.fx.traceback.annotate({KEY: "|".join((name, *told))}):
         yield
 
 
@@ -88,6 +96,7 @@ def mark_module(
     uses: str | None = None,
     rows: str | None = None,
     graph: bool = True,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
@@ -96,7 +105,7 @@ def mark_module(
             f"mark_module: {clip(module)} is neither a module nor a class of modules."
         )
     found = module.__name__ if isinstance(module, type) else type(module).__name__
-    return MarkRule(Mark(name or found, uses, rows, graph), "module", module, found)
+    return MarkRule(Mark(name or found, uses, rows, graph, inner), "module", module, found)
 
 
 def mark_function(
@@ -106,13 +115,14 @@ def mark_function(
     uses: str | None = None,
     rows: str | None = None,
     graph: bool = True,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a Python function (or a torch function) computes is one op a call."""
     if not callable(function):
         raise CaptureError(f"mark_function: {clip(function)} is not a function.")
     found = getattr(function, "__name__", type(function).__name__)
     plain = re.sub(r"\W", "_", found)
-    return MarkRule(Mark(name or plain, uses, rows, graph), "function", function, found)
+    return MarkRule(Mark(name or plain, uses, rows, graph, inner), "function", function, found)
 
 
 def mark_path(
@@ -122,9 +132,10 @@ def mark_path(
     uses: str | None = None,
     rows: str | None = None,
     graph: bool = True,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: what a module computes whose path matches the whole regular expression."""
-    return MarkRule(Mark(name, uses, rows, graph), "path", _compiled(pattern), pattern)
+    return MarkRule(Mark(name, uses, rows, graph, inner), "path", _compiled(pattern), pattern)
 
 
 def mark_op(
@@ -134,10 +145,12 @@ def mark_op(
     uses: str | None = None,
     rows: str | None = None,
     graph: bool = True,
+    inner: str | None = None,
 ) -> MarkRule:
     """A rule: each call whose target (such as `aten.mm.default`) matches the regular expression."""
     plain = re.sub(r"\W+", "_", pattern).strip("_") or "op"
-    return MarkRule(Mark(name or plain, uses, rows, graph), "op", _compiled(pattern), pattern)
+    made = Mark(name or plain, uses, rows, graph, inner)
+    return MarkRule(made, "op", _compiled(pattern), pattern)
 
 
 def marks_of(
@@ -191,8 +204,8 @@ def _mark_of(node: fx.Node, rules: Sequence[MarkRule]) -> tuple[MarkRule | Mark 
     custom = node.meta.get("custom") or {}
     if KEY not in custom:
         return None, None
-    name, uses, rows, graph = str(custom[KEY]).split("|")
-    return Mark(name, uses or None, rows or None, not graph), None
+    name, uses, rows, graph, inner = str(custom[KEY]).split("|")
+    return Mark(name, uses or None, rows or None, not graph, inner or None), None
 
 
 def _hit(node: fx.Node, rule: MarkRule) -> tuple[bool, object]:
@@ -266,7 +279,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise CaptureError(f"mark: {clip(pattern)} is not a regular expression: {error}.") from None
 
 
-def _check(name: str, uses: str | None, rows: str | None) -> None:
+def _check(name: str, uses: str | None, rows: str | None, inner: str | None) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise CaptureError(
             f"mark: {clip(name)} is not a name. Use letters, digits, '_', '.' and '$'."
@@ -275,3 +288,5 @@ def _check(name: str, uses: str | None, rows: str | None) -> None:
         raise CaptureError(f"mark: {unknown('resource', uses, USES)}")
     if rows is not None and rows not in ROWS:
         raise CaptureError(f"mark: {unknown('kind of rows', rows, ROWS)}")
+    if inner is not None and inner not in INNERS:
+        raise CaptureError(f"mark: {unknown('inner compiler', inner, INNERS)}")

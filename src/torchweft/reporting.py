@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchweft.capture.inner import compiled
 from torchweft.gate import Check
 from torchweft.piece import Entry, Piece
 from torchweft.plan import Plan
@@ -32,6 +33,7 @@ class PieceReport:
     additive_ops: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     broken: str = ""
+    num_compiled: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Report:
     num_shadowed: int = 0
     shadow_failures: tuple[Check, ...] = ()
     seen_breaks: tuple[str, ...] = ()
+    unblocked: str = ""
 
     @property
     def split_share(self) -> float | None:
@@ -84,6 +87,8 @@ class Report:
             lines.append(
                 f"  shadow checks: {self.num_shadowed}, {wrong} of them differed from eager"
             )
+        if self.unblocked:
+            lines.append(f"  captured without blocks: {self.unblocked}")
         if self.num_breaks:
             lines.append(f"  graph breaks: {self.num_breaks}; each piece is scheduled on its own")
         lines += [f"    not captured, runs as it is: {text}" for text in self.breaks]
@@ -101,6 +106,8 @@ def _piece_lines(piece: PieceReport) -> list[str]:
         lines.append("    nothing to overlap: one resource takes all of the measured time")
     elif piece.head_room is not None:
         lines.append(f"    head-room: at best {piece.head_room:.2f} times as fast by overlap")
+    if piece.num_compiled:
+        lines.append(f"    compiled by Inductor: {piece.num_compiled} time(s) for all ops")
     for plan, bucket in zip(piece.plans, piece.buckets, strict=True):
         note = plan.history[0].removeprefix("write ") if plan.history else ""
         size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
@@ -126,11 +133,13 @@ def report_of(session: Session) -> Report:
         num_shadowed=session.shadow.num_compared if session.shadow else 0,
         shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
         seen_breaks=tuple(session.breaks),
+        unblocked=session.blocks.refused if session.blocks is not None else "",
     )
 
 
 def _piece(piece: Piece) -> PieceReport:
     graph, reasons = piece.graph, piece.captured.reasons
+    num_compiled, refused = compiled(piece.bodies.values())
     entries = piece.all_entries()
     whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
     spans = _spans(entries)
@@ -152,8 +161,9 @@ def _piece(piece: Piece) -> PieceReport:
         num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
         level=graph.level,
         additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
-        notes=piece.captured.notes,
+        notes=piece.captured.notes + refused,
         broken=piece.captured.broken,
+        num_compiled=num_compiled,
     )
 
 

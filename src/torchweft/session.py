@@ -14,6 +14,7 @@ import torch
 from torch import SymInt, fx
 
 from torchweft.capture.aten import check_level, level_of, run_aten
+from torchweft.capture.blocks import BlockError, Blocks
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
@@ -66,6 +67,8 @@ class Session:
         level: str | None = None,
         watchdog_s: float = WATCHDOG_S,
         graphs: bool = False,
+        blocks: Blocks | None = None,
+        zero_copy: bool = True,
     ) -> None:
         if not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
@@ -80,6 +83,7 @@ class Session:
         self.shadow = Shadow(shadow) if shadow else None
         self.level, self.watchdog_s = check_level(level), watchdog_s
         self.graphs = graphs
+        self.blocks, self.zero_copy = blocks, zero_copy
         self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
@@ -94,16 +98,19 @@ class Session:
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph; the result stands in for it."""
         introduce()
+        blocks = self.blocks is not None and self.blocks.adopt(gm, example_inputs)
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
         options: dict[str, Any] = {
             "rules": self.rules, "batch": self.batch, "name": f"piece{number}",
         }  # fmt: skip
         if (self.level or level_of(gm, example_inputs)) == "aten":
+            if blocks:
+                raise BlockError("block: tensors inside want the aten level.")
             why = shared_bytes(example_inputs)
             return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
 
         def captured() -> Captured:
-            found = capture(gm, example_inputs, **options)
+            found = capture(gm, example_inputs, blocks=blocks, **options)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             return found if self.strict else probe(found, given)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
+import torchweft as weft
 from torchweft.capture.tracing import Tracer
 
 
@@ -158,3 +159,21 @@ def test_a_buffer_that_only_a_collective_fills_is_left_out() -> None:
         (op,) = [op for op in tracer.captures[0].graph.ops if op.collective is not None]
         assert bool(op.mutates) is (function is not fresh)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reduce", [in_place, functional])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's own imports
+def test_layers_with_collectives_are_blocks(reduce: Callable[[Any], Any], inner: str) -> None:
+    model = nn.Sequential(*(Layer(reduce) for _ in range(4)))
+    x = torch.randn(6, 4)
+    want = model(x)
+    weft.compile(model, weft.overlap(parts=2), inner=inner)
+    torch.testing.assert_close(model(x), want)
+    report = weft.report(model)
+    assert report.unblocked == ""
+    assert report.fallbacks == ()
+    graph = weft.plans(model)[0].graph
+    assert [op.two_phase for op in graph.ops] == [False, True, False] * 4
+    assert len({op.body for op in graph.ops}) == 3
+    assert report.pieces[0].num_compiled == (2 if inner == "inductor" else 0)

@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 import torchweft as weft
+from torchweft.api import session_of
 from torchweft.capture import inner
-from torchweft.errors import StrategyError
+from torchweft.capture.inductor import order_of
+from torchweft.errors import CaptureError, StrategyError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
 
 
 class Mlp(nn.Module):
@@ -20,7 +24,6 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.up(x)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's own imports
 @pytest.mark.parametrize("name", ["onednn", "inductor"])
 @pytest.mark.parametrize("level", ["torch", "aten"])
 def test_results_are_those_of_eager(name, level):
@@ -61,3 +64,161 @@ def test_onednn_leaves_alone_what_it_cannot_do():
 def test_an_unknown_inner_compiler_is_refused():
     with pytest.raises(StrategyError, match="Known: eager, inductor, onednn"):
         weft.compile(Mlp(bias=False), "sequential", inner="tvm")
+
+
+def structures_of(model):
+    bodies = session_of(model).pieces[-1].bodies.values()
+    return list({id(body.by): body.by for body in bodies if getattr(body, "by", None)}.values())
+
+
+class Stack(nn.Module):
+    """Layers that a mark keeps apart: equal ops, and a different one between them."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(bias=True) for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            with weft.mark("layer"):
+                x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def test_ops_of_one_structure_are_compiled_once():
+    model, x = Stack(3).eval(), torch.randn(6, 32)
+    wanted = model(x)
+    weft.compile(model, weft.overlap(parts=2), inner="inductor")
+    torch.testing.assert_close(model(x), wanted)
+    assert len(structures_of(model)) == 1
+    assert len(weft.plans(model)[0].graph.ops) == 3
+    assert weft.report(model).pieces[0].num_compiled == 1
+    assert "compiled by Inductor: 1 time(s)" in str(weft.report(model))
+
+
+@torch.no_grad()
+def test_a_steady_call_never_enters_dynamo():
+    model = Stack(2).eval()
+    weft.compile(model, inner="inductor")
+    for rows in (4, 5, 6, 7):
+        model(torch.randn(rows, 32))
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    for rows in range(4, 40):
+        x = torch.randn(rows, 32)
+        torch.testing.assert_close(model(x), model.forward(x))
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+    assert weft.report(model).pieces[0].num_compiled == 1
+
+
+@torch.no_grad()
+def test_a_mark_keeps_an_op_eager():
+    class Two(nn.Module):
+        def forward(self, x):
+            with weft.mark("kept", inner="eager"):
+                x = x.sin() * 2
+            with weft.mark("fused"):
+                return x.cos() + 1
+
+    model, x = Two(), torch.randn(8, 16)
+    wanted = model(x)
+    weft.compile(model, inner="inductor")
+    torch.testing.assert_close(model(x), wanted)
+    assert [structure.name for structure in structures_of(model)] == ["fused"]
+    with pytest.raises(CaptureError, match="Known: eager, inductor, onednn"):
+        weft.mark_op("sin", inner="tvm")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [6, 1, 0])
+def test_a_layout_that_was_not_compiled_for_gives_the_same_numbers(num_rows):
+    model, x = Stack(1).eval(), torch.randn(6, 32)
+    weft.compile(model, inner="inductor")
+    model(x)
+    structure = structures_of(model)[0]
+    state = {tuple(weight.shape): weight for weight in model.parameters()}
+    shapes = [tuple(size.constant for size in value.shape) for value in structure.reads]
+    assert sorted(map(str, shapes)) == sorted(map(str, [(None, 32), *state]))
+    reads = (
+        x,
+        x.t().contiguous().t(),  # dims in another order
+        torch.stack((x, x), dim=1)[:, 0],  # gaps
+        x[:1].expand(6, 32),  # every row in the same bytes
+    )
+    for read in reads:
+        part = read[:num_rows]
+        (got,) = structure.call(*(state.get(shape, part) for shape in shapes))
+        torch.testing.assert_close(got, model.forward(part))
+    assert len(structure.variants) == {6: 2, 1: 2, 0: 1}[num_rows]
+
+
+@torch.no_grad()
+def test_a_write_reaches_the_users_tensor():
+    class Writes(nn.Module):
+        def forward(self, x, cache):
+            with weft.mark("write"):
+                cache[:, 1:3] = x * 2
+                return cache.sum(1) + x.sum(1)
+
+    model, x = Writes(), torch.randn(4, 2)
+    for cache in (torch.zeros(4, 5), torch.zeros(5, 4).t(), torch.zeros(4, 10)[:, ::2]):
+        mine = cache.clone()
+        wanted = model.forward(x, mine)
+        weft.compile(model, weft.overlap(parts=2), inner="inductor")
+        torch.testing.assert_close(model(x, cache), wanted)
+        assert torch.equal(cache, mine)
+
+
+@torch.no_grad()
+def test_a_write_into_shared_bytes_is_seen_by_the_other_name():
+    class Writes(nn.Module):
+        def forward(self, x, one, two):
+            with weft.mark("write"):
+                one.add_(x)
+                return two * 2
+
+    model, x, base = Writes(), torch.randn(4, 2), torch.zeros(8, 2)
+    weft.compile(model, inner="inductor")
+    apart = model(x, base[:4], torch.ones(4, 2))
+    torch.testing.assert_close(apart, torch.full((4, 2), 2.0))
+    wanted = (base[:4] + x) * 2
+    torch.testing.assert_close(model(x, base[:4], base[:4]), wanted)
+    wanted = (base[1:5] + torch.cat((x[1:], torch.zeros(1, 2)))) * 2
+    torch.testing.assert_close(model(x, base[:4], base[1:5]), wanted)
+
+
+def test_inductor_lets_gradients_through():
+    model, x = Mlp(bias=True), torch.randn(8, 32)
+    model(x).sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    for level in ("torch", "aten"):
+        model.zero_grad()
+        weft.compile(model, inner="inductor", level=level)
+        model(x).sum().backward()
+        for parameter, grad in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, grad)
+
+
+@torch.no_grad()
+def test_what_inductor_refuses_runs_eagerly_and_is_told(monkeypatch):
+    from torch._inductor import compile_fx
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
+    model, x = Stack(1).eval(), torch.randn(6, 32)
+    wanted = model(x)
+    weft.compile(model, inner="inductor")
+    assert torch.equal(model(x), wanted)
+    assert "layer runs eagerly: Inductor failed" in str(weft.report(model))
+
+
+def test_the_order_of_dims_in_memory():
+    x = torch.randn(2, 3, 4)
+    assert order_of(x) == (0, 1, 2)
+    assert order_of(x.permute(1, 2, 0)) == (2, 0, 1)
+    assert order_of(x[:, :2]) is None
+    assert order_of(x[:, :1]) is None
+    assert order_of(x[:1, :2]) == (0, 1, 2)
+    assert order_of(x[:1].expand(2, 3, 4)) is None

@@ -8,6 +8,7 @@ belong to an input, or are handed out twice.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,6 +48,8 @@ class Assembly:
     reasons: dict[str, str] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
+    bases: dict[str, str] = field(default_factory=dict)
+    num_names: Counter[str] = field(default_factory=Counter)
     phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
 
@@ -64,16 +67,23 @@ class Assembly:
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
         writers = []
+        wanted: set[fx.Node] = set()
         for region in self.regions:
             copied, canonical = self.is_copied, self.canonical
             writer = Writer(self.gm, self.rows, copied, canonical, self.modes, self.written)
-            writer.write(region.calls)
+            if region.block is None:
+                writer.write(region.calls)
+            else:
+                wanted |= {self._operand(region, place) for place in region.block.inputs.values()}
             writers.append(writer)
-        wanted = {node for writer in writers for node in writer.reads}
+        wanted |= {node for writer in writers for node in writer.reads}
         wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
         self._make_inputs(wanted)
-        made: list[tuple[Region, Writer, list[fx.Node]]] = []
+        made: list[tuple[Op, Region, Writer, list[fx.Node]]] = []
         for region, writer in zip(self.regions, writers, strict=True):
+            if region.block is not None:
+                self._stamp(region)
+                continue
             makes = [
                 node
                 for node in region.calls
@@ -86,8 +96,35 @@ class Assembly:
                 or _asserts(region)
             ):
                 self._make_op(region, writer, makes)
-                made.append((region, writer, makes))
+                made.append((self.ops[-1], region, writer, makes))
         self._place(made)
+
+    def _operand(self, region: Region, place: int) -> fx.Node:
+        """What the call of a block is given in a place."""
+        node = region.calls[0].args[2 + place]
+        assert isinstance(node, fx.Node), "templates refuse constants"
+        return self.canonical.get(node, node)
+
+    def _stamp(self, region: Region) -> None:
+        """Add the ops of a block, under names of their own."""
+        template, call = region.block, region.calls[0]
+        names = {
+            name: value_name(self._operand(region, place))
+            for name, place in template.inputs.items()
+        }
+        for taker in region.calls[1:]:
+            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])
+        for value in template.values:
+            names.setdefault(value.name, f"{value_name(call)}.{value.name}")
+        values, ops = template.stamp(names)
+        self.values.update({value.name: value for value in values})
+        for op in ops:
+            name = self._unique(template.bases[op.name])
+            self.ops.append(replace(op, name=name))
+            self.bodies[name] = template.bodies[op.name]
+            self.num_calls[name] = template.num_calls[op.name]
+            if op.name in template.reasons:
+                self.reasons[name] = template.reasons[op.name]
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
@@ -154,9 +191,16 @@ class Assembly:
         name = self._name(region)
         code, sizes, key = writer.finish(makes)
         code = self.library.share(key, code)
-        graph = region.mark is None or region.mark.graph
-        phases = self._phases(region, code)
-        body = Body(key, code, sizes, writer.switches_grad, *phases, graph=graph)
+        body = Body(
+            key,
+            code,
+            sizes,
+            writer.switches_grad,
+            *self._phases(region, code),
+            graph=region.mark is None or region.mark.graph,
+            examples=tuple(self.rows.value(node) for node in reads),
+            inner=region.mark.inner if region.mark else None,
+        )
         draws = any(unit.draws for unit in region.units) and RNG in self.values
         self.values.update({value.name: value for value in made.values()})
         self.bodies[name] = body
@@ -181,14 +225,14 @@ class Assembly:
         if kind not in ("row-wise", "batch-free"):
             self.reasons[name] = reason or self._reason(region)
 
-    def _place(self, made: list[tuple[Region, Writer, list[fx.Node]]]) -> None:
+    def _place(self, made: list[tuple[Op, Region, Writer, list[fx.Node]]]) -> None:
         """Say which values that are needed whole are written by their parts where they belong."""
         if torch.is_grad_enabled() and self.rows.level == "torch":
             return  # `out=` has no gradient
         whole = {name for op in self.ops if op.whole for name in op.touched}
         whole |= {value_name(self.canonical.get(n, n)) for n in self.output.all_input_nodes}
         makers = Makers(self.gm.graph, self.rows, self.units)
-        for op, (region, writer, makes) in zip(self.ops, made, strict=True):
+        for op, region, writer, makes in made:
             roots = [node for node in makes if self.values[value_name(node)].alias_of is None]
             wanted = [node for node in roots if value_name(node) in whole]
             if op.rows != "row-wise" or op.collective is not None or not wanted:
@@ -294,10 +338,17 @@ class Assembly:
             if isinstance(told.target, torch._ops.OpOverload):
                 target = str(told.target.overloadpacket)
             base = re.sub(r"\W", "_", target.split(".")[-1])
-        name, number = base, 1
-        while name in self.bodies:
-            name, number = f"{base}.{number}", number + 1
-        return name
+        return self._unique(base)
+
+    def _unique(self, base: str) -> str:
+        """A name for one more op that is to be called so."""
+        while True:
+            number = self.num_names[base]
+            self.num_names[base] += 1
+            name = f"{base}.{number}" if number else base
+            if name not in self.bodies:
+                self.bases[name] = base
+                return name
 
 
 def value_name(node: fx.Node) -> str:

@@ -41,7 +41,8 @@ class Body:
     body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
     body.into.function(...)        makes, written where it is told; see `outs`
 
-    graph: whether a device graph may hold it.
+    graph: whether a device graph may hold it. `examples` are its reads as fake tensors; `inner` is
+    the inner compiler that a mark asks for.
     """
 
     key: str
@@ -52,6 +53,8 @@ class Body:
     complete: Function | None = None
     graph: bool = True
     into: Into | None = None
+    examples: tuple[Any, ...] = ()
+    inner: str | None = None
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""

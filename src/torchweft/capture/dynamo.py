@@ -28,14 +28,12 @@ from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.breaks import break_of
 from torchweft.capture.buffers import drop_buffers
-from torchweft.capture.peel import peel
-from torchweft.capture.regions import cut, settle
-from torchweft.capture.rows import Rows, find_rows
-from torchweft.capture.sums import sink
-from torchweft.capture.units import find_units, source_of
+from torchweft.capture.rows import Rows
+from torchweft.capture.templates import assemble
+from torchweft.capture.units import source_of
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
-from torchweft.marks import MarkRule, marks_of
+from torchweft.marks import MarkRule
 from torchweft.sizes import ONE, Size
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
@@ -171,18 +169,23 @@ def capture(
     rules: Sequence[MarkRule] = (),
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
+    blocks: bool = False,
 ) -> Captured:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
-    that are one. By default the dims that the user marked dynamic, else dim 0.
+    that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks` a
+    region of the graph is looked at once and stamped wherever it is called, else it is one op.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
     _refuse_subclasses(gm)
-    drop_buffers(gm)
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            drop_buffers(part)
     tried = candidates(gm, example_inputs, batch)
-    return replace(analyse(gm, tried, rules=rules, name=name)[0], broken=break_of(gm))
+    found, _ = analyse(gm, tried, rules=rules, name=name, blocks=blocks)
+    return replace(found, broken=break_of(gm))
 
 
 def analyse(
@@ -193,30 +196,22 @@ def analyse(
     name: str = "graph",
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
+    blocks: bool = False,
 ) -> tuple[Captured, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
-    marks, matched = marks_of(gm.graph, rules)
-    if given is not None:  # in training a mark has insides that are saved: no one vouches for them
-        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
-    best: tuple[float, Rows, Assembly] | None = None
+    best: tuple[float, Rows, Assembly, frozenset[MarkRule]] | None = None
     for symbols in tried:
-        declared = {
-            n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"
-        }
-        rows = find_rows(gm, symbols, declared, level=level, given=given)
-        units = find_units(gm.graph, rows, marks)
-        settle(units, rows, gm.graph)
-        if given is None:  # in training most results are kept for the backward graph anyway
-            peel(units, rows, gm.graph)
-        assembly = Assembly(gm, rows, cut(sink(units, rows), rows), units)
-        assembly.build()
-        share = _share(assembly)
+        rows, built, matched = assemble(
+            gm, symbols, rules=rules, level=level, given=given, blocks=blocks
+        )
+        share = _share(built)
         if best is None or share > best[0]:
-            best = (share, rows, assembly)
+            best = (share, rows, built, matched)
         if share >= GOOD_SHARE:
             break
     assert best is not None, "there is always a candidate"
-    return _captured(gm, best[1], best[2], frozenset(matched), name), best[1]
+    _, rows, built, matched = best
+    return _captured(gm, rows, built, matched, name), rows
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:

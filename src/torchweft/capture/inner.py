@@ -2,14 +2,15 @@
 
     eager      torch's own kernels, call by call
     onednn     the same, but float32 matrix products by oneDNN instead of the default library
-    inductor   each body compiled by Inductor with a dynamic batch; equal bodies share one
+    inductor   each body compiled by Inductor with a dynamic batch; equal structures share one
 
-A collective has nothing to compile. Other kernels than eager's may differ in the last bits.
+A collective has nothing to compile, and a mark may ask for eager. Other kernels than eager's may
+differ in the last bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +20,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from torchweft.capture.bodies import Body
+from torchweft.capture.dynamo import Captured
+from torchweft.capture.inductor import Structure
+from torchweft.capture.units import storages
 from torchweft.errors import StrategyError, unknown
+from torchweft.graph import Op
+from torchweft.marks import INNERS
 from torchweft.sizes import Size
 
-INNERS = ("eager", "inductor", "onednn")
 Function = Callable[..., Any]
 
 
@@ -34,6 +39,7 @@ class InnerBody:
     function: Function
     sizes: tuple[Size, ...]
     graph: bool = True
+    by: Structure | None = None
 
     def __call__(self, *reads: Any) -> Any:
         return self.function(*reads)
@@ -48,26 +54,71 @@ def check_inner(inner: str) -> str:
     return inner
 
 
-def compile_bodies(bodies: Mapping[str, Body], inner: str) -> dict[str, Body | InnerBody]:
+def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody]:
     """The bodies of a graph as the inner compiler makes them (Inductor: at their first call)."""
-    if inner == "eager":
-        return dict(bodies)
-    made: dict[int, Function] = {}
+    made: dict[object, Function | Structure] = {}
     found: dict[str, Body | InnerBody] = {}
-    for name, body in bodies.items():
-        if body.issue is not None:
-            found[name] = body
+    live = captured.graph.level == "torch" and _wants_gradients(captured)
+    for op in captured.graph.ops:
+        body = captured.bodies[op.name]
+        chosen = body.inner or inner
+        if body.issue is not None or chosen == "eager":
+            found[op.name] = body
             continue
-        function = made.get(id(body.code))
-        if function is None:
-            function = _by_onednn(body) if inner == "onednn" else _by_inductor(body)
-            made[id(body.code)] = function
-        found[name] = InnerBody(body.key, function, body.sizes, body.graph)
+        reads = [captured.graph.value[name] for name in op.reads]
+        shapes = tuple((value.shape, value.dtype) for value in reads)
+        guarded, writes = _guarded(captured, op), bool(op.mutates)
+        key = (chosen, id(body.code), shapes, _laid(body), guarded, writes)
+        if key not in made:
+            if chosen == "onednn":
+                made[key] = _by_onednn(body)
+            elif live:  # autograd must see through the op: Dynamo and AOTAutograd do that
+                made[key] = torch.compile(body.function, dynamic=True)
+            else:
+                made[key] = Structure(op.name, body, reads, guarded, writes=writes)
+        what = made[key]
+        if isinstance(what, Structure):
+            found[op.name] = InnerBody(body.key, what.call, body.sizes, body.graph, what)
+        else:
+            found[op.name] = InnerBody(body.key, what, body.sizes, body.graph)
     return found
 
 
-def _by_inductor(body: Body) -> Function:
-    return torch.compile(body.function, dynamic=True)
+def compiled(bodies: Iterable[Body | InnerBody]) -> tuple[int, tuple[str, ...]]:
+    """How often Inductor compiled for these bodies, and which run eagerly instead."""
+    structures = {
+        id(body.by): body.by for body in bodies if isinstance(body, InnerBody) and body.by
+    }
+    number = sum(len(structure.variants) for structure in structures.values())
+    told = [f"{s.name} runs eagerly: {s.refused}" for s in structures.values() if s.refused]
+    return number, tuple(told)
+
+
+def _wants_gradients(captured: Captured) -> bool:
+    """Whether autograd records the calls of a graph, seen from where it is captured."""
+    if not torch.is_grad_enabled():
+        return False
+    examples = [leaf for body in captured.bodies.values() for leaf in body.examples]
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in examples)
+
+
+def _laid(body: Body) -> tuple[object, ...]:
+    """How the reads of a body lie in memory: their strides, and which of them share bytes."""
+    strides = tuple(str(getattr(leaf, "stride", tuple)()) for leaf in body.examples)
+    numbers = [sorted(storages(leaf)) for leaf in body.examples]
+    return strides, tuple(numbers.index(number) for number in numbers)
+
+
+def _guarded(captured: Captured, op: Op) -> frozenset[int]:
+    """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
+    graph = captured.graph
+    if graph.level != "torch":
+        return frozenset()
+    return frozenset(
+        number
+        for number, name in enumerate(op.reads)
+        if name in captured.slots and graph.value[name].batch is None
+    )
 
 
 def _by_onednn(body: Body) -> Function:

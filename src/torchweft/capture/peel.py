@@ -36,7 +36,7 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         users = [user for node in unit.nodes for user in _users(node, home)]
         if is_slow(unit) or any(id(user) in slow for user in users):
             slow.add(id(unit))
-        plain = unit.kind == "row-wise" and unit.collective is None and unit.key is None
+        plain = unit.kind == "row-wise" and unit.collective is unit.key is unit.block is None
         if not plain or unit.cheap or unit.writes or unit.draws:
             continue
         whole = list(map(_is_whole, users))

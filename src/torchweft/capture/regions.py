@@ -16,6 +16,7 @@ can run beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -56,6 +57,11 @@ class Region:
     def collective(self) -> fx.Node | None:
         """The call that starts a collective, if the region is one."""
         return self.units[0].collective
+
+    @property
+    def block(self) -> Any:
+        """The template of the block that is called, if the region is one."""
+        return self.units[0].block
 
     @property
     def reason(self) -> Unit:
@@ -99,12 +105,14 @@ def _awaited(units: list[Unit]) -> list[frozenset[int]]:
 def is_slow(unit: Unit) -> bool:
     """Whether other work can be done while a unit is under way."""
     marked = unit.mark is not None and unit.mark.uses in ("network", "io")
-    return unit.collective is not None or marked
+    return unit.collective is not None or marked or (unit.block is not None and unit.block.is_slow)
 
 
 def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
     """Whether a unit may become part of the open region."""
     if unit.collective is not None or region.collective is not None or region.key != unit.key:
+        return False
+    if unit.block is not None or region.block is not None:
         return False
     if unit.key is not None:
         return True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class Rows:
     axes: Any
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
+    blocks: dict[fx.Node, Any] = field(default_factory=dict)
 
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
@@ -91,10 +92,12 @@ def find_rows(
     *,
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
+    templates: Callable[[fx.Node, Rows], Any] | None = None,
 ) -> Rows:
     """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for.
 
     level: at "aten" sums over rows are additive. given: where the rows of inputs are, by name.
+    templates: what a call of a block is made of; without it, a block is one op.
     """
     rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
     fake_mode = _fake_mode(gm)
@@ -108,7 +111,8 @@ def find_rows(
             stack.enter_context(fake_mode)
         stack.enter_context(watcher)
         stack.enter_context(_closed_autocast())
-        _Walker(gm, rows, watcher, fake_mode, dict(declared or {}), dict(given or {})).walk()
+        known = dict(declared or {}), dict(given or {})
+        _Walker(gm, rows, watcher, fake_mode, *known, templates).walk()
     return rows
 
 
@@ -270,6 +274,7 @@ class _Walker:
     fake_mode: Any
     declared: dict[fx.Node, str]
     given: dict[str, Axis | None]
+    templates: Callable[[fx.Node, Rows], Any] | None = None
 
     def walk(self) -> None:
         for node in self.gm.graph.nodes:
@@ -340,6 +345,8 @@ class _Walker:
     def _compute(self, call: Call) -> Any:
         node = call.node
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+        if self.templates is not None and str(node.target) == "invoke_subgraph":
+            return self._block(call, self.templates)
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, args, kwargs)
         if node.op == "call_module":
@@ -348,6 +355,18 @@ class _Walker:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target), "a call_function node has a callable target"
         return node.target(*args, **kwargs)
+
+    def _block(self, call: Call, templates: Callable[[fx.Node, Rows], Any]) -> Any:
+        """What a call of a block gives: its insides were, or are, looked at for themselves."""
+        self.watcher.call = None
+        template = self.rows.blocks[call.node] = templates(call.node, self.rows)
+        made = call.node.meta["example_value"]
+        for tensor, axis in zip(made, template.axes, strict=True):
+            if axis is not None:
+                self.rows.axes[tensor] = axis
+        call.worsen(template.kind, "a block, which has ops of its own")
+        call.only_views = False
+        return made
 
     def _higher_order(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Look into the subgraph of an operator that only wraps calls; others are one mixing op."""

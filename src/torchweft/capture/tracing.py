@@ -10,6 +10,7 @@ tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,12 +19,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
+from torchweft.capture.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
 from torchweft.capture.dynamo import Captured, capture, mark_batch
 from torchweft.capture.reference import run_reference
+from torchweft.capture.units import TORCH
 from torchweft.marks import MarkRule, require_matched
 
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
@@ -42,8 +46,8 @@ class Watch:
     made when Dynamo starts to compile, and taken back at its end.
     """
 
-    def __init__(self, dim: int = 0) -> None:
-        self.dim = dim
+    def __init__(self, dim: int = 0, blocks: Blocks | None = None) -> None:
+        self.dim, self.blocks = dim, blocks
         self.news = True
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
@@ -57,6 +61,10 @@ class Watch:
         token = _calling.set((self, (args, kwargs)))
         try:
             return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            if self.blocks is None or not self.blocks.refuse(error):
+                raise
+            return compiled(*args, **kwargs)
         finally:
             _calling.reset(token)
 
@@ -67,9 +75,13 @@ class Watch:
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
         make_dynamic(inputs, self.dim)
+        if self.blocks is not None:
+            self.blocks.wrap(at_start=_is_start())
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
+        if self.blocks is not None:
+            self.blocks.unwrap()
         self.breaks += breaks_since(self._num_breaks)
         self._settings.close()
 
@@ -82,6 +94,17 @@ def _begin(_: CallbackArgs) -> None:
 def _end(_: CallbackArgs) -> None:
     if (calling := _calling.get()) is not None:
         calling[0].end()
+
+
+def _is_start() -> bool:
+    """Whether Dynamo compiles what the user called, and not something that this has come to."""
+    frame = sys._getframe()
+    while frame.f_code is not Watch.__call__.__code__:
+        if not frame.f_code.co_filename.startswith((TORCH, __file__, contextlib.__file__)):
+            return False
+        assert frame.f_back is not None, "only a watched call is compiled here"
+        frame = frame.f_back
+    return True
 
 
 def compile_by(

@@ -35,7 +35,10 @@ TORCH = str(Path(torch.__file__).parent)
 
 @dataclass
 class Unit:
-    """Calls that stay together; `reads` and `writes` are storages, by number."""
+    """Calls that stay together; `reads` and `writes` are storages, by number.
+
+    `block` is the template of the block that is called, if it is one.
+    """
 
     nodes: list[fx.Node]
     kind: str
@@ -48,6 +51,7 @@ class Unit:
     collective: fx.Node | None = None
     cheap: bool = False
     draws: bool = False
+    block: Any = None
 
     @property
     def told(self) -> fx.Node:
@@ -92,6 +96,7 @@ def _alive(units: list[Unit]) -> list[Unit]:
     found: list[Unit] = []
     for unit in reversed(units):
         acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
+        acts = acts or (unit.block is not None and unit.block.is_slow)
         users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
         if acts or users:
             found.append(unit)
@@ -211,6 +216,7 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
         list(nodes), worst.kind, worst.reason, worst.node if worst.reason else None, draws=draws
     )
     unit.mark, unit.key = marks.get(nodes[0], (None, None))
+    unit.block = rows.blocks.get(nodes[0])
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}
         for used in call.node.all_input_nodes:
@@ -255,7 +261,7 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
                 found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
         results = [(node, id(rows.value(node))) for node in unit.nodes]
-        if any(number in handed for _, number in results):
+        if any(number in handed for _, number in results) or any(user.block for user in users):
             continue
         if _is_view(unit, rows, noticed):
             unit.cheap = all(first[number] is node for node, number in results)

@@ -1,0 +1,284 @@
+"""The `Structure`: one body on reads of certain shapes, compiled by Inductor, with no guards.
+
+    call = Structure(body, reads, ...).call       # body.function, but with Inductor's kernels
+    call(x, weight, bias, *sizes)
+
+Inductor gets the body's own graph, on fake tensors whose sizes are symbols. What it takes for
+granted is two look-ups away, and Dynamo is not asked: reads lie in memory without gaps, in the
+order of their dims (what Dynamo guards anyhow, such as weights, is not looked at), and the numbers
+behind the symbols are known. What is new leads to another *variant*: dims in another order, sizes
+that break what the variants so far took for granted. A read with gaps is copied. Where Inductor
+fails, or a copy would hide a write, the body runs eagerly; the report names what Inductor
+failed at.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from torchweft.capture.bodies import Body
+from torchweft.capture.guards import Guards
+from torchweft.capture.rows import id_of
+from torchweft.graph import ITEM_BYTES, Value
+from torchweft.sizes import Size
+
+log = logging.getLogger("torchweft")
+MAX_VARIANTS = 8
+MAX_SIZES = 4096
+Function = Callable[..., Any]
+Order = tuple[int, ...]
+"""The dims of a tensor, from the outermost in memory to the innermost."""
+Place = tuple[str, int, int | None, int]
+"""A symbol is found in argument, dim (None: the argument is a number), divided by a factor."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What Inductor made for one layout, and the sizes for which it is right."""
+
+    function: Function
+    orders: tuple[Order, ...]
+    guards: Guards
+
+
+class Structure:
+    """A body on reads of certain shapes; `call` takes reads and sizes and gives makes."""
+
+    def __init__(
+        self, name: str, body: Body, reads: Sequence[Value], guarded: Set[int], *, writes: bool
+    ) -> None:
+        self.name, self.body, self.eager = name, body, body.function
+        self.reads, self.writes = reads, writes
+        self.orders = [_order_of_fake(fake) for fake in body.examples]
+        self.checked = [
+            n for n, order in enumerate(self.orders) if n not in guarded or order is None
+        ]
+        self.places = _places(reads, body)
+        self.variants: list[Variant] = []
+        self.refused = self._refusal()
+        self._lock = threading.Lock()
+        self.call = self.eager if self.refused else self._steady()
+
+    def _refusal(self) -> str:
+        """Why the body is none for Inductor; empty if it is."""
+        if self.body.switches_grad:
+            return "it switches gradients on or off"
+        if any(value.dtype not in ITEM_BYTES for value in self.reads):
+            return "a read is no plain tensor"
+        wanted = {s for value in self.reads for size in value.shape for s in size.symbols}
+        wanted |= {s for size in self.body.sizes for s in size.symbols}
+        if wanted - {place[0] for place in self.places}:
+            return "a size cannot be told from its reads"
+        return ""
+
+    def _steady(self) -> Function:
+        """The call itself: two look-ups, then the kernels."""
+        checked, known = tuple(self.checked), dict[object, Function]()
+        numbers = _reader(self.places)
+
+        def call(*arguments: Any) -> Any:
+            for place in checked:
+                if not arguments[place].is_contiguous():
+                    return self._unusual(list(arguments))
+            key = numbers(arguments)
+            function = known.get(key)
+            if function is None:
+                if len(known) >= MAX_SIZES:
+                    known.clear()
+                function = known[key] = self._find(self._orders(arguments), arguments)
+            return function(list(arguments))
+
+        def careful(*arguments: Any) -> Any:
+            """For a body that writes: Inductor was told that no read shares the bytes."""
+            tensors = arguments[: len(self.reads)]
+            shared = len({id_of(tensor) for tensor in tensors}) < len(tensors)
+            return self.eager(*arguments) if shared else call(*arguments)
+
+        return careful if self.writes else call
+
+    def _unusual(self, arguments: list[Any]) -> Any:
+        """A call with a read whose dims lie in another order, or with gaps."""
+        for place in self.checked:
+            if order_of(arguments[place]) is None:
+                if self.writes:  # a copy would hide the write
+                    return self.eager(*arguments)
+                arguments[place] = arguments[place].contiguous()
+        return self._find(self._orders(arguments), arguments)(arguments)
+
+    def _orders(self, arguments: Sequence[Any]) -> tuple[Order, ...]:
+        found = list(self.orders)
+        for place in self.checked:
+            found[place] = order_of(arguments[place])
+        return tuple(order or () for order in found)
+
+    def _find(self, orders: tuple[Order, ...], arguments: Sequence[Any]) -> Function:
+        """A variant that is right for these reads, compiled if there is none."""
+        env = {place[0]: _number(arguments, place) for place in self.places}
+        with self._lock:
+            for variant in self.variants:
+                if variant.orders == orders and not variant.guards.refuse(env):
+                    return variant.function
+            if len(self.variants) == MAX_VARIANTS:
+                self.refused = f"for layouts beyond the first {MAX_VARIANTS}"
+            if all(env.values()) and not self.refused:
+                try:
+                    self.variants.append(self._compile(orders, env))
+                    return self.variants[-1].function
+                except Exception as error:  # whatever Inductor raises: eager is right, and told
+                    text = (str(error).strip().splitlines() or [""])[0]
+                    self.refused = f"Inductor failed: {type(error).__name__}: {text[:200]}"
+                    log.warning("%s runs eagerly: %s", self.name, self.refused)
+        return lambda given: self.eager(*given)
+
+    def _compile(self, orders: tuple[Order, ...], env: Mapping[str, int]) -> Variant:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        mode = FakeTensorMode(shape_env=shapes)
+        symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
+        fakes = self._fakes(mode, orders, symbols)
+        made: list[Any] = []
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            made.append(compile_fx_inner(*args, **kwargs))
+            return made[-1]
+
+        context = TracingContext(mode)
+        with (
+            torch.no_grad(),
+            tracing(context),
+            config.patch(fallback_random=True),  # the numbers that eager draws
+            functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
+        ):
+            whole: Any = compile_fx(_copy(self.body.code), fakes, inner_compile=inner)
+        names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
+        guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
+        if len(made) == 1 and _is_plain(context.fw_metadata):
+            return Variant(made[0].current_callable, orders, guards)
+        return Variant(lambda given: tuple(whole(*given)), orders, guards)
+
+    def _fakes(
+        self, mode: FakeTensorMode, orders: Sequence[Order], symbols: Mapping[str, Any]
+    ) -> list[Any]:
+        """What Inductor compiles for: tensors of symbolic sizes, then the sizes themselves."""
+        found: list[Any] = []
+        with mode:
+            for value, order, like in zip(self.reads, orders, self.body.examples, strict=True):
+                shape = [size.evaluate(symbols) for size in value.shape]
+                lying = torch.empty(
+                    [shape[dim] for dim in order], dtype=like.dtype, device=like.device
+                )
+                found.append(lying.permute([order.index(dim) for dim in range(len(order))]))
+        return found + [size.evaluate(symbols) for size in self.body.sizes]
+
+
+def order_of(tensor: Tensor) -> Order | None:
+    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    order = _by_stride(tensor.shape, tensor.stride())
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _order_of_fake(fake: Any) -> Order | None:
+    """The same for a fake tensor, by what its sizes are at the time."""
+    if not isinstance(fake, Tensor):
+        return None
+    shape, stride = ([_hint(size) for size in sizes] for sizes in (fake.shape, fake.stride()))
+    order = _by_stride(shape, stride)
+    wanted = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != wanted:
+            return None
+        wanted *= shape[dim]
+    return order
+
+
+def _by_stride(shape: Sequence[int], stride: Sequence[int]) -> Order:
+    """Dims by falling stride; a dim of one entry stays where it is."""
+    moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    places = iter(sorted(moving, key=lambda dim: -stride[dim]))
+    return tuple(dim if shape[dim] == 1 else next(places) for dim in range(len(shape)))
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(
+        value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+    )
+    return shapes.create_symintnode(symbol, hint=value, source=source)
+
+
+def _places(reads: Sequence[Value], body: Body) -> tuple[Place, ...]:
+    """Where each symbol is found in the arguments; numbers are looked for first."""
+    sizes: list[tuple[int, int | None, Size]]
+    sizes = [(len(reads) + n, None, size) for n, size in enumerate(body.sizes)]
+    sizes += [(n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape)]
+    found: dict[str, Place] = {}
+    for number, dim, size in sizes:
+        if (
+            len(size.terms) == 1
+            and len(size.terms[0][0]) == 1
+            and size.symbols == {size.terms[0][0][0]}
+        ):
+            name, factor = size.terms[0][0][0], size.terms[0][1]
+            if name not in found or factor < found[name][3]:
+                found[name] = (name, number, dim, factor)
+    return tuple(found.values())
+
+
+def _number(arguments: Sequence[Any], place: Place) -> int:
+    _, number, dim, factor = place
+    size = arguments[number] if dim is None else arguments[number].shape[dim]
+    return int(size) // factor
+
+
+def _reader(places: Sequence[Place]) -> Function:
+    """What tells calls of unlike sizes apart."""
+    if not places:
+        return lambda arguments: None
+    if len(places) == 1:
+        _, number, dim, _ = places[0]
+        if dim is None:
+            return lambda arguments: arguments[number]
+        return lambda arguments: arguments[number].size(dim)
+    return lambda arguments: tuple(_number(arguments, place) for place in places)
+
+
+def _copy(code: fx.GraphModule) -> fx.GraphModule:
+    """A body's graph as Inductor may change it, without notes of where it came from."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule(code, graph, class_name="Body")
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether the compiled graph takes the body's arguments and gives its makes, no more."""
+    if metadata is None or metadata.num_intermediate_bases or metadata.mutated_inp_runtime_indices:
+        return False
+    if any(info.mutates_data or info.mutates_metadata for info in metadata.input_info):
+        return False
+    return all(
+        info.output_type.name == "non_alias" and issubclass(info.raw_type, Tensor)
+        for info in metadata.output_info
+    )
