@@ -22,7 +22,7 @@ Call = Callable[[Tensor], Tensor]
 Run = Callable[[], Tensor]
 """A call with its input. Inputs are not shared: a compiler may mark the tensor it is given, and
 the next one, given the same tensor, would compile anew."""
-MIN_RUN_S = 0.2
+MIN_RUN_S = 0.12
 MAX_CALLS = 50
 
 

@@ -24,6 +24,7 @@ from torchweft.bench.pairs import ratio
 MAX_HEALTH = 1.10
 MAX_DIFF = 1e-5
 NUM_FINALISTS = 2
+NEAR = 1.08  # who is slower than the best by more than this in the first race is out
 HEADLINE = ("dense", "prefill")
 FIXED = ("sequential", "sequential_again", "compute", "comm", "control")
 Times = Mapping[str, Sequence[float]]
@@ -34,7 +35,10 @@ def finalists(times: Times, kinds: Mapping[str, str]) -> list[str]:
     """Who runs in the second race: the fastest peers and the fastest of weft, and what is fixed."""
     chosen = [name for name in FIXED if name in times]
     for kind in ("peer", "weft"):
-        chosen += _fastest(times, (name for name in times if kinds[name] == kind))[:NUM_FINALISTS]
+        best, *rest = _fastest(times, (name for name in times if kinds[name] == kind))
+        near = NEAR * statistics.median(times[best])
+        close = [name for name in rest if statistics.median(times[name]) <= near]
+        chosen += [best, *close][:NUM_FINALISTS]
     chosen += _fastest(times, filter(is_eager, times))[:1]
     chosen += _fastest(times, (name for name in times if kinds[name] == "kernels"))[:1]
     chosen += _fastest(times, (name for name in times if "weft_onednn" in name))[:1]
