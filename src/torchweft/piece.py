@@ -22,7 +22,7 @@ from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
-from torchweft.capture.replay import placed_nowhere
+from torchweft.capture.replay import placed_by
 from torchweft.context import TOLD, Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
@@ -69,8 +69,8 @@ class Piece:
 
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
         self.session, self.captured = session, captured
-        into = session.inner == "eager" and session.zero_copy
-        self.graph = captured.graph if into else placed_nowhere(captured.graph)
+        self.bodies = compile_bodies(captured, session.inner)
+        self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
         self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
@@ -78,7 +78,6 @@ class Piece:
         if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
             self.unsplit = "device: the inputs live on several accelerators"
         self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
-        self.bodies = compile_bodies(captured, session.inner)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
         self.entries: list[Entry] = []
         self.strategy_runs = 0

@@ -13,7 +13,6 @@ from torchweft.api import session_of
 from torchweft.bench import memory
 from torchweft.bench.meter import Meter
 from torchweft.capture.outs import Into, Room
-from torchweft.capture.replay import placed_nowhere
 from torchweft.graph import Graph, Op
 from torchweft.machine import cpu
 from torchweft.runtimes.cpu import Lanes, run
@@ -57,14 +56,8 @@ class Many(nn.Module):
 def split(model, x, parts, *, copies=False):
     """Outputs in parts, bytes copied in one call, and the model's session."""
     torch._dynamo.reset()
-    weft.compile(model, weft.overlap(parts=parts))
+    weft.compile(model, weft.overlap(parts=parts), zero_copy=not copies)
     session = session_of(model)
-    if copies:
-        model(x)
-        for piece in session.pieces:
-            piece.graph = placed_nowhere(piece.graph)
-            piece.entries.clear()
-            piece._by_batch.clear()
     for _ in range(3):
         model(x)
     with Meter() as meter:

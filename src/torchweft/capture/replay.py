@@ -57,10 +57,13 @@ def into_of(
         return None, reasons | dict.fromkeys(replayer.wanted, str(unfit))
 
 
-def placed_nowhere(graph: Graph) -> Graph:
-    """The graph for bodies that cannot write where they are told."""
-    values = tuple(replace(value, placeable=False) for value in graph.values)
-    return replace(graph, values=values)
+def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
+    """The graph, with places only for what these bodies can write where they are told."""
+    able = {
+        name for op in graph.ops if getattr(bodies.get(op.name), "into", None) for name in op.makes
+    }
+    values = (replace(v, placeable=v.placeable and v.name in able) for v in graph.values)
+    return replace(graph, values=tuple(values))
 
 
 class Replayer(Writer):
