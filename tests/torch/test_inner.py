@@ -222,3 +222,27 @@ def test_the_order_of_dims_in_memory():
     assert order_of(x[:, :1]) is None
     assert order_of(x[:1, :2]) == (0, 1, 2)
     assert order_of(x[:1].expand(2, 3, 4)) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", ["onednn", "inductor"])
+def test_a_last_op_without_products_writes_where_it_belongs(inner):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            with weft.mark("product"):
+                y = self.linear(x)
+            with weft.mark("sum"):
+                return x + y
+
+    torch._dynamo.reset()
+    plain, x = Residual().eval(), torch.randn(8, 16)
+    wanted = plain(x)
+    model = weft.compile(plain, weft.overlap(parts=2), inner=inner)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), wanted)
+    (plan,) = weft.plans(model)
+    assert plan.num_parts == 2 and not [step for step in plan.steps if step.kind == "copy"]

@@ -22,24 +22,26 @@ from torch import fx
 from torchweft.capture.bodies import Body
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.inductor import Structure
+from torchweft.capture.outs import Into
 from torchweft.capture.units import storages
 from torchweft.errors import StrategyError, unknown
 from torchweft.graph import Op
 from torchweft.marks import INNERS
-from torchweft.sizes import Size
+from torchweft.sizes import ZERO, Size
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class InnerBody:
-    """A body with another function."""
+    """A body with another function; `into` is eager's, for a body without products."""
 
     key: str
     function: Function
     sizes: tuple[Size, ...]
     graph: bool = True
     by: Structure | None = None
+    into: Into | None = None
 
     def __call__(self, *reads: Any) -> Any:
         return self.function(*reads)
@@ -76,11 +78,10 @@ def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody
                 made[key] = torch.compile(body.function, dynamic=True)
             else:
                 made[key] = Structure(op.name, body, reads, guarded, writes=writes)
-        what = made[key]
-        if isinstance(what, Structure):
-            found[op.name] = InnerBody(body.key, what.call, body.sizes, body.graph, what)
-        else:
-            found[op.name] = InnerBody(body.key, what, body.sizes, body.graph)
+        what, into = made[key], body.into if op.flops == ZERO else None
+        by = what if isinstance(what, Structure) else None
+        function = what.call if isinstance(what, Structure) else what
+        found[op.name] = InnerBody(body.key, function, body.sizes, body.graph, by, into)
     return found
 
 
