@@ -164,16 +164,16 @@ def test_a_buffer_that_only_a_collective_fills_is_left_out() -> None:
 @pytest.mark.parametrize("reduce", [in_place, functional])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's own imports
-def test_layers_with_collectives_are_blocks(reduce: Callable[[Any], Any], inner: str) -> None:
+def test_a_border_makes_no_part_wait(reduce: Callable[[Any], Any], inner: str) -> None:
+    """What a layer does behind its collective joins what the next one does before its own."""
     model = nn.Sequential(*(Layer(reduce) for _ in range(4)))
     x = torch.randn(6, 4)
     want = model(x)
     weft.compile(model, weft.overlap(parts=2), inner=inner)
     torch.testing.assert_close(model(x), want)
     report = weft.report(model)
-    assert report.unblocked == ""
+    assert "waits for other ranks" in report.unblocked
     assert report.fallbacks == ()
     graph = weft.plans(model)[0].graph
-    assert [op.two_phase for op in graph.ops] == [False, True, False] * 4
-    assert len({op.body for op in graph.ops}) == 3
-    assert report.pieces[0].num_compiled == (2 if inner == "inductor" else 0)
+    assert [op.two_phase for op in graph.ops] == [False, True] * 4 + [False]
+    assert (report.pieces[0].num_compiled > 0) is (inner == "inductor")

@@ -155,6 +155,7 @@ class Templates:
         given = {node.name: axis for node, axis in zip(placeholders, axes, strict=True)}
         rows, built, matched = assemble(code, self.symbols, rules=self.rules, given=given)
         _require_closed(built, rows, placeholders)
+        _require_no_wait(built)
         place = {node: number for number, node in enumerate(placeholders)}
         outputs = _output_nodes(built)
         return Template(
@@ -174,6 +175,20 @@ class Templates:
 def _output_nodes(built: Assembly) -> list[fx.Node]:
     args: Any = built.output.args[0]
     return [built.canonical.get(node, node) for node in args if isinstance(node, fx.Node)]
+
+
+def _require_no_wait(built: Assembly) -> None:
+    """Raise if an op at the border waits for a slow one, such as a sum behind an all_reduce.
+
+    It would run on all parts before the next block begins, and so wait for the last part's; without
+    a border it is the first thing that the next block does, part by part.
+    """
+    slow = [op for op in built.ops if op.uses in ("network", "io")]
+    ends = {value_name(node) for node in _output_nodes(built)}
+    if slow and not ends <= {name for op in slow for name in (*op.makes, *op.mutates)}:
+        raise BlockError(
+            "block: it waits for other ranks or a disk, and parts would at its border."
+        )
 
 
 def _require_closed(built: Assembly, rows: Rows, placeholders: Sequence[fx.Node]) -> None:
