@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, spread
-from device import DeviceTensor, TestDevice
+from device import DeviceTensor
 from double import NUM_SMS, torch_like
 from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan
 
@@ -23,14 +23,6 @@ from torchweft.runtimes.streams import compile_streams
 from torchweft.sizes import Size
 from torchweft.strategies import overlap, sequential
 from torchweft.verify import verify
-
-
-@pytest.fixture
-def device():
-    held = TestDevice()
-    with held, torch.no_grad():
-        yield held
-    held.close()
 
 
 @pytest.fixture

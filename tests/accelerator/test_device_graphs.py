@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from contract import ROWS, by_hand, diamond, inputs, planned, scatter, spread
-from device import TestDevice
 from double import torch_like
 from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
 from queues import RuleError
@@ -20,14 +19,6 @@ from torchweft.runtimes.graphs import ALIAS, MAX_CAPTURES, MOVES, OPAQUE, Graphs
 from torchweft.runtimes.streams import write_streams
 from torchweft.sizes import Size
 from torchweft.strategies import sequential
-
-
-@pytest.fixture
-def device():
-    held = TestDevice()
-    with held, torch.no_grad():
-        yield held
-    held.close()
 
 
 @pytest.fixture(params=[Accelerator, Cuda])
