@@ -23,7 +23,7 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.bench.overlap import compete
-from torchweft.bench.pairs import MIN_PAIRS, ratio
+from torchweft.bench.pairs import MIN_PAIRS, ratio_columns
 from torchweft.errors import WeftError
 
 VARIANTS = (
@@ -77,12 +77,10 @@ def rows_of(phase: str, link: str, result: dict[str, Any]) -> list[Row]:
         if variant not in times:
             why = result["absent"].get(variant, "it took no part")
             raise WeftError(f"bench ablation: {variant}: {why}.")
-        pairs = zip(times["sequential"], times[variant], strict=True)
-        seen = ratio([first / second for first, second in pairs])
         rows.append(
             {
                 "phase": phase, "link": link, "variant": variant,
-                "speedup": seen.median, "speedup_low": seen.low, "speedup_high": seen.high,
+                **ratio_columns("speedup", times["sequential"], times[variant]),
                 "set_up_s": result["set_up_s"][variant],
                 "copied_bytes": result["copied_bytes"].get(variant),
                 "parts": result["parts"][variant],

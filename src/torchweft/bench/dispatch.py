@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.api import compile
-from torchweft.bench.pairs import MIN_PAIRS, ratio
+from torchweft.bench.pairs import MIN_PAIRS, ratio_columns
 from torchweft.errors import WeftError
 from torchweft.marks import mark_module
 from torchweft.strategies import overlap
@@ -173,9 +173,7 @@ def row(num_ops: int, times: dict[str, list[float]]) -> Row:
         if ours not in times:
             found |= {name: None, f"{name}_low": None, f"{name}_high": None}
             continue
-        pairs = zip(times[ours], times[other], strict=True)
-        seen = ratio([first / second for first, second in pairs])
-        found |= {name: seen.median, f"{name}_low": seen.low, f"{name}_high": seen.high}
+        found |= ratio_columns(name, times[ours], times[other])
     return found
 
 

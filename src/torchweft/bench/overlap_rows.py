@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchweft.bench.pairs import ratio
+from torchweft.bench.pairs import ratio_columns
 
 MAX_HEALTH = 1.10
 MAX_DIFF = 1e-5
@@ -140,9 +140,7 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def _ratio(name: str, times: Times, slow: str, fast: str) -> Row:
-    pairs = zip(times[slow], times[fast], strict=True)
-    found = ratio([first / second for first, second in pairs])
-    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
+    return ratio_columns(name, times[slow], times[fast])
 
 
 def _best(times: Times, kinds: Mapping[str, str], kind: str) -> str:

@@ -40,6 +40,12 @@ def ratio(values: Sequence[float]) -> Ratio:
     return Ratio(middle, ordered[low], ordered[high], count)
 
 
+def ratio_columns(name: str, over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """The ratio of two programs, round by round, as columns of a row: median, low and high."""
+    found = ratio([first / second for first, second in zip(over, under, strict=True)])
+    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
 def measure(
     baseline: Callable[[], object],
     candidate: Callable[[], object],
