@@ -55,7 +55,7 @@ def compile(
     shadow: int = 0,
     level: str | None = None,
     watchdog_s: float = WATCHDOG_S,
-    graphs: bool = False,
+    graphs: bool | Sequence[int] = False,
     blocks: bool = True,
     zero_copy: bool = True,
 ) -> Model:
@@ -69,7 +69,8 @@ def compile(
     shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
-    graphs: on an accelerator, capture each plan in a device graph and replay it.
+    graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes
+    of the batch has calls filled up to the next of them, so that few graphs serve all.
     blocks: whether repeated modules, such as the layers of a transformer, are captured once.
     zero_copy: whether parts write their rows of whole values where they belong; else they are
     put together by copies, which the plan shows.

@@ -29,6 +29,7 @@ from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.accelerator import devices_of, runtime_of
 from torchweft.runtimes.cpu import run, run_alone, run_traced
+from torchweft.runtimes.pads import Pads
 from torchweft.runtimes.program import Program
 from torchweft.runtimes.talk import Talk, digests, refuse
 from torchweft.runtimes.writer import compile_program
@@ -74,6 +75,9 @@ class Piece:
         self.guards: Guards = guards_of(gm, captured.graph.batch)
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
         self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
+        self.pads = None
+        if self.runtime is not None and session.graph_sizes:
+            self.pads = Pads(self.graph, session.graph_sizes)
         self.unsplit = ""
         if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
             self.unsplit = "device: the inputs live on several accelerators"
@@ -117,7 +121,8 @@ class Piece:
         """Find or make the plan of a call, and run it."""
         if self.session.kept is not None:
             self.session.kept[self] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
-        env = self.captured.env(inputs)
+        own = self.captured.env(inputs)
+        env = self._padded(own) if self.pads is not None else own
         context = self.session.context(self.graph, env)
         given = self._pick(inputs + self._constants)
         forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
@@ -138,7 +143,23 @@ class Piece:
             plain = self.runtime is None and not self.session.graphs and not told
             alone = entry.program if plain and len(entry.program.functions) == 1 else None
             self._remember(inputs, (entry, alone, bounds, numbers, told))
-        return self._rebuild(outputs, env)
+        return self._rebuild(outputs, own)
+
+    def _padded(self, env: dict[str, int]) -> dict[str, int]:
+        """The sizes of a call filled up to one that device graphs are captured for."""
+        assert self.pads is not None, "only a piece with pads fills its calls"
+        batch, told = self.graph.batch, TOLD.get()
+        if batch is None or (size := self.pads.size(env[batch])) == env[batch]:
+            return env
+        filled = {**env, batch: size}
+        refused = self.pads.refused
+        if not refused and told is not None and told.tokens_per_request:
+            refused = "graphs: calls are not padded, for the host tells the tokens of each request"
+        if not refused and (broken := self.guards.refuse(filled)):
+            refused = f"graphs: calls are not padded, for {size} rows break {broken}"
+        if refused:
+            self._fall_back(refused)
+        return env if refused else filled
 
     def _remember(self, inputs: tuple[Any, ...], ready: Ready) -> None:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
@@ -171,6 +192,9 @@ class Piece:
     def _run(
         self, entry: Entry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
     ) -> tuple[Any, ...]:
+        if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
+            filled = self.pads.fill(given, rows, bounds[-1])
+            return self.pads.take(self._run(entry, filled, bounds, numbers), rows, bounds[-1])
         lanes, threads = self.session.lanes, self.session.num_threads
         collected, runtime = self.session.traces, self.runtime
         if collected is not None or (entry.num_calls == 2 and entry.trace is None):

@@ -27,6 +27,7 @@ from torchweft.machine import Machine, cpu
 from torchweft.marks import MarkRule, require_matched
 from torchweft.piece import Piece, shared_bytes
 from torchweft.runtimes.cpu import Lanes
+from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
@@ -66,7 +67,7 @@ class Session:
         shadow: int = 0,
         level: str | None = None,
         watchdog_s: float = WATCHDOG_S,
-        graphs: bool = False,
+        graphs: bool | Sequence[int] = False,
         blocks: Blocks | None = None,
         zero_copy: bool = True,
     ) -> None:
@@ -82,7 +83,7 @@ class Session:
         self.num_threads, self.jitter = num_threads, jitter
         self.shadow = Shadow(shadow) if shadow else None
         self.level, self.watchdog_s = check_level(level), watchdog_s
-        self.graphs = graphs
+        self.graphs, self.graph_sizes = bool(graphs), check_sizes(graphs)
         self.blocks, self.zero_copy = blocks, zero_copy
         self.unmatched = bool(self.rules)
         self.pieces: list[Piece] = []

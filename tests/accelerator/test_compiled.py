@@ -122,6 +122,78 @@ def test_graphs_without_an_accelerator_are_a_counted_fallback():
     torch._dynamo.reset()
 
 
+class Mean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Cached(nn.Module):
+    def forward(self, x, cache):
+        cache.add_(x.sum())
+        return x + cache
+
+
+class Columns(nn.Module):
+    """Rows stand in dim 1 and come out in the middle of dim 0, inside an outer dim of 3."""
+
+    def forward(self, x):
+        return (x * 2).reshape(3 * x.shape[1], 8), x.shape[1]
+
+
+@pytest.mark.parametrize("strategy", ["overlap", "sequential"])
+def test_calls_of_many_sizes_are_filled_up_to_the_few_that_are_captured(strategy, made):
+    torch.manual_seed(0)
+    model = Branches().eval()
+    inputs = [torch.randn(rows, 8) for rows in [3, 5, 16, 7, 9, 40, 33, 64, 6, 1, 50, 90, 0] * 3]
+    with torch.no_grad():
+        wanted = [model(x) for x in inputs]
+        model = weft.compile(model, strategy, machine=accelerator(2), graphs=[64, 8, 16])
+        found = [model(x) for x in inputs]
+    torch.testing.assert_close(found, wanted)
+    assert [y.stride() for y in found] == [y.stride() for y in wanted]
+    captured = [shape for runtime in made for shape in runtime.graphs.shapes.values()]
+    assert sum(runtime.graphs.num_replays for runtime in made) > len(inputs) // 2
+    assert len(captured) < 10, "8, 16, 64 and, uncovered, 90, 1 and 0"
+    assert not [reason for reason, _ in weft.report(model).fallbacks if "padded" in reason]
+
+
+def test_rows_in_another_dim_are_filled_up_and_sizes_are_the_callers_own(made):
+    model = Columns()
+    with torch.no_grad():
+        compiled = weft.compile(Columns(), graphs=[8], batch=1)
+        for rows in (4, 5, 6, 7, 8, 9, 5):
+            x = torch.randn(3, rows, 8)
+            found, wanted = compiled(x), model(x)
+            assert torch.equal(found[0], wanted[0])
+            assert found[1] == wanted[1] == rows
+    assert not weft.report(compiled).fallbacks
+
+
+def test_what_must_not_be_padded_is_not_and_says_why(made):
+    x, cache = torch.randn(5, 8), torch.zeros(1)
+    with torch.no_grad():
+        mean = weft.compile(Mean(), graphs=[8])
+        torch.testing.assert_close(mean(x), Mean()(x))
+        cached = weft.compile(Cached(), graphs=[8])
+        before = cache.clone()
+        torch.testing.assert_close(cached(x, cache), Cached()(x, before))
+        told = weft.compile(Branches(), graphs=[8])
+        with weft.context(tokens_per_request=[2, 3]):
+            told(x)
+    (reason, _), *_ = weft.report(mean).fallbacks
+    assert "not padded" in reason and "mixing" in reason
+    (reason, _), *_ = weft.report(cached).fallbacks
+    assert "not padded" in reason
+    (reason, _), *_ = weft.report(told).fallbacks
+    assert "tokens of each request" in reason
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [4, -1], ["4"], "48", [True], 4, None, [1] * 65])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(weft.WeftError, match=r"graphs: .* neither True, False nor 1 to 64 sizes"):
+        weft.compile(nn.Linear(4, 4), graphs=sizes)
+
+
 @pytest.mark.skipif(HARDWARE, reason="there is an accelerator here")
 def test_without_an_accelerator_nothing_changes():
     assert device_of([torch.zeros(2)]) is None
