@@ -133,7 +133,7 @@ def report_of(session: Session) -> Report:
         num_shadowed=session.shadow.num_compared if session.shadow else 0,
         shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
         seen_breaks=tuple(session.breaks),
-        unblocked=session.blocks.refused if session.blocks is not None else "",
+        unblocked=(blocks.refused or blocks.skipped) if (blocks := session.blocks) else "",
     )
 
 

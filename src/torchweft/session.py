@@ -14,8 +14,9 @@ import torch
 from torch import SymInt, fx
 
 from torchweft.capture.aten import check_level, level_of, run_aten
-from torchweft.capture.blocks import BlockError, Blocks
+from torchweft.capture.blocks import Blocks
 from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.inlining import inline
 from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
 from torchweft.context import TOLD, Context, Told
@@ -106,7 +107,7 @@ class Session:
         }  # fmt: skip
         if (self.level or level_of(gm, example_inputs)) == "aten":
             if blocks:
-                raise BlockError("block: tensors inside want the aten level.")
+                inline(gm, self.rules, everything=True)
             why = shared_bytes(example_inputs)
             return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
 

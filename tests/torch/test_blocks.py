@@ -216,6 +216,10 @@ def test_gradients_flow_as_ever():
     for parameter, grad in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
     assert session_of(model).pieces[0].graph.level == "aten"
+    assert "gradients are wanted" in weft.report(model).unblocked
+    with torch.no_grad():
+        model(x)
+    assert weft.report(model).unblocked == ""
 
 
 class Marked(Block):

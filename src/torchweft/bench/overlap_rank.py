@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import calculate_time_spent, counters
 
 from torchweft import lab
 from torchweft.api import plans, report, trace
@@ -60,6 +60,7 @@ class Field:
     absent: dict[str, str] = field(default_factory=dict)
     diffs: dict[str, float] = field(default_factory=dict)
     set_up_s: dict[str, float] = field(default_factory=dict)
+    capture_s: dict[str, float] = field(default_factory=dict)
 
 
 def main(text: str) -> None:
@@ -99,6 +100,7 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
         "parts": {each.name: parts_of(each, entered.calls.get(each.name)) for each in table},
         "kinds": {each.name: each.kind for each in table},
         "set_up_s": entered.set_up_s,
+        "capture_s": entered.capture_s,
         "diffs": entered.diffs,
         "absent": entered.absent,
         "scale": scale,
@@ -173,13 +175,15 @@ def enter(
     """Build, warm and compare every candidate; the scale of the output, and who takes part."""
     entered = Field()
     wanted = arena.model(arena.x)
+    torch.compile(torch.sin, backend="eager")(arena.x)  # what Dynamo loads is no candidate's
     scale = wanted.abs().max().item()
     for candidate in chosen:
         own = arena.x.clone()
         try:
-            start = time.perf_counter()
+            start, captured = time.perf_counter(), capture_seconds()
             call, reason = _warm(candidate, arena, own, side)
             entered.set_up_s[candidate.name] = time.perf_counter() - start
+            entered.capture_s[candidate.name] = capture_seconds() - captured
             if call is not None and candidate.comparable:
                 diff = _all_max((call(own) - wanted).abs().max().item(), side)
                 entered.diffs[candidate.name] = diff
@@ -222,6 +226,11 @@ def _warm(
 def num_graphs() -> int:
     """How many graphs Dynamo has compiled; none may be added during a race."""
     return int(counters["stats"]["unique_graphs"])
+
+
+def capture_seconds() -> float:
+    """Seconds that Dynamo and its backends took so far; bodies are compiled in a call."""
+    return calculate_time_spent().get("entire_frame_compile", 0.0)
 
 
 def parts_of(candidate: Candidate, call: Call | None) -> int:

@@ -52,6 +52,7 @@ class Assembly:
     num_names: Counter[str] = field(default_factory=Counter)
     phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         graph = self.gm.graph
@@ -146,7 +147,9 @@ class Assembly:
                 continue
             value = self._value(node)
             self.inputs[value.name] = node
-            for number in storages(self.rows.value(node)) & self.written:
+            numbers = storages(self.rows.value(node))
+            self.given |= numbers
+            for number in numbers & self.written:
                 if number in owner:
                     value = replace(value, alias_of=owner[number])
                 owner.setdefault(number, value.name)
@@ -189,8 +192,7 @@ class Assembly:
         kind, reason = self._kind(region, reads, made, mutates)
         kind = declared or kind
         name = self._name(region)
-        code, sizes, key = writer.finish(makes)
-        code = self.library.share(key, code)
+        code, sizes, key = writer.finish(makes, self.library)
         body = Body(
             key,
             code,
@@ -256,9 +258,6 @@ class Assembly:
 
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""
-        given = {
-            number for node in self.inputs.values() for number in storages(self.rows.value(node))
-        }
         outputs = [self.canonical.get(node, node) for node in self.output.all_input_nodes]
         for node in made:
             number = next(iter(storages(self.rows.value(node))), None)
@@ -267,7 +266,7 @@ class Assembly:
             twice = (
                 sum(number in storages(self.rows.value(out)) for out in dict.fromkeys(outputs)) > 1
             )
-            if number not in self.written | given and not twice:
+            if number not in self.written and number not in self.given and not twice:
                 continue
             earlier = [*reads, *list(made)[: list(made).index(node)]]
             for other in earlier:

@@ -45,7 +45,8 @@ def check_level(level: str | None) -> str | None:
 def level_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     """The level that a graph of Dynamo needs: "aten" for subclasses and gradients, else "torch"."""
     tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
-    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
     if any(is_traceable_wrapper_subclass(value) for value in [*tensors, *values]):
         return "aten"
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

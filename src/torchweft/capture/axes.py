@@ -64,6 +64,13 @@ class Symbols:
         """The sizes of all dims."""
         return [self.expr(size) for size in tensor.shape]
 
+    def laid(self, value: Any) -> object:
+        """How a tensor lies in memory, its dtype and device; of a size, what it is."""
+        if not isinstance(value, torch.Tensor):
+            return self.expr(value) if isinstance(value, SYMBOLIC) else value
+        strides = [self.expr(stride) for stride in value.stride()]
+        return self.shape(value), strides, value.dtype, value.device
+
     def in_expr(self, expr: Any) -> bool:
         """Whether an expression depends on the batch."""
         return self.batch is not None and self.batch in getattr(expr, "free_symbols", ())

@@ -26,7 +26,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._guards import ChainedSource, Guard, GuardsSet, Source, TracingContext
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchweft.errors import WeftError
 from torchweft.marks import MarkRule
@@ -48,7 +47,7 @@ class Blocks:
 
     def __init__(self, model: nn.Module, rules: Sequence[MarkRule] = ()) -> None:
         self.model, self.rules = model, tuple(rules)
-        self.refused = ""
+        self.refused = self.skipped = ""
         self._tried = False
         self._plain: dict[type, types.FunctionType] = {}
 
@@ -57,9 +56,11 @@ class Blocks:
 
         at_start: whether nothing of the call has run yet, so that it can be begun again.
         """
-        self._tried = at_start and not self.refused and not _wants_gradients(self.model)
+        found = [] if self.refused else find_blocks(self.model, self.rules)
+        self.skipped = _skip(self.model) if found else ""
+        self._tried = at_start and not self.refused and not self.skipped
         if self._tried and not self._plain:
-            for owner in find_blocks(self.model, self.rules):
+            for owner in found:
                 self._plain[owner] = vars(owner)["forward"]
                 owner.forward = _region(self._plain[owner])  # type: ignore[attr-defined]
 
@@ -212,11 +213,11 @@ def _marked(block: nn.Module, path: str, rules: Sequence[MarkRule]) -> frozenset
     )
 
 
-def _wants_gradients(model: nn.Module) -> bool:
-    """Whether a call is captured at the aten level anyhow, where blocks are no use."""
-    if any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters()):
-        return True
-    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+def _skip(model: nn.Module) -> str:
+    """Why this call of a model is captured without blocks; empty if it is not."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters()):
+        return "block: gradients are wanted."
+    return ""
 
 
 def _region(forward: Callable[..., Any]) -> Callable[..., Any]:

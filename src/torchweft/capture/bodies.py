@@ -89,8 +89,11 @@ class Library:
 
     codes: dict[str, fx.GraphModule] = field(default_factory=dict)
 
-    def share(self, key: str, code: fx.GraphModule) -> fx.GraphModule:
-        return self.codes.setdefault(key, code)
+    def share(self, key: str, gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+        """The module of a key; if it is new, made of this graph with the modules of `gm`."""
+        if key not in self.codes:
+            self.codes[key] = fx.GraphModule(gm, graph, class_name="Body")
+        return self.codes[key]
 
 
 # This Python function refuses a part of one row, for the sake of training; its kernel does not.
@@ -153,13 +156,16 @@ class Writer:
         for node in nodes:
             self._copy(node)
 
-    def finish(self, makes: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[Size, ...], str]:
+    def finish(
+        self, makes: Iterable[fx.Node], library: Library
+    ) -> tuple[fx.GraphModule, tuple[Size, ...], str]:
         """The module, its sizes and its key."""
         self._switch(((), self.grad))
         self.graph.output(tuple(self.local[node] for node in makes))
         self._order_placeholders()
-        code = fx.GraphModule(self.gm, self.graph, class_name="Body")
-        return code, tuple(self.sizes), _key(code, tuple(self.sizes))
+        sizes = tuple(self.sizes)
+        key = _key(self.gm, self.graph, sizes)
+        return library.share(key, self.gm, self.graph), sizes, key
 
     def _order_placeholders(self) -> None:
         """Reads first, sizes after them, calls behind both."""
@@ -277,16 +283,16 @@ class Writer:
         return self.sizes[size]
 
 
-def _key(code: fx.GraphModule, sizes: tuple[Size, ...]) -> str:
-    """16 hex digits for what a module computes, whatever its nodes are called."""
+def _key(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:
+    """16 hex digits for what a graph computes, whatever its nodes are called."""
     numbers: dict[fx.Node, str] = {}
     lines = [str(list(map(str, sizes)))]
-    for number, node in enumerate(code.graph.nodes):
+    for number, node in enumerate(graph.nodes):
         numbers[node] = f"%{number}"
         shown = fx.map_arg((node.args, node.kwargs), lambda used: _Name(numbers[used]))
         target = "" if node.op == "placeholder" else target_name(node)
         if node.op in ("get_attr", "call_module"):
-            target = str(getattr(code.get_submodule(str(node.target)), "code", node.target))
+            target = str(getattr(gm.get_submodule(str(node.target)), "code", node.target))
         lines.append(f"{node.op} {target} {shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -28,6 +28,7 @@ from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
 from torchweft.capture.bodies import Body
 from torchweft.capture.breaks import break_of
 from torchweft.capture.buffers import drop_buffers
+from torchweft.capture.inlining import inline
 from torchweft.capture.rows import Rows
 from torchweft.capture.templates import assemble
 from torchweft.capture.units import source_of
@@ -183,6 +184,8 @@ def capture(
     for part in gm.modules():
         if isinstance(part, fx.GraphModule):
             drop_buffers(part)
+    if blocks:
+        inline(gm, rules)
     tried = candidates(gm, example_inputs, batch)
     found, _ = analyse(gm, tried, rules=rules, name=name, blocks=blocks)
     return replace(found, broken=break_of(gm))

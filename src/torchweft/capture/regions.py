@@ -105,7 +105,7 @@ def _awaited(units: list[Unit]) -> list[frozenset[int]]:
 def is_slow(unit: Unit) -> bool:
     """Whether other work can be done while a unit is under way."""
     marked = unit.mark is not None and unit.mark.uses in ("network", "io")
-    return unit.collective is not None or marked or (unit.block is not None and unit.block.is_slow)
+    return unit.collective is not None or marked
 
 
 def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:

@@ -29,10 +29,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.capture.aten_call import AtenCall, bind
 from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
+from torchweft.capture.blocks import BlockError
 from torchweft.capture.flops import flops_of
 from torchweft.capture.rows_backward import is_sum
 from torchweft.capture.rows_table import rule_for
 
+BYTES = "_weft_bytes"  # of a fake tensor: the number of its bytes, if it is not its storage's
+FAILURES = (NotImplementedError, TypeError, RuntimeError, AssertionError, ValueError)
+AGAIN = "weft_again"  # of a node: its example is that of an earlier call of the same block
 ORDER = ("batch-free", "row-wise", "additive", "random", "mixing")
 QUIET = frozenset(
     {"prim::device", "prim::layout", "aten::size", "aten::stride", "aten::numel", "aten::dim"}
@@ -56,7 +60,13 @@ class Call:
     only_views: bool = True
     draws: bool = False
     flops: Any = 0
-    atens: list[AtenCall] = field(default_factory=list)
+    seen: list[AtenCall] = field(default_factory=list)
+    twins: Callable[[], list[AtenCall]] | None = None
+
+    @property
+    def atens(self) -> list[AtenCall]:
+        """The operators that it falls apart into; those of a twin are made when asked for."""
+        return self.seen if self.twins is None else self.twins()
 
     def worsen(self, kind: str, reason: str = "") -> None:
         """Take a kind if it is worse than what was found so far."""
@@ -93,11 +103,13 @@ def find_rows(
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
     templates: Callable[[fx.Node, Rows], Any] | None = None,
+    twins: Callable[[fx.Node, Rows], bool] | None = None,
 ) -> Rows:
     """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for.
 
     level: at "aten" sums over rows are additive. given: where the rows of inputs are, by name.
-    templates: what a call of a block is made of; without it, a block is one op.
+    templates: what a call of a block is made of; without it, a block is one op. twins: fills in an
+    inlined block that is like an earlier one.
     """
     rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
     fake_mode = _fake_mode(gm)
@@ -112,7 +124,7 @@ def find_rows(
         stack.enter_context(watcher)
         stack.enter_context(_closed_autocast())
         known = dict(declared or {}), dict(given or {})
-        _Walker(gm, rows, watcher, fake_mode, *known, templates).walk()
+        _Walker(gm, rows, watcher, fake_mode, *known, templates, twins).walk()
     return rows
 
 
@@ -170,7 +182,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find the kind of one operator and the axes of its results."""
         call = self.call
         assert call is not None, "an operator is looked at only inside a call"
-        call.atens.append(aten)
+        call.seen.append(aten)
         call.written += aten.written
         call.flops = call.flops + flops_of(aten)
         old = {id(tensor) for tensor in aten.tensors}
@@ -261,7 +273,8 @@ def is_view(aten: AtenCall) -> bool:
 
 def id_of(tensor: torch.Tensor) -> int:
     """A number for the bytes of a (fake) tensor: aliases have the same."""
-    return int(tensor.untyped_storage()._cdata)
+    known: int | None = getattr(tensor, BYTES, None)
+    return int(tensor.untyped_storage()._cdata) if known is None else known
 
 
 @dataclass
@@ -275,9 +288,12 @@ class _Walker:
     declared: dict[fx.Node, str]
     given: dict[str, Axis | None]
     templates: Callable[[fx.Node, Rows], Any] | None = None
+    twins: Callable[[fx.Node, Rows], bool] | None = None
 
     def walk(self) -> None:
         for node in self.gm.graph.nodes:
+            if node in self.rows.calls or (self.twins and self.twins(node, self.rows)):
+                continue
             call = self.rows.calls[node] = Call(node)
             if node.op == "placeholder":
                 call.value = node.meta.get("example_value")
@@ -317,14 +333,9 @@ class _Walker:
         self.watcher.call = call
         try:
             call.value = self._compute(call)
-        except (
-            Mixes,
-            NotImplementedError,
-            TypeError,
-            RuntimeError,
-            AssertionError,
-            ValueError,
-        ) as error:
+        except (Mixes, *FAILURES) as error:
+            if AGAIN in node.meta:
+                raise BlockError(f"block: {node.name} cannot be looked into.") from error
             call.value = node.meta.get("example_value")
             text = (
                 str(error)

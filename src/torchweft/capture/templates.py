@@ -21,10 +21,12 @@ from torchweft.capture.assembly import RNG, Assembly, value_name
 from torchweft.capture.axes import Axis, Symbols
 from torchweft.capture.blocks import INVOKE, BlockError
 from torchweft.capture.bodies import Body, modes_of
+from torchweft.capture.inlining import CALLS
 from torchweft.capture.peel import peel
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import ORDER, Rows, find_rows, is_getitem
 from torchweft.capture.sums import sink
+from torchweft.capture.twins import Twins
 from torchweft.capture.units import find_units, source_of, storages
 from torchweft.graph import Op, Value
 from torchweft.marks import Mark, MarkRule, marks_of
@@ -49,11 +51,6 @@ class Template:
     def kind(self) -> str:
         """What a split does to the block: the worst of what it does to its ops."""
         return max((op.rows for op in self.ops), key=ORDER.index, default="batch-free")
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether it waits for other ranks, or for a disk."""
-        return any(op.uses in ("network", "io") for op in self.ops)
 
     def stamp(self, names: Mapping[str, str]) -> tuple[list[Value], list[Op]]:
         """Values and ops under the names that values have in the whole graph."""
@@ -88,7 +85,10 @@ def assemble(
         marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
     declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
     templates = Templates(gm, marks, symbols, rules) if blocks else None
-    rows = find_rows(gm, symbols, declared, level=level, given=given, templates=templates)
+    twins = Twins(gm.meta.get(CALLS, ()))
+    rows = find_rows(
+        gm, symbols, declared, level=level, given=given, templates=templates, twins=twins
+    )
     units = find_units(gm.graph, rows, marks)
     settle(units, rows, gm.graph)
     if given is None:  # else results are kept for the backward graph, or for the next block
@@ -137,25 +137,16 @@ class Templates:
             if not isinstance(operand, fx.Node):
                 raise BlockError(f"block: {node.name} is given a constant.")
             wanted, found = placeholder.meta.get("example_value"), rows.value(operand)
-            if self._laid(wanted) != self._laid(found):
+            if self.symbols.laid(wanted) != self.symbols.laid(found):
                 raise BlockError(f"block: {operand.name} is unlike what the first block got.")
             axes.append(rows.axis(found) if isinstance(found, torch.Tensor) else None)
         return axes
-
-    def _laid(self, value: Any) -> object:
-        if not isinstance(value, torch.Tensor):
-            return self.symbols.expr(value)
-        shape, stride = (
-            [self.symbols.expr(size) for size in sizes] for sizes in (value.shape, value.stride())
-        )
-        return shape, stride, value.dtype, value.device
 
     def _make(self, code: fx.GraphModule, axes: Sequence[Axis | None]) -> Template:
         placeholders = [node for node in code.graph.nodes if node.op == "placeholder"]
         given = {node.name: axis for node, axis in zip(placeholders, axes, strict=True)}
         rows, built, matched = assemble(code, self.symbols, rules=self.rules, given=given)
         _require_closed(built, rows, placeholders)
-        _require_no_wait(built)
         place = {node: number for number, node in enumerate(placeholders)}
         outputs = _output_nodes(built)
         return Template(
@@ -175,20 +166,6 @@ class Templates:
 def _output_nodes(built: Assembly) -> list[fx.Node]:
     args: Any = built.output.args[0]
     return [built.canonical.get(node, node) for node in args if isinstance(node, fx.Node)]
-
-
-def _require_no_wait(built: Assembly) -> None:
-    """Raise if an op at the border waits for a slow one, such as a sum behind an all_reduce.
-
-    It would run on all parts before the next block begins, and so wait for the last part's; without
-    a border it is the first thing that the next block does, part by part.
-    """
-    slow = [op for op in built.ops if op.uses in ("network", "io")]
-    ends = {value_name(node) for node in _output_nodes(built)}
-    if slow and not ends <= {name for op in slow for name in (*op.makes, *op.mutates)}:
-        raise BlockError(
-            "block: it waits for other ranks or a disk, and parts would at its border."
-        )
 
 
 def _require_closed(built: Assembly, rows: Rows, placeholders: Sequence[fx.Node]) -> None:

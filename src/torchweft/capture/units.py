@@ -96,7 +96,6 @@ def _alive(units: list[Unit]) -> list[Unit]:
     found: list[Unit] = []
     for unit in reversed(units):
         acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
-        acts = acts or (unit.block is not None and unit.block.is_slow)
         users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
         if acts or users:
             found.append(unit)
