@@ -159,11 +159,11 @@ class Writer:
         self.graph.output(tuple(self.local[node] for node in makes))
         self._order_placeholders()
         code = fx.GraphModule(self.gm, self.graph, class_name="Body")
-        return code, tuple(self.sizes), _key(code, tuple(self.sizes))
+        return code, tuple(self.sizes), key_of(code, tuple(self.sizes))
 
-    def _order_placeholders(self) -> None:
-        """Reads first, sizes after them, calls behind both."""
-        for node in reversed([*self.reads.values(), *self.sizes.values()]):
+    def _order_placeholders(self, more: Iterable[fx.Node] = ()) -> None:
+        """Reads first, sizes after them, then more, calls behind all."""
+        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
             first = next(iter(self.graph.nodes))
             if node is not first:
                 first.prepend(node)
@@ -277,7 +277,7 @@ class Writer:
         return self.sizes[size]
 
 
-def _key(code: fx.GraphModule, sizes: tuple[Size, ...]) -> str:
+def key_of(code: fx.GraphModule, sizes: tuple[Size, ...]) -> str:
     """16 hex digits for what a module computes, whatever its nodes are called."""
     numbers: dict[fx.Node, str] = {}
     lines = [str(list(map(str, sizes)))]
