@@ -33,7 +33,7 @@ import torch
 
 from torchweft import lab
 from torchweft.api import compile, report, session_of
-from torchweft.bench.kernels import hidden_copies, plain_copies
+from torchweft.bench.kernels import Known, hidden_copies, plain_copies
 from torchweft.bench.meter import Allocations, Meter
 from torchweft.bench.zoo_models import MODELS, ROWS, Model, outputs_of
 from torchweft.capture.inner import check_inner
@@ -153,7 +153,8 @@ def measure(
     """Fill in a row: the module's own call, the call in one part, then the same call in parts."""
     seen = inner == "eager"
     row.eager_copied_bytes, row.eager_peak_bytes, wanted = _metered(call, seen=seen)
-    whole, row.whole_peak_bytes, known = row.eager_copied_bytes, row.eager_peak_bytes, {}
+    whole, row.whole_peak_bytes = row.eager_copied_bytes, row.eager_peak_bytes
+    known: Known = {}
     if inner != "eager":
         with _compiled(module, call, sequential(), inner, batch) as session:
             whole, row.whole_peak_bytes, wanted = _metered(call, seen=seen)

@@ -87,7 +87,7 @@ class Allocations:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._profile = profile(profile_memory=True)
+        self._profile: Any = profile(profile_memory=True)
 
     def __enter__(self) -> Self:
         self._profile.__enter__()

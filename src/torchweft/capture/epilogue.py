@@ -14,7 +14,7 @@ else.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -24,10 +24,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-LIBRARY = torch.library.Library("torchweft", "FRAGMENT")
+LIBRARY: Any = torch.library.Library("torchweft", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _told(overload: Any) -> Callable[..., None]:
+def _told(overload: Any) -> Any:
     """An `out=` overload as an operator that returns nothing, which is what Inductor can order."""
     name = f"{overload._schema.name.split('::')[1]}_{overload._schema.overload_name}"
     arguments = str(overload._schema).partition("(")[2].rpartition("->")[0]
@@ -37,11 +37,10 @@ def _told(overload: Any) -> Callable[..., None]:
         overload(*args, **kwargs)
 
     LIBRARY.impl(name, write, "CompositeExplicitAutograd")
-    told: Callable[..., None] = getattr(torch.ops.torchweft, name).default
-    return told
+    return getattr(torch.ops.torchweft, name).default
 
 
-TOLD = MappingProxyType(
+TOLD: Mapping[Any, Any] = MappingProxyType(
     {
         aten.mm.default: _told(aten.mm.out),
         aten.addmm.default: _told(aten.addmm.out),
@@ -85,10 +84,12 @@ class Epilogue(CustomGraphPass):
             if source.op == "call_function" and not any(u.op == "output" for u in source.users):
                 copies[source] = users[0]
         for source, copy in copies.items():
+            if copy not in graph.nodes:
+                continue  # its maker was told with another result of it
             maker = source.args[0] if source.target is operator.getitem else source
-            if maker.target in TOLD and copy in graph.nodes:
+            if maker.target in TOLD:
                 _tell(graph, maker, copies)
-            elif maker.target not in TOLD:
+            else:
                 _store(graph, source, copy)
 
     def uuid(self) -> Any:
@@ -98,14 +99,14 @@ class Epilogue(CustomGraphPass):
 
 def _tell(graph: fx.Graph, maker: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
     """Have a call from outside write into slices; a result without one gets bytes of its own."""
-    told: Any = TOLD[maker.target]
+    told = TOLD[maker.target]
     names = [item.name for item in told._schema.arguments if item.is_write]
-    results = {0: maker}
+    results: dict[Any, fx.Node] = {0: maker}
     if len(names) > 1:
         results = {user.args[1]: user for user in maker.users}
     place = next(copies[result].args[0] for result in results.values() if result in copies)
     with graph.inserting_before(maker):
-        outs = [
+        outs: list[Any] = [
             copies[results[n]].args[0]
             if results.get(n) in copies
             else _empty_like(graph, place, made)
@@ -143,8 +144,8 @@ def _store(graph: fx.Graph, source: fx.Node, copy: fx.Node) -> None:
 
 def _pieces(cat: fx.Node) -> list[tuple[fx.Node, int]]:
     """The pieces of a concatenation with their lengths; none if one of them is not a number."""
-    pieces, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
-    assert isinstance(pieces, list | tuple), "cat takes a list"
+    pieces: Any = cat.args[0]
+    dim = cat.args[1] if len(cat.args) > 1 else 0
     lengths = [piece.meta["val"].shape[dim] for piece in pieces]
     if not all(isinstance(length, int) for length in lengths):
         return []

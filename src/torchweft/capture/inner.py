@@ -82,7 +82,8 @@ class _Compiler:
         chosen = body.inner or self.inner
         if body.issue is not None or chosen == "eager":
             return body
-        forms, into, unplaced = [self._form(op, chosen, body, None)], body.into, {}
+        forms, into = [self._form(op, chosen, body, None)], body.into
+        unplaced: dict[int, str] = {}
         if into is not None:
             into, unplaced = _fitting(chosen, into)
             if unplaced and op.flops == ZERO:  # eager's form will do: memory is its bound anyway
