@@ -290,3 +290,5 @@ def _check(name: str, uses: str | None, rows: str | None, inner: str | None) -> 
         raise CaptureError(f"mark: {unknown('kind of rows', rows, ROWS)}")
     if inner is not None and inner not in INNERS:
         raise CaptureError(f"mark: {unknown('inner compiler', inner, INNERS)}")
+    if inner == "onednn" and not torch._C._has_mkldnn:
+        raise CaptureError("mark: this build of torch has no oneDNN. Take inner='eager'.")

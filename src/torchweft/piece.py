@@ -221,6 +221,15 @@ class Piece:
             self._refused.clear()
             self.entries.clear()
 
+    @property
+    def unplaced(self) -> dict[str, str]:
+        """The values whose parts cannot be written where they belong, each with the reason."""
+        found = dict(self.captured.unplaced)
+        for op in self.graph.ops:
+            reasons = getattr(self.bodies[op.name], "unplaced", {})
+            found |= {op.makes[number]: why for number, why in reasons.items()}
+        return found
+
     def all_entries(self) -> list[Entry]:
         """The entries in use, the fallback last."""
         found = list(self.entries)

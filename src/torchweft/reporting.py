@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from torchweft.capture.inner import compiled
 from torchweft.gate import Check
+from torchweft.graph import Op
 from torchweft.piece import Entry, Piece
 from torchweft.plan import Plan
 from torchweft.session import Session
 from torchweft.trace import Span
+
+MAX_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class PieceReport:
     notes: tuple[str, ...] = ()
     broken: str = ""
     num_compiled: int = 0
+    copied: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,14 @@ def _piece_lines(piece: PieceReport) -> list[str]:
     lines += [f"    note: {note}" for note in piece.notes]
     if piece.additive_ops:
         lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
-    for name, rows, reason in piece.whole_ops[:8]:
+    told = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
+    lines += [f"    {text}" for text in told[:MAX_TOLD]]
+    if len(told) > MAX_TOLD:
+        lines.append(f"    ... and {len(told) - MAX_TOLD} more values are copied together")
+    for name, rows, reason in piece.whole_ops[:MAX_TOLD]:
         lines.append(f"    {name} runs whole ({rows}): {reason}")
-    if len(piece.whole_ops) > 8:
-        lines.append(f"    ... and {len(piece.whole_ops) - 8} more ops run whole")
+    if len(piece.whole_ops) > MAX_TOLD:
+        lines.append(f"    ... and {len(piece.whole_ops) - MAX_TOLD} more ops run whole")
     return lines
 
 
@@ -164,7 +172,23 @@ def _piece(piece: Piece) -> PieceReport:
         notes=piece.captured.notes + refused,
         broken=piece.captured.broken,
         num_compiled=num_compiled,
+        copied=copied_values(piece),
     )
+
+
+def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
+    """The values that plans in use copy together from their parts, each with the reason."""
+    steps = [step for entry in piece.all_entries() for step in entry.plan.steps]
+    names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
+    told = piece.unplaced if piece.session.zero_copy else dict.fromkeys(names, "zero_copy is off")
+    return tuple((name, told.get(name) or _loose(piece.graph.maker[name])) for name in names)
+
+
+def _loose(op: Op) -> str:
+    """Why the parts of what an op makes are loose pieces, if its body is not the reason."""
+    if op.collective is not None:
+        return "a collective makes it"
+    return "its parts add up" if op.rows == "additive" else "a kernel of the strategy makes it"
 
 
 def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:

@@ -68,7 +68,8 @@ def test_an_unknown_inner_compiler_is_refused():
 
 def structures_of(model):
     bodies = session_of(model).pieces[-1].bodies.values()
-    return list({id(body.by): body.by for body in bodies if getattr(body, "by", None)}.values())
+    forms = [form for body in bodies for form in getattr(body, "by", ()) if not form.rooms]
+    return list({id(form): form for form in forms}.values())
 
 
 class Stack(nn.Module):
@@ -93,8 +94,9 @@ def test_ops_of_one_structure_are_compiled_once():
     torch.testing.assert_close(model(x), wanted)
     assert len(structures_of(model)) == 1
     assert len(weft.plans(model)[0].graph.ops) == 3
-    assert weft.report(model).pieces[0].num_compiled == 1
-    assert "compiled by Inductor: 1 time(s)" in str(weft.report(model))
+    # Once for all layers, and once for the last of them, which writes where the output belongs.
+    assert weft.report(model).pieces[0].num_compiled == 2
+    assert "compiled by Inductor: 2 time(s)" in str(weft.report(model))
 
 
 @torch.no_grad()

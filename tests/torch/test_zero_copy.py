@@ -170,16 +170,6 @@ def test_a_copy_that_is_left_has_its_reason():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inner", ["onednn"])
-def test_another_inner_compiler_keeps_its_visible_copies(inner):
-    model, x = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU()), torch.randn(8, WIDE)
-    wanted = model(x)
-    weft.compile(model, weft.overlap(parts=2), inner=inner)
-    assert torch.allclose(model(x), wanted, atol=1e-5)
-    assert [step for step in weft.plans(model)[0].steps if step.kind == "copy"]
-
-
-@torch.no_grad()
 def test_a_kernel_that_replaces_ops_has_visible_copies():
     def doubled(x):
         return (x * 2,)

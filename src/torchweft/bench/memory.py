@@ -1,25 +1,30 @@
 """The memory bench: what a split call copies, and how much it holds, against plain eager.
 
-    torchweft bench memory [--models llama,dense] [--json]
+    torchweft bench memory [--models llama,dense] [--inner inductor] [--json]
 
 Each model of the zoo, and each two-rank model, runs eagerly and under `overlap` in 2 and in 4
 parts. A `Meter`, which knows nothing of plans, counts what is copied and what is alive.
 
-    copied_bytes   what the split call copies beyond what eager copies for the same call
+    copied_bytes   what the split call copies beyond what the same call copies in one part
     peak_ratio     the most bytes alive at once, over eager's
+    whole_ratio    the same over those of the call in one part
     copies         each copy step left in the plan, with its reason
 
-A model counts as zero-copy if it is so for both numbers of parts, on all its ranks.
+The call in one part is eager's own, or that of the inner compiler. A dispatch mode does not see
+into compiled kernels: under `--inner` live bytes are the allocator's (`Allocations`), and copies
+inside of kernels are read off Inductor's code (`hidden`). A model counts as zero-copy if it is so
+for both numbers of parts, on all its ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +33,16 @@ import torch
 
 from torchweft import lab
 from torchweft.api import compile, report, session_of
-from torchweft.bench.meter import Meter
+from torchweft.bench.kernels import Known, hidden_copies, plain_copies
+from torchweft.bench.meter import Allocations, Meter
 from torchweft.bench.zoo_models import MODELS, ROWS, Model, outputs_of
+from torchweft.capture.inner import check_inner
 from torchweft.errors import WeftError, unknown
 from torchweft.gate import compare
-from torchweft.strategies import overlap
+from torchweft.reporting import copied_values
+from torchweft.session import Session
+from torchweft.strategies import overlap, sequential
+from torchweft.strategy import Strategy
 
 PARTS = (2, 4)
 NUM_WARM, NUM_METERED = 4, 3
@@ -40,7 +50,7 @@ RANKED = ("dense", "experts", "llama_tp", "mixtral_tp")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 COLUMNS = (
     *("model", "ranks", "parts", "split", "eager_copied_bytes", "copied_bytes"),
-    *("eager_peak_bytes", "peak_bytes", "peak_ratio", "error"),
+    *("eager_peak_bytes", "peak_bytes", "peak_ratio", "whole_ratio", "error"),
 )
 """What people see; --json gives all."""
 
@@ -57,17 +67,24 @@ class Row:
     eager_copied_bytes: int = 0
     copied_bytes: int = 0
     eager_peak_bytes: int = 0
+    whole_peak_bytes: int = 0
     peak_bytes: int = 0
     peak_ratio: float = 0.0
+    whole_ratio: float = 0.0
     copies: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     error: str = ""
 
 
 def run(
-    *, models: str = "", progress: Callable[[int, int], None] | None = None
+    *,
+    models: str = "",
+    inner: str = "eager",
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named (with commas between)."""
+    check_inner(inner)
     zoo = {model.name: model for model in MODELS}
     known = (*zoo, *RANKED)
     wanted = [name.strip() for name in models.split(",") if name.strip()] or list(known)
@@ -77,36 +94,37 @@ def run(
     ranked = [name for name in wanted if name in RANKED]
     rows: list[Row] = []
     for number, name in enumerate(name for name in wanted if name in zoo):
-        rows += [_told(zoo[name], parts) for parts in PARTS]
+        rows += [_told(zoo[name], parts, inner) for parts in PARTS]
         if progress is not None:
             progress(number + 1, len(wanted))
-    rows += on_ranks(ranked) if ranked else []
+    rows += on_ranks(ranked, inner) if ranked else []
     return [asdict(row) for row in rows], summary(rows)
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
     """Of the models that were split: the share without any copied byte, and the worst peak."""
     models = {row.model for row in rows if row.split}
-    copying = {row.model for row in rows if row.copied_bytes > 0 or row.error}
-    ratios = [row.peak_ratio for row in rows if row.split]
+    copying = {row.model for row in rows if row.copied_bytes > 0 or row.hidden or row.error}
+    split = [row for row in rows if row.split]
     return {
         "models": len(models),
         "share_zero_copy": round(len(models - copying) / max(1, len(models)), 4),
-        "worst_peak_ratio": round(max(ratios, default=0.0), 4),
+        "worst_peak_ratio": max((row.peak_ratio for row in split), default=0.0),
+        "worst_whole_ratio": max((row.whole_ratio for row in split), default=0.0),
         "copying": sorted(copying),
         "failed": sorted({row.model for row in rows if row.error}),
         "unsplit": sorted({row.model for row in rows} - models),
     }
 
 
-def _told(model: Model, parts: int) -> Row:
+def _told(model: Model, parts: int, inner: str) -> Row:
     """A row of the zoo; whatever the model raises is told, not raised."""
     row = Row(model.name, 1, parts)
     try:
         torch.manual_seed(0)
         module, inputs = model.build().eval(), _doubled(model.inputs())
         batch = model.batch if isinstance(model.batch, int | str) else None
-        measure(row, module, lambda: outputs_of(module(**inputs)), batch=batch)
+        measure(row, module, lambda: outputs_of(module(**inputs)), inner, batch=batch)
     except ImportError as error:
         raise WeftError(f"bench memory: {error}. Install it: pip install {model.library}") from None
     except Exception as error:
@@ -125,50 +143,82 @@ def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(
-    row: Row, module: torch.nn.Module, call: Callable[[], Any], *, batch: int | str | None = None
+    row: Row,
+    module: torch.nn.Module,
+    call: Callable[[], Any],
+    inner: str,
+    *,
+    batch: int | str | None = None,
 ) -> None:
-    """Fill in a row: the module's own call, then the same call in parts."""
-    row.eager_copied_bytes, row.eager_peak_bytes, wanted = _metered(call)
-    torch._dynamo.reset()
-    compile(module, overlap(parts=row.parts), batch=batch)
-    try:
-        for _ in range(NUM_WARM):
-            _quiet(call)
-        copied, row.peak_bytes, found = _metered(call)
+    """Fill in a row: the module's own call, the call in one part, then the same call in parts."""
+    seen = inner == "eager"
+    row.eager_copied_bytes, row.eager_peak_bytes, wanted = _metered(call, seen=seen)
+    whole, row.whole_peak_bytes = row.eager_copied_bytes, row.eager_peak_bytes
+    known: Known = {}
+    if inner != "eager":
+        with _compiled(module, call, sequential(), inner, batch) as session:
+            whole, row.whole_peak_bytes, wanted = _metered(call, seen=seen)
+            known = plain_copies(session)
+    with _compiled(module, call, overlap(parts=row.parts), inner, batch) as session:
+        copied, row.peak_bytes, found = _metered(call, seen=seen)
         told = report(module)
-        row.copies = _copies(module)
-    finally:
-        module._compiled_call_impl = None
+        row.copies = [f"{n}: {why}" for piece in session.pieces for n, why in copied_values(piece)]
+        row.hidden = hidden_copies(session, known)
     verdict = compare(wanted, found)
     row.equal = verdict.equal
     if not verdict:
         raise WeftError(f"bench memory: {row.model} differs in {row.parts} parts: {verdict}")
     row.split = any(plan.num_parts > 1 for piece in told.pieces for plan in piece.plans)
     row.fallbacks = [reason for reason, _ in told.fallbacks]
-    row.copied_bytes = copied - row.eager_copied_bytes
+    row.copied_bytes = copied - whole
     row.peak_ratio = round(row.peak_bytes / max(1, row.eager_peak_bytes), 4)
+    row.whole_ratio = round(row.peak_bytes / max(1, row.whole_peak_bytes), 4)
 
 
-def _metered(call: Callable[[], Any]) -> tuple[int, int, Any]:
+@contextlib.contextmanager
+def _compiled(
+    module: torch.nn.Module,
+    call: Callable[[], Any],
+    strategy: Strategy,
+    inner: str,
+    batch: int | str | None,
+) -> Iterator[Session]:
+    """The module under a strategy while inside, warm."""
+    torch._dynamo.reset()
+    compile(module, strategy, batch=batch, inner=inner)
+    try:
+        for _ in range(NUM_WARM):
+            _quiet(call)
+        yield session_of(module)
+    finally:
+        module._compiled_call_impl = None
+
+
+def _metered(call: Callable[[], Any], *, seen: bool) -> tuple[int, int, Any]:
     """Copied bytes, peak bytes and outputs of a call: the worst of several, after another one.
 
+    seen: a dispatch mode sees all that makes tensors; else the allocator is asked for the peak.
     They differ where gloo's own threads let go of a tensor a little sooner or later.
     """
     found = _quiet(call)
-    meters = []
+    copied, peaks = [], []
     for _ in range(NUM_METERED):
         gc.collect()
         gc.disable()  # or what dies in cycles would die at random
         try:
             with Meter() as meter:
                 found = _quiet(call)
+            copied.append(meter.copied_bytes)
+            peaks.append(meter.peak_bytes if seen else _peak_of(call))
         finally:
             gc.enable()
-        meters.append(meter)
-    copied, peak = (
-        max(getattr(m, name) for m in meters) for name in ("copied_bytes", "peak_bytes")
-    )
-    return copied, peak, found
+    return max(copied), max(peaks), found
+
+
+def _peak_of(call: Callable[[], Any]) -> int:
+    with Allocations() as allocations:
+        _quiet(call)
+    return allocations.peak_bytes
 
 
 def _quiet(call: Callable[[], Any]) -> Any:
@@ -178,21 +228,11 @@ def _quiet(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def _copies(module: torch.nn.Module) -> list[str]:
-    """The values that are copied together, each with the reason."""
-    found = []
-    for piece in session_of(module).pieces:
-        for entry in piece.all_entries():
-            names = dict.fromkeys(s.names[0] for s in entry.plan.steps if s.kind == "copy")
-            why = piece.captured.unplaced
-            found += [f"{name}: {why.get(name, 'its maker is a kernel')}" for name in names]
-    return found
-
-
-def on_ranks(names: list[str]) -> list[Row]:
+def on_ranks(names: list[str], inner: str) -> list[Row]:
     """The rows of models on two ranks; of both ranks the worse figures."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "torchweft.bench.memory_rank", json.dumps(names), folder]
+        words = [sys.executable, "-m", "torchweft.bench.memory_rank", json.dumps(names), inner]
+        words.append(folder)
         with lab.spawn_ranks(words, link="none", env=ENVIRONMENT) as ranks:
             for _ in ranks.stdout:
                 pass
@@ -213,4 +253,6 @@ def _worse(left: Row, right: Row) -> Row:
     worst = max(left, right, key=lambda row: (row.copied_bytes, row.peak_ratio))
     worst.split = left.split and right.split
     worst.peak_ratio = max(left.peak_ratio, right.peak_ratio)
+    worst.whole_ratio = max(left.whole_ratio, right.whole_ratio)
+    worst.hidden = left.hidden or right.hidden
     return worst

@@ -1,6 +1,6 @@
 """One rank of the memory bench: the two-rank models, each measured on every rank.
 
-    python -m torchweft.bench.memory_rank '["dense", "llama_tp"]' FOLDER
+    python -m torchweft.bench.memory_rank '["dense", "llama_tp"]' eager FOLDER
 
 Each rank writes its rows to FOLDER/rank0.json, FOLDER/rank1.json. The models are those of
 `benchmarks/models.py`, and tiny checkpoints that Transformers loads with `tp_plan="auto"`.
@@ -36,7 +36,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 Built = tuple[torch.nn.Module, Callable[[], Any]]
 
 
-def main(names: list[str], folder: Path) -> None:
+def main(names: list[str], inner: str, folder: Path) -> None:
     """Measure the models and write the rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def main(names: list[str], folder: Path) -> None:
         for parts in PARTS:
             row = Row(name, dist.get_world_size(), parts)
             try:
-                measure(row, *build(name, folder))
+                measure(row, *build(name, folder), inner)
             except Exception as error:  # the other rank fails at the same place, and both go on
                 row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             rows.append(asdict(row))
@@ -93,4 +93,4 @@ def _transformer(name: str, folder: Path) -> Built:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    main(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -7,15 +7,20 @@
 Every operator that torch runs in this thread passes by, whoever called it. A copy ends in one of a
 few operators. A storage counts from the operator that makes it until it dies; those that an
 operator reads before any has made them (inputs, weights) were there before and never count.
+
+Compiled kernels pass by unseen, and so does what is allocated for them. `Allocations` takes live
+bytes from torch's allocator, by its profiler: scratch inside operators counts too then.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -75,3 +80,32 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Allocations:
+    """The most bytes that torch's CPU allocator gave to this thread at once, while entered."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._profile: Any = profile(profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)
+        results = self._profile.kineto_results
+        assert results is not None, "the profiler has ended"
+        live_bytes = 0
+        for _, num_bytes in sorted(_allocations(results.experimental_event_tree())):
+            live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, live_bytes)
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """When and how many bytes were given (or, below zero, taken back)."""
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.alloc_size
+        yield from _allocations(event.children)

@@ -117,6 +117,7 @@ class Assembly:
             names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])
         for value in template.values:
             names.setdefault(value.name, f"{value_name(call)}.{value.name}")
+        self.unplaced |= {names[name]: why for name, why in template.unplaced.items()}
         values, ops = template.stamp(names)
         self.values.update({value.name: value for value in values})
         for op in ops:
@@ -229,8 +230,7 @@ class Assembly:
 
     def _place(self, made: list[tuple[Op, Region, Writer, list[fx.Node]]]) -> None:
         """Say which values that are needed whole are written by their parts where they belong."""
-        if torch.is_grad_enabled() and self.rows.level == "torch":
-            return  # `out=` has no gradient
+        live = torch.is_grad_enabled() and self.rows.level == "torch"
         whole = {name for op in self.ops if op.whole for name in op.touched}
         whole |= {value_name(self.canonical.get(n, n)) for n in self.output.all_input_nodes}
         makers = Makers(self.gm.graph, self.rows, self.units)
@@ -238,6 +238,9 @@ class Assembly:
             roots = [node for node in makes if self.values[value_name(node)].alias_of is None]
             wanted = [node for node in roots if value_name(node) in whole]
             if op.rows != "row-wise" or op.collective is not None or not wanted:
+                continue
+            if live:  # `out=` has no gradient
+                self.unplaced |= {value_name(node): "gradients are on" for node in wanted}
                 continue
             into, reasons = into_of(writer, makers, region.calls, makes, wanted)
             self.unplaced |= {value_name(node): why for node, why in reasons.items()}

@@ -164,12 +164,12 @@ class Writer:
         self.graph.output(tuple(self.local[node] for node in makes))
         self._order_placeholders()
         sizes = tuple(self.sizes)
-        key = _key(self.gm, self.graph, sizes)
+        key = key_of(self.gm, self.graph, sizes)
         return library.share(key, self.gm, self.graph), sizes, key
 
-    def _order_placeholders(self) -> None:
-        """Reads first, sizes after them, calls behind both."""
-        for node in reversed([*self.reads.values(), *self.sizes.values()]):
+    def _order_placeholders(self, more: Iterable[fx.Node] = ()) -> None:
+        """Reads first, sizes after them, then more, calls behind all."""
+        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
             first = next(iter(self.graph.nodes))
             if node is not first:
                 first.prepend(node)
@@ -283,7 +283,7 @@ class Writer:
         return self.sizes[size]
 
 
-def _key(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:
+def key_of(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:
     """16 hex digits for what a graph computes, whatever its nodes are called."""
     numbers: dict[fx.Node, str] = {}
     lines = [str(list(map(str, sizes)))]

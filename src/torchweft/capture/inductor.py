@@ -10,6 +10,9 @@ behind the symbols are known. What is new leads to another *variant*: dims in an
 that break what the variants so far took for granted. A read with gaps is copied. Where Inductor
 fails, or a copy would hide a write, the body runs eagerly; the report names what Inductor
 failed at.
+
+The form of a body that writes where it is told is a structure of its own, compiled when a plan
+first runs it. Its last arguments are slices of rooms, whose layout we know (see `epilogue`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies import Body
 from torchweft.capture.guards import Guards
+from torchweft.capture.outs import Room
 from torchweft.capture.rows import id_of
 from torchweft.graph import ITEM_BYTES, Value
 from torchweft.sizes import Size
@@ -47,21 +52,32 @@ Place = tuple[str, int, int | None, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """What Inductor made for one layout, and the sizes for which it is right."""
+    """What Inductor made for one layout, and the sizes for which it is right.
+
+    `source` is the code that Inductor wrote.
+    """
 
     function: Function
     orders: tuple[Order, ...]
     guards: Guards
+    source: str = ""
 
 
 class Structure:
-    """A body on reads of certain shapes; `call` takes reads and sizes and gives makes."""
+    """A body on reads of certain shapes; `call` takes reads, sizes and slices and gives makes."""
 
     def __init__(
-        self, name: str, body: Body, reads: Sequence[Value], guarded: Set[int], *, writes: bool
+        self,
+        name: str,
+        body: Body,
+        reads: Sequence[Value],
+        guarded: Set[int],
+        *,
+        writes: bool,
+        rooms: tuple[Room, ...] = (),
     ) -> None:
         self.name, self.body, self.eager = name, body, body.function
-        self.reads, self.writes = reads, writes
+        self.reads, self.writes, self.rooms = reads, writes, rooms
         self.orders = [_order_of_fake(fake) for fake in body.examples]
         self.checked = [
             n for n, order in enumerate(self.orders) if n not in guarded or order is None
@@ -80,6 +96,7 @@ class Structure:
             return "a read is no plain tensor"
         wanted = {s for value in self.reads for size in value.shape for s in size.symbols}
         wanted |= {s for size in self.body.sizes for s in size.symbols}
+        wanted |= {s for room in self.rooms for size in room.shape for s in size.symbols}
         if wanted - {place[0] for place in self.places}:
             return "a size cannot be told from its reads"
         return ""
@@ -151,6 +168,7 @@ class Structure:
         mode = FakeTensorMode(shape_env=shapes)
         symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
         fakes = self._fakes(mode, orders, symbols)
+        unseen = tuple(place for place in self.places if place[3] != 1)
         made: list[Any] = []
 
         def inner(*args: Any, **kwargs: Any) -> Any:
@@ -162,28 +180,48 @@ class Structure:
             torch.no_grad(),
             tracing(context),
             config.patch(fallback_random=True),  # the numbers that eager draws
+            self._passes(),
             functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
         ):
-            whole: Any = compile_fx(_copy(self.body.code), fakes, inner_compile=inner)
+            code = _copy(self.body.code, len(unseen))
+            fakes = [*(symbols[place[0]] for place in unseen), *fakes]
+            whole: Any = compile_fx(code, fakes, inner_compile=inner)
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
-        if len(made) == 1 and _is_plain(context.fw_metadata):
-            return Variant(made[0].current_callable, orders, guards)
-        return Variant(lambda given: tuple(whole(*given)), orders, guards)
+        source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
+        plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
+        function = made[0].current_callable if plain else lambda given: tuple(whole(*given))
+        return Variant(_told(function, unseen), orders, guards, source)
+
+    def _passes(self) -> AbstractContextManager[Any]:
+        """Inductor's settings while it compiles: ours comes behind the user's own passes."""
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+        from torchweft.capture.epilogue import Epilogue
+
+        if not self.rooms:
+            return nullcontext()
+        users = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        passes = [*users, Epilogue(len(self.rooms))]
+        patched: AbstractContextManager[Any] = config.patch(post_grad_custom_post_pass=passes)
+        return patched
 
     def _fakes(
         self, mode: FakeTensorMode, orders: Sequence[Order], symbols: Mapping[str, Any]
     ) -> list[Any]:
-        """What Inductor compiles for: tensors of symbolic sizes, then the sizes themselves."""
-        found: list[Any] = []
+        """What Inductor compiles for: tensors of symbolic sizes, the sizes themselves, slices."""
+
+        def fake(sizes: Sequence[Size], order: Order, like: Any) -> Tensor:
+            shape = [size.evaluate(symbols) for size in sizes]
+            lying = torch.empty([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
+            return lying.permute([order.index(dim) for dim in range(len(order))])
+
+        given = zip(self.reads, orders, self.body.examples, strict=True)
         with mode:
-            for value, order, like in zip(self.reads, orders, self.body.examples, strict=True):
-                shape = [size.evaluate(symbols) for size in value.shape]
-                lying = torch.empty(
-                    [shape[dim] for dim in order], dtype=like.dtype, device=like.device
-                )
-                found.append(lying.permute([order.index(dim) for dim in range(len(order))]))
-        return found + [size.evaluate(symbols) for size in self.body.sizes]
+            reads = [fake(value.shape, order, like) for value, order, like in given]
+            slices = [fake(room.shape, room.order, room) for room in self.rooms]
+        return [*reads, *(size.evaluate(symbols) for size in self.body.sizes), *slices]
 
 
 def order_of(tensor: Tensor) -> Order | None:
@@ -251,6 +289,13 @@ def _number(arguments: Sequence[Any], place: Place) -> int:
     return int(size) // factor
 
 
+def _told(function: Function, places: Sequence[Place]) -> Function:
+    """The function, but it gets the numbers in these places first."""
+    if not places:
+        return function
+    return lambda given: function([*(_number(given, place) for place in places), *given])
+
+
 def _reader(places: Sequence[Place]) -> Function:
     """What tells calls of unlike sizes apart."""
     if not places:
@@ -263,22 +308,29 @@ def _reader(places: Sequence[Place]) -> Function:
     return lambda arguments: tuple(_number(arguments, place) for place in places)
 
 
-def _copy(code: fx.GraphModule) -> fx.GraphModule:
-    """A body's graph as Inductor may change it, without notes of where it came from."""
+def _copy(code: fx.GraphModule, num_more: int) -> fx.GraphModule:
+    """A body's graph as Inductor may change it, without notes of where it came from.
+
+    It takes more numbers first: Inductor computes with a symbol only if an argument is just that,
+    and a read of `14*s0` rows is not.
+    """
     graph = fx.Graph()
+    for number in range(num_more):
+        graph.placeholder(f"symbol{number}")
     graph.output(graph.graph_copy(code.graph, {}))
     for node in graph.nodes:
         node.meta = {}
     return fx.GraphModule(code, graph, class_name="Body")
 
 
-def _is_plain(metadata: Any) -> bool:
+def _is_plain(metadata: Any, num_slices: int) -> bool:
     """Whether the compiled graph takes the body's arguments and gives its makes, no more."""
     if metadata is None or metadata.num_intermediate_bases or metadata.mutated_inp_runtime_indices:
         return False
-    if any(info.mutates_data or info.mutates_metadata for info in metadata.input_info):
+    reads = metadata.input_info[: len(metadata.input_info) - num_slices]
+    if any(info.mutates_data or info.mutates_metadata for info in reads):
         return False
     return all(
-        info.output_type.name == "non_alias" and issubclass(info.raw_type, Tensor)
+        info.output_type.name == "non_alias" and issubclass(info.raw_type, Tensor | None)
         for info in metadata.output_info
     )

@@ -12,7 +12,7 @@ it are taken of the room as they were of the result, so the whole has the stride
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,8 @@ class Room:
     """Bytes for one result: shape, dtype, device, where its rows are, its dims from outermost.
 
     views: for each make of the body that shows these bytes, by number, the function
-    (room, *sizes) -> make, or None if it is the room itself.
+    (room, *sizes) -> make, or None if it is the room itself. `made_by` is the maker's operator,
+    `call` the function of the user's call that it is a part of.
     """
 
     shape: tuple[Size, ...]
@@ -47,6 +48,13 @@ class Room:
     batch: Batch
     order: tuple[int, ...]
     views: Mapping[int, Function | None]
+    made_by: Any = None
+    call: Any = None
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the rows of a part are not next to each other in memory."""
+        return _has_gaps(self.shape, self.batch, self.order)
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,15 @@ class Into:
     """The form of a body that writes where it is told.
 
     function(*reads, *sizes, *slices) -> makes       slices: a part's rows of each room
+
+    `code` is its graph, equal for equal keys.
     """
 
     function: Function
     sizes: tuple[Size, ...]
     rooms: tuple[Room, ...]
+    code: fx.GraphModule | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Maker:
     at: int
     which: int
     tensor: torch.Tensor
+    func: Any
     form: Function
 
 
@@ -105,7 +118,7 @@ class Makers:
                 tensor = call.results[found[0]]
                 form = _form(call)
                 layout(self.rows, tensor, strided=_is_strided(call))
-                return Maker(source, at, found[0], tensor, form)
+                return Maker(source, at, found[0], tensor, call.func, form)
         raise Unfit("its bytes are not made by a plain call")
 
 
@@ -131,10 +144,16 @@ def layout(
         if shape[dim] != ONE and strides[dim] != step:
             raise Unfit("its result has gaps")
         step = step * shape[dim]
-    before = order[: order.index(batch.dim)]
-    if not strided and any(shape[dim] != ONE for dim in before):
-        raise Unfit("its batch is not the leading dim")
+    if not strided and _has_gaps(shape, batch, order):
+        raise Unfit(GAPS)
     return shape, batch, order
+
+
+def _has_gaps(shape: tuple[Size, ...], batch: Batch, order: tuple[int, ...]) -> bool:
+    return any(shape[dim] != ONE for dim in order[: order.index(batch.dim)])
+
+
+GAPS = "its batch is not the leading dim"
 
 
 def _hint(size: Any) -> int:
@@ -176,6 +195,33 @@ def _form(call: AtenCall) -> Function:
         return [graph.call_function(operator.getitem, (all_made, n)) for n in range(len(names))]
 
     return out
+
+
+def without(into: Into, gone: Collection[int], instead: Mapping[Any, Function]) -> Into:
+    """The form without some rooms, by number: their makers run as they do in the plain body.
+
+    instead: functions in the place of makers' operators. Raises `Unfit` if a maker among them
+    cannot be had so.
+    """
+    assert into.code is not None, "captured bodies have the graph of this form"
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(into.code.graph, {}))
+    slices = [node for node in graph.nodes if node.op == "placeholder"][-len(into.rooms) :]
+    makers = {n: next(iter(slices[n].users)) for n in range(len(slices))}
+    gone = {n for n in makers if any(makers[n] is makers[other] for other in gone)}
+    for maker in {makers[n]: None for n in gone}:
+        func = next(into.rooms[n].made_by for n in gone if makers[n] is maker)
+        named = getattr(maker.target, "_schema", None)
+        outs = [item.name for item in named.arguments if item.is_out] if named else []
+        if not outs or not set(_names(func)) <= set(_names(maker.target)):
+            raise Unfit(f"{func} cannot be told apart from where it writes")
+        maker.kwargs = {name: item for name, item in maker.kwargs.items() if name not in outs}
+        maker.target = instead.get(func, func)
+    for number in gone:
+        graph.erase_node(slices[number])
+    code = fx.GraphModule(into.code, graph, class_name="Into")
+    rooms = tuple(room for n, room in enumerate(into.rooms) if n not in gone)
+    return Into(code.forward, into.sizes, rooms, code, f"{into.key}-{sorted(gone)}")
 
 
 def _names(overload: Any) -> list[str]:

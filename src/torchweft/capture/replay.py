@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.capture.aten_call import AtenCall
-from torchweft.capture.bodies import Writer
+from torchweft.capture.bodies import Writer, key_of
 from torchweft.capture.outs import Into, Maker, Makers, Room, Unfit, layout, view_of
 from torchweft.capture.rows import id_of, is_getitem, is_view
 from torchweft.errors import SizeError
@@ -59,8 +59,13 @@ def into_of(
 
 def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
     """The graph, with places only for what these bodies can write where they are told."""
+    intos = [(op, getattr(bodies.get(op.name), "into", None)) for op in graph.ops]
     able = {
-        name for op in graph.ops if getattr(bodies.get(op.name), "into", None) for name in op.makes
+        op.makes[number]
+        for op, into in intos
+        if into
+        for room in into.rooms
+        for number in room.views
     }
     values = (replace(v, placeable=v.placeable and v.name in able) for v in graph.values)
     return replace(graph, values=tuple(values))
@@ -107,15 +112,13 @@ class Replayer(Writer):
                 for at, node in enumerate(makes)
                 if node in self.wanted and id_of(self.rows.value(node)) == number
             }
-            tensor = maker.tensor
-            rooms.append(Room(shape, tensor.dtype, tensor.device, batch, order, views))
-        self._order_placeholders()
-        for given in self.slices:
-            last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-            if given is not last:
-                last.append(given)
+            dtype, device = maker.tensor.dtype, maker.tensor.device
+            by = maker.func, maker.node.target
+            rooms.append(Room(shape, dtype, device, batch, order, views, *by))
+        self._order_placeholders(self.slices)
         code = fx.GraphModule(self.gm, self.graph, class_name="Into")
-        return Into(code.forward, tuple(self.sizes), tuple(rooms))
+        all_sizes = tuple(self.sizes)
+        return Into(code.forward, all_sizes, tuple(rooms), code, key_of(code, code.graph, all_sizes))
 
     def _copy(self, node: fx.Node) -> Any:
         if node in self.makers:

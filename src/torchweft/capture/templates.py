@@ -44,6 +44,7 @@ class Template:
     bases: Mapping[str, str]
     bodies: Mapping[str, Body]
     reasons: Mapping[str, str]
+    unplaced: Mapping[str, str]
     num_calls: Mapping[str, int]
     matched: frozenset[MarkRule]
 
@@ -158,6 +159,7 @@ class Templates:
             bases=dict(built.bases),
             bodies=dict(built.bodies),
             reasons=dict(built.reasons),
+            unplaced=dict(built.unplaced),
             num_calls=dict(built.num_calls),
             matched=matched,
         )
