@@ -87,6 +87,7 @@ class Writer:
         self.aliases: dict[str, list[str]] = {}
         self.users: dict[str, set[int]] = {}
         self.sizes: dict[tuple[Size, int, int], int] = {}
+        self.constants: dict[int, str] = {}
         self.lane = 0
         self._look()
 
@@ -193,10 +194,10 @@ class Writer:
         reads = [self._read(n, step.parts) for n in self._reads(step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
-        arguments = ", ".join(reads + self._z(step))
+        arguments = reads + self._z(step)
         if step.kind == "issue":
-            return [f"{flight} = i{which}({arguments})"]
-        return self._assign(step, f"f{which}({arguments})")
+            return [f"{flight} = i{which}({', '.join(arguments)})"]
+        return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""
@@ -268,8 +269,8 @@ class Writer:
     def _z(self, step: Step) -> list[str]:
         """The sizes that the body needs for the rows of the step."""
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
-        return [found] if found else []
+        parts = step.parts or (0, self.plan.num_parts)
+        return [self._numbers([size], parts) for size in sizes]
 
     def _makes(self, step: Step) -> list[str]:
         """What the ops of a step make; of a kernel's ops, what is used outside of them."""
@@ -283,7 +284,8 @@ class Writer:
         }  # fmt: skip
         return [name for name in made if name in outside]
 
-    def _assign(self, step: Step, call: str) -> list[str]:
+    def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
+        """The makes of a step from a call, or, with its arguments, from the calls in its body."""
         names = self._makes(step)
         if not names:
             return [call]
@@ -294,7 +296,17 @@ class Writer:
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
             return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+        calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
+        if calls is not None and arguments is not None:
+            if (lines := calls.write(arguments, targets, self._constant)) is not None:
+                return lines
         return [f"({', '.join(targets)},) = {call}"]
+
+    def _constant(self, value: Any) -> str:
+        """The name of a constant; one that is in the namespace already is taken from there."""
+        name = self.constants.setdefault(id(value), f"k{len(self.constants)}")
+        self.space[name] = value
+        return name
 
     def _function(self, step: Step) -> str:
         """Put the step's function into the namespace; the number it has there."""
