@@ -19,7 +19,7 @@ from torchweft.runtimes.calls import Calls
 MAX_CALLS = 8  # beside more, one for the body is not seen, and the source stays short
 
 
-class Unwritable(Exception):
+class WriteError(Exception):
     """There is something in a body that cannot stand in a program's source."""
 
 
@@ -30,7 +30,7 @@ def calls_of(graph: fx.Graph) -> Calls | None:
         return None
     try:
         return _Printer(graph, nodes).calls()
-    except Unwritable:
+    except WriteError:
         return None
 
 
@@ -48,9 +48,9 @@ class _Printer:
         self.last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
 
     def calls(self) -> Calls:
-        """The finished lines. Raises `Unwritable`."""
+        """The finished lines. Raises `WriteError`."""
         if len(set(self.makes)) < len(self.makes) or not set(self.makes) <= set(self.nodes):
-            raise Unwritable
+            raise WriteError
         lines = tuple(self._line(node) for node in self.nodes)
         makes = tuple(self.names[node].strip("{}") for node in self.makes)
         return Calls(lines, tuple(self.constants), makes)
@@ -68,7 +68,7 @@ class _Printer:
         if node.op == "call_method":
             return f"{args[0]}.{_checked(target)}({', '.join(args[1:] + named)})"
         if node.op != "call_function":
-            raise Unwritable
+            raise WriteError
         name = getattr(target, "__name__", "")
         if name in magic_methods and target is getattr(operator, name, None):
             return magic_methods[name].format(*args)
@@ -81,7 +81,7 @@ class _Printer:
         if isinstance(arg, list):
             return f"[{', '.join(map(self._text, arg))}]"
         if isinstance(arg, dict):
-            raise Unwritable
+            raise WriteError
         if isinstance(arg, tuple | slice) and _holds_nodes(arg):
             if isinstance(arg, slice):
                 return f"slice({', '.join(map(self._text, (arg.start, arg.stop, arg.step)))})"
@@ -98,7 +98,7 @@ class _Printer:
 def _checked(name: str) -> str:
     """A name of the graph that may stand in source."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise Unwritable
+        raise WriteError
     return name
 
 
