@@ -23,6 +23,7 @@ from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
 from torchweft.capture.replay import placed_by
+from torchweft.capture.trusted import trusted_inputs
 from torchweft.context import TOLD, Context
 from torchweft.errors import StrategyError, WeftError
 from torchweft.lower import lower
@@ -90,6 +91,7 @@ class Piece:
         self._sizes, self._pick = captured.sizes_of, captured.pick
         self._constants = (*captured.constants.values(), None)
         self._as_made = captured.gives_as_made
+        self._trusted = trusted_inputs(self.graph, self.bodies)
         self._ready: dict[object, Ready] = {}
         self._by_batch: dict[object, Entry] = {}
         self._refused: dict[object, str] = {}
@@ -107,7 +109,7 @@ class Piece:
         if ready is None or self.session.watches:
             return self._first_call(inputs)
         entry, alone, bounds, numbers, digests = ready
-        given = self._pick(inputs + self._constants)
+        given = self._given(inputs)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs)
         entry.num_calls += 1
@@ -117,6 +119,18 @@ class Piece:
             outputs = self.run(entry, given, bounds, numbers, digests)
         return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
 
+    def _given(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The graph's inputs, from those of a call."""
+        given = self._pick(inputs + self._constants)
+        if self._trusted is not None:
+            try:
+                self._trusted.check(given)
+            except WeftError:
+                if self.talks:  # the others shall not wait for this rank
+                    refuse(self.graph, self.session.watchdog_s)
+                raise
+        return given
+
     def _first_call(self, inputs: tuple[Any, ...]) -> Any:
         """Find or make the plan of a call, and run it."""
         if self.session.kept is not None:
@@ -124,7 +138,7 @@ class Piece:
         own = self.captured.env(inputs)
         env = self._padded(own) if self.pads is not None else own
         context = self.session.context(self.graph, env)
-        given = self._pick(inputs + self._constants)
+        given = self._given(inputs)
         forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
         try:
             if forbidden:

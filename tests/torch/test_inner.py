@@ -10,7 +10,7 @@ import torchweft as weft
 from torchweft.api import session_of
 from torchweft.capture import inner
 from torchweft.capture.inductor import order_of
-from torchweft.errors import CaptureError, StrategyError
+from torchweft.errors import CaptureError, RunError, StrategyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
 
@@ -248,3 +248,65 @@ def test_a_last_op_without_products_writes_where_it_belongs(inner):
         torch.testing.assert_close(model(x), wanted)
     (plan,) = weft.plans(model)
     assert plan.num_parts == 2 and not [step for step in plan.steps if step.kind == "copy"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("level", ["torch", "aten"])
+def test_a_weight_that_changes_where_dynamo_does_not_look_is_noticed(level):
+    torch._dynamo.reset()
+    model, x = Stack(2).eval(), torch.randn(6, 32)
+    weft.compile(model, inner="inductor", level=level)
+    for _ in range(4):
+        model(x)
+    weight = model.layers[1].up.weight
+    weight.data = weight.data.t().contiguous().t()  # the same numbers, in another order
+    wanted = model.forward(x)
+    try:
+        torch.testing.assert_close(model(x), wanted)
+    except RunError as error:
+        assert level == "torch" and "torch._dynamo.reset()" in str(error)
+    torch._dynamo.reset()
+    torch.testing.assert_close(model(x), wanted)
+
+
+@torch.library.custom_op("weft_test::longer", mutates_args=())
+def longer(x: torch.Tensor, extra: int) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(x.shape[0], extra)), dim=1)
+
+
+@longer.register_fake
+def _(x, extra):
+    return torch.empty_like(x)  # a lie, unless extra is 0
+
+
+@torch.no_grad()
+def test_an_operator_that_lies_about_its_shape_is_caught_before_a_kernel_runs():
+    class Lies(nn.Module):
+        def forward(self, x):
+            with weft.mark("lie", inner="eager"):
+                x = longer(x, 1)
+            with weft.mark("sum"):
+                return x * 2 + 1
+
+    torch._dynamo.reset()
+    model = weft.compile(Lies(), inner="inductor")
+    with pytest.raises(RunError, match=r"of shape \(4, 4\), but its graph says \(4, 3\)"):
+        model(torch.randn(4, 3))
+
+
+@torch.no_grad()
+def test_sizes_are_looked_at_once_where_torch_vouches_for_them():
+    from torchweft.capture.inductor import Structure
+
+    class Both(nn.Module):
+        def forward(self, x):
+            with weft.mark("own"):
+                x = x.sin() + 1
+            with weft.mark("foreign"):
+                return longer(x, 0) * 2
+
+    torch._dynamo.reset()
+    model, x = weft.compile(Both(), inner="inductor"), torch.randn(4, 3)
+    torch.testing.assert_close(model(x), (x.sin() + 1) * 2)
+    found: dict[str, Structure] = {s.name: s for s in structures_of(model)}
+    assert {name: s.is_vouched for name, s in found.items()} == {"own": True, "foreign": False}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
 from torchweft.capture.axes import SYMBOLIC, size_of
+from torchweft.capture.calls import calls_of
 from torchweft.capture.outs import Into
 from torchweft.capture.rows import INLINED, Rows
 from torchweft.capture.units import source_of, state_name, storages
 from torchweft.errors import CaptureError, SizeError
 from torchweft.marks import target_name
+from torchweft.runtimes.calls import Calls
 from torchweft.sizes import Size
 
 Function = Callable[..., Any]
@@ -77,6 +79,12 @@ class Body:
                 return forward(*arguments)
 
         return restoring
+
+    @cached_property
+    def calls(self) -> Calls | None:
+        """What it does, call by call, if that is little enough to stand in a program."""
+        plain = self.issue is None and not self.switches_grad
+        return calls_of(self.code.graph) if plain else None
 
 
 def _at_once(issue: Function, complete: Function, *arguments: Any) -> Any:

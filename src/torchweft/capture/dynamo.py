@@ -70,7 +70,7 @@ class Captured:
         """The graph's inputs in their order, from those of a call, the constants and a None."""
         behind = {name: number for number, name in enumerate((*self.constants, RNG))}
         first = self.num_inputs
-        return _getter([self.slots.get(n, first + behind.get(n, 0)) for n in self.graph.inputs])
+        return getter([self.slots.get(n, first + behind.get(n, 0)) for n in self.graph.inputs])
 
     @cached_property
     def sizes_of(self) -> Callable[[tuple[Any, ...]], object]:
@@ -144,7 +144,8 @@ class Slot:
         return self.constant if self.size is None else self.size.evaluate(env)
 
 
-def _getter(slots: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def getter(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that takes some items of a sequence, as a tuple."""
     if len(slots) > 1:
         return itemgetter(*slots)
     return lambda items: tuple(items[slot] for slot in slots)

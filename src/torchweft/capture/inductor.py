@@ -4,12 +4,11 @@
     call(x, weight, bias, *sizes)
 
 Inductor gets the body's own graph, on fake tensors whose sizes are symbols. What it takes for
-granted is two look-ups away, and Dynamo is not asked: reads lie in memory without gaps, in the
-order of their dims (what Dynamo guards anyhow, such as weights, is not looked at), and the numbers
-behind the symbols are known. What is new leads to another *variant*: dims in another order, sizes
-that break what the variants so far took for granted. A read with gaps is copied. Where Inductor
-fails, or a copy would hide a write, the body runs eagerly; the report names what Inductor
-failed at.
+granted is one look-up away, and Dynamo is not asked: reads lie in memory without gaps, in the
+order of their dims, and have known shapes (weights are looked at once a call, for all ops: see
+`trusted`). What is new leads to another *variant*: dims in another order, sizes that break what the
+variants so far took for granted. A read with gaps is copied. Where Inductor fails, or a copy would
+hide a write, the body runs eagerly; the report names what Inductor failed at.
 
 The form of a body that writes where it is told is a structure of its own, compiled when a plan
 first runs it. Its last arguments are slices of rooms, whose layout we know (see `epilogue`).
@@ -30,6 +29,7 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -37,12 +37,15 @@ from torchweft.capture.bodies import Body
 from torchweft.capture.guards import Guards
 from torchweft.capture.outs import Room
 from torchweft.capture.rows import id_of
+from torchweft.errors import RunError
 from torchweft.graph import ITEM_BYTES, Value
+from torchweft.marks import target_name
 from torchweft.sizes import Size
 
 log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
 MAX_SIZES = 4096
+VOUCHED = ("torch", "aten", "prims", "_operator")
 Function = Callable[..., Any]
 Order = tuple[int, ...]
 """The dims of a tensor, from the outermost in memory to the innermost."""
@@ -82,6 +85,8 @@ class Structure:
         self.checked = [
             n for n, order in enumerate(self.orders) if n not in guarded or order is None
         ]
+        self.told = sorted({*self.checked, *(n for n, v in enumerate(reads) if _is_symbolic(v))})
+        self.is_vouched = _is_vouched(body.code)
         self.places = _places(reads, body)
         self.variants: list[Variant] = []
         self.refused = self._refusal()
@@ -102,17 +107,17 @@ class Structure:
         return ""
 
     def _steady(self) -> Function:
-        """The call itself: two look-ups, then the kernels."""
-        checked, known = tuple(self.checked), dict[object, Function]()
-        numbers = _reader(self.places)
+        """The call itself: a look-up, then the kernels."""
+        known = dict[object, Function]()
+        first, num_sizes = len(self.reads), len(self.body.sizes)
+        key_of = _key_of(self.checked, self.told, slice(first, first + num_sizes))
 
         def call(*arguments: Any) -> Any:
-            for place in checked:
-                if not arguments[place].is_contiguous():
-                    return self._unusual(list(arguments))
-            key = numbers(arguments)
+            key = key_of(arguments)
             function = known.get(key)
             if function is None:
+                if key is None:
+                    return self._unusual(list(arguments))
                 if len(known) >= MAX_SIZES:
                     known.clear()
                 function = known[key] = self._find(self._orders(arguments), arguments)
@@ -144,6 +149,7 @@ class Structure:
     def _find(self, orders: tuple[Order, ...], arguments: Sequence[Any]) -> Function:
         """A variant that is right for these reads, compiled if there is none."""
         env = {place[0]: _number(arguments, place) for place in self.places}
+        self._require_shapes(arguments, env)
         with self._lock:
             for variant in self.variants:
                 if variant.orders == orders and not variant.guards.refuse(env):
@@ -159,6 +165,18 @@ class Structure:
                     self.refused = f"Inductor failed: {type(error).__name__}: {text[:200]}"
                     log.warning("%s runs eagerly: %s", self.name, self.refused)
         return lambda given: self.eager(*given)
+
+    def _require_shapes(self, arguments: Sequence[Any], env: Mapping[str, int]) -> None:
+        """Raise `RunError` if a read is not what the graph says: kernels trust their sizes."""
+        for place in self.told:
+            shape = tuple(arguments[place].shape)
+            wanted = tuple(size.evaluate(env) for size in self.reads[place].shape)
+            if shape != wanted:
+                raise RunError(
+                    f"run: {self.name} reads {self.reads[place].name!r} of shape {shape}, but its "
+                    f"graph says {wanted}. What makes it, a custom operator or a kernel, must make "
+                    "the shape that it declares."
+                )
 
     def _compile(self, orders: tuple[Order, ...], env: Mapping[str, int]) -> Variant:
         from torch._inductor import config
@@ -181,6 +199,7 @@ class Structure:
             tracing(context),
             config.patch(fallback_random=True),  # the numbers that eager draws
             self._passes(),
+            config.patch(size_asserts=config.size_asserts and not self.is_vouched),
             functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
         ):
             code = _copy(self.body.code, len(unseen))
@@ -296,16 +315,48 @@ def _told(function: Function, places: Sequence[Place]) -> Function:
     return lambda given: function([*(_number(given, place) for place in places), *given])
 
 
-def _reader(places: Sequence[Place]) -> Function:
-    """What tells calls of unlike sizes apart."""
-    if not places:
-        return lambda arguments: None
-    if len(places) == 1:
-        _, number, dim, _ = places[0]
-        if dim is None:
-            return lambda arguments: arguments[number]
-        return lambda arguments: arguments[number].size(dim)
-    return lambda arguments: tuple(_number(arguments, place) for place in places)
+def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:
+    """What tells calls of unlike sizes apart; None for a call with a read that lies otherwise.
+
+    told: the reads whose shape is looked at. sizes: where those stand in the arguments.
+    """
+    if sizes.start == sizes.stop and len(told) == 1 and tuple(checked) == tuple(told):
+        place = told[0]
+
+        def shape(arguments: Sequence[Any]) -> Any:
+            tensor = arguments[place]
+            return tensor.shape if tensor.is_contiguous() else None
+
+        return shape
+
+    def shapes(arguments: Sequence[Any]) -> Any:
+        for place in checked:
+            if not arguments[place].is_contiguous():
+                return None
+        return (*[arguments[place].shape for place in told], *arguments[sizes])
+
+    return shapes
+
+
+def _is_symbolic(value: Value) -> bool:
+    return any(size.symbols for size in value.shape)
+
+
+def _is_vouched(code: fx.GraphModule) -> bool:
+    """Whether all calls of a body are torch's own, which make the shapes that they declare.
+
+    Inductor's code then need not look at sizes: those of the reads are known from the look-up, or
+    they are `Trusted`.
+    """
+    return all(
+        node.op in ("placeholder", "call_method", "output")
+        or (
+            node.op == "call_function"
+            and not isinstance(node.target, HigherOrderOperator)
+            and target_name(node).partition(".")[0] in VOUCHED
+        )
+        for node in code.graph.nodes
+    )
 
 
 def _copy(code: fx.GraphModule, num_more: int) -> fx.GraphModule:

@@ -30,11 +30,11 @@ from typing import Any
 
 from torchweft.errors import PlanError
 from torchweft.graph import Value
-from torchweft.plan import Plan, Range, Step, holds
+from torchweft.plan import Plan, Step, holds
 from torchweft.runtimes.places import First, into_of, room_for, whole_like
 from torchweft.runtimes.program import Body, Jitter, Program
 from torchweft.runtimes.rows import putter, taker
-from torchweft.sizes import Size
+from torchweft.runtimes.variables import Variables
 
 MAX_JITTER_S = 0.002
 _numbers = itertools.count()
@@ -57,7 +57,7 @@ def compile_program(
     return Writer(plan, bodies, traced, jitter).program()
 
 
-class Writer:
+class Writer(Variables):
     """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
 
     Here each lane is a function for a thread of its own. `accelerator.py` writes another layout.
@@ -68,12 +68,10 @@ class Writer:
     def __init__(
         self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
     ) -> None:
-        self.plan, self.graph, self.bodies = plan, plan.graph, bodies
-        self.traced, self.jitter = traced, jitter
-        self.index = {value.name: number for number, value in enumerate(self.graph.values)}
+        super().__init__(plan)
+        self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
-        self.placed = {place.value for place in plan.places}
-        self.space: dict[str, Any] = {"first": First(), "j": time.sleep, "now": time.perf_counter}
+        self.space |= {"first": First(), "j": time.sleep, "now": time.perf_counter}
         self.space["r"] = random.random
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.events: dict[str, int] = {}
@@ -82,31 +80,7 @@ class Writer:
             if step.target is not None:
                 self.events.setdefault(step.target, len(self.events))
         self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
-        self.made: dict[str, list[Range | None]] = {}
-        self.split: dict[str, set[Range]] = {}
-        self.aliases: dict[str, list[str]] = {}
-        self.users: dict[str, set[int]] = {}
-        self.sizes: dict[tuple[Size, int, int], int] = {}
-        self.lane = 0
-        self._look()
-
-    def _look(self) -> None:
-        """Note which pieces are made of each value, and which ranges of each input are read."""
-        for name, root in self.graph.root.items():
-            self.aliases.setdefault(root, []).append(name)
-        for step in self.plan.steps:
-            if step.kind not in ("run", "issue"):
-                continue
-            for op in step.names:
-                for name in self.graph.op[op].makes:
-                    pieces = self.made.setdefault(name, [])
-                    piece = self._piece(name, step.parts)
-                    if piece not in pieces:
-                        pieces.append(piece)
-            if step.parts is not None:
-                for name in self._reads(step):
-                    if name in self.graph.inputs:
-                        self.split.setdefault(name, set()).add(step.parts)
+        self.constants: dict[int, str] = {}
 
     def program(self) -> Program:
         """All lanes' functions. The first ends the call: it joins the others and returns."""
@@ -193,10 +167,10 @@ class Writer:
         reads = [self._read(n, step.parts) for n in self._reads(step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
-        arguments = ", ".join(reads + self._z(step))
+        arguments = reads + self._z(step)
         if step.kind == "issue":
-            return [f"{flight} = i{which}({arguments})"]
-        return self._assign(step, f"f{which}({arguments})")
+            return [f"{flight} = i{which}({', '.join(arguments)})"]
+        return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""
@@ -249,27 +223,11 @@ class Writer:
             return [f"first(c, {{at_{variable}}}, lambda: {make})"]
         return [f"{held} = {make}"] if steps[0] is step else []
 
-    def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
-        """Sizes for these parts, as arguments."""
-        keys = [(size, *parts) for size in sizes]
-        found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
-        return ", ".join(found)
-
-    def _reads(self, step: Step) -> list[str]:
-        """What the ops of a step need from outside, in order."""
-        inside: set[str] = set()
-        found: dict[str, None] = {}
-        for name in step.names:
-            op = self.graph.op[name]
-            found |= dict.fromkeys(n for n in op.reads if n not in inside)
-            inside.update(op.makes)
-        return list(found)
-
     def _z(self, step: Step) -> list[str]:
         """The sizes that the body needs for the rows of the step."""
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
-        return [found] if found else []
+        parts = step.parts or (0, self.plan.num_parts)
+        return [self._numbers([size], parts) for size in sizes]
 
     def _makes(self, step: Step) -> list[str]:
         """What the ops of a step make; of a kernel's ops, what is used outside of them."""
@@ -283,7 +241,8 @@ class Writer:
         }  # fmt: skip
         return [name for name in made if name in outside]
 
-    def _assign(self, step: Step, call: str) -> list[str]:
+    def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
+        """The makes of a step from a call, or, with its arguments, from the calls in its body."""
         names = self._makes(step)
         if not names:
             return [call]
@@ -294,7 +253,17 @@ class Writer:
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
             return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
-        return [f"({', '.join(targets)},) = {call}"]
+        calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
+        lines: list[str] | None = None
+        if calls is not None and arguments is not None:
+            lines = calls.write(arguments, targets, self._constant)
+        return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
+
+    def _constant(self, value: Any) -> str:
+        """The name of a constant; one that is in the namespace already is taken from there."""
+        name = self.constants.setdefault(id(value), f"k{len(self.constants)}")
+        self.space[name] = value
+        return name
 
     def _function(self, step: Step) -> str:
         """Put the step's function into the namespace; the number it has there."""
@@ -312,45 +281,6 @@ class Writer:
         self.space[f"i{which}"] = getattr(body, "issue", None) or function
         self.space[f"g{which}"] = getattr(body, "complete", None) or _same
         return which
-
-    # Values: the variable that holds a piece, and the rows to take of it.
-
-    def _piece(self, name: str, parts: Range | None) -> Range | None:
-        return None if self.graph.value[name].batch is None else parts
-
-    def _variable(self, name: str, parts: Range | None) -> str:
-        return f"v{self.index[name]}" + (f"_{parts[0]}_{parts[1]}" if parts else "")
-
-    def _use(self, variable: str) -> str:
-        self.users.setdefault(variable, set()).add(self.lane)
-        return f"{{{variable}}}"
-
-    def _read(self, name: str, parts: Range | None) -> str:
-        """The expression for a value on these parts."""
-        parts = self._piece(name, parts)
-        if name in self.graph.inputs:
-            # Every lane gets the inputs whole; their parts come from the split.
-            whole = self._variable(name, None)
-            return whole if parts is None else self._use(self._variable(name, parts))
-        if name in self.placed:
-            return self._take(name, f"p{self.index[name]}", None, parts)
-        for piece in self.made[name]:
-            if piece is None or (parts and piece[0] <= parts[0] and parts[1] <= piece[1]):
-                return self._take(name, self._variable(name, piece), piece, parts)
-        raise PlanError(f"memory: {name!r} is in no single piece for {parts}.", rule="memory")
-
-    def _take(self, name: str, variable: str, piece: Range | None, parts: Range | None) -> str:
-        held = self._use(variable)
-        if piece == parts:
-            return held
-        start, stop = piece or (0, self.plan.num_parts)
-        first, last = parts or (0, self.plan.num_parts)
-        rows = f"b{stop} - b{start}, b{first} - b{start}, b{last} - b{start}"
-        return f"{self._taker(name)}({held}, {rows})"
-
-    def _taker(self, name: str) -> str:
-        self.space[f"t{self.index[name]}"] = taker(self.graph.value[name])
-        return f"t{self.index[name]}"
 
     def _split(self, step: Step) -> list[str]:
         name = step.names[0]
