@@ -118,7 +118,8 @@ class Replayer(Writer):
         self._order_placeholders(self.slices)
         code = fx.GraphModule(self.gm, self.graph, class_name="Into")
         all_sizes = tuple(self.sizes)
-        return Into(code.forward, all_sizes, tuple(rooms), code, key_of(code, code.graph, all_sizes))
+        key = key_of(code, code.graph, all_sizes)
+        return Into(code.forward, all_sizes, tuple(rooms), code, key)
 
     def _copy(self, node: fx.Node) -> Any:
         if node in self.makers:
