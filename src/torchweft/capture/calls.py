@@ -104,5 +104,5 @@ def _checked(name: str) -> str:
 
 def _holds_nodes(arg: Any) -> bool:
     found: list[fx.Node] = []
-    fx.map_arg(arg, found.append)  # type: ignore[arg-type]
+    fx.map_arg(arg, found.append)
     return bool(found)
