@@ -53,6 +53,7 @@ def test_every_kind_of_maker_writes_its_part_by_inductor(parts):
     assert not copies_of(session) and not session.pieces[0].unplaced
     _, (told,) = forms_of(session)
     assert len(told.rooms) == len(whole) and not told.refused
+    assert len(told.variants) == 1  # for parts of all sizes
     assert hidden_copies(session, plain_copies(before)) == []
     for name, tensor in whole.items():
         assert found[name].stride() == tensor.stride(), name

@@ -36,7 +36,11 @@ def _told(overload: Any) -> Any:
     def write(*args: Any, **kwargs: Any) -> None:
         overload(*args, **kwargs)
 
+    def pretend(*args: Any, **kwargs: Any) -> None:
+        """On fake tensors: torch's own check of `out=` would take symbols for their numbers."""
+
     LIBRARY.impl(name, write, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchweft::{name}", pretend, lib=LIBRARY)
     return getattr(torch.ops.torchweft, name).default
 
 

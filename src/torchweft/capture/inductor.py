@@ -185,6 +185,8 @@ class Structure:
         shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         mode = FakeTensorMode(shape_env=shapes)
         symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
+        # Now: behind the compilation a symbol that was taken for its number is that number.
+        names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         fakes = self._fakes(mode, orders, symbols)
         unseen = tuple(place for place in self.places if place[3] != 1)
         made: list[Any] = []
@@ -205,7 +207,6 @@ class Structure:
             code = _copy(self.body.code, len(unseen))
             fakes = [*(symbols[place[0]] for place in unseen), *fakes]
             whole: Any = compile_fx(code, fakes, inner_compile=inner)
-        names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
         source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
         plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
