@@ -56,12 +56,12 @@ def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> Trusted | None:
     wanted: dict[str, Wanted] = {}
     for op in graph.ops:
         body = bodies[op.name]
-        structure = body.by if isinstance(body, InnerBody) else None
-        if structure is None or structure.refused or not structure.is_vouched:
-            continue
-        for number, name in enumerate(op.reads):
-            if number not in structure.told:
-                shape = tuple(size.constant for size in graph.value[name].shape)
-                like = structure.body.examples[number]
-                wanted[name] = (shape, structure.orders[number], like.dtype)
+        for form in body.by if isinstance(body, InnerBody) else ():
+            if form.refused or not form.is_vouched:
+                continue
+            for number, name in enumerate(op.reads):
+                if number not in form.told:
+                    shape = tuple(size.constant for size in graph.value[name].shape)
+                    like = form.body.examples[number]
+                    wanted[name] = (shape, form.orders[number], like.dtype)
     return Trusted(wanted, graph.inputs) if wanted else None
