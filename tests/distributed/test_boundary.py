@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_clean, check_overlap, run_cases, talks
+from test_tensor_parallel import save_models
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,16 +32,10 @@ class InPlace(nn.Module):
     def __init__(self, num=2):
         super().__init__()
         self.layers = layers(num)
-        self.skip = 0
-        self.angry = ""
 
     def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            if number < self.skip:
-                continue
+        for layer in self.layers:
             y = torch.relu(layer(x))
-            if self.angry and float(x[0, 0]) > 50:
-                raise ValueError(self.angry)
             dist.all_reduce(y)
             x = x + y
         return x * 2
@@ -126,20 +122,135 @@ class Tensors(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def llama(rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+def check_transformers(rank, *, folder):
+    """A checkpoint, loaded with `tp_plan="auto"`: the bits of graph mode, on new lengths too."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+    from transformers.utils import logging
+
     warnings.simplefilter("ignore")
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    logging.disable_progress_bar()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    parallel = DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, distributed_config=parallel
+    )
+    every = [torch.arange(6 * length).view(6, length) % 250 for length in (16, 16, 10)]
+    plain = [model(ids, use_cache=False).logits for ids in every]
+    weft.compile(model, weft.overlap(parts=2))
+    wanted = [model(ids, use_cache=False).logits for ids in every]
+    boundary(model)
+    for _ in range(2):
+        for ids, by_graph, as_it_is in zip(every, wanted, plain, strict=True):
+            found = model(ids, use_cache=False)
+            assert type(found).__name__ == "CausalLMOutputWithPast" and found.loss is None
+            torch.testing.assert_close(found.logits, as_it_is)
+    assert torch.equal(found.logits, by_graph)
+    check_clean(model)
+    check_overlap(weft.plans(model)[0])
+    assert len(weft.plans(model)) == 1, "lengths that differ share a plan"
+    assert ("all_reduce", "row-wise") in talks(model)
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.15,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config), config
+
+class Faulty(nn.Module):
+    """Does what it is told, on a group of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.group = layers(3), dist.new_group()
+        self.skip, self.tail, self.mixes, self.angry = 0, False, False, False
+
+    def forward(self, x):
+        for layer in self.layers[self.skip :]:
+            y = layer(x)
+            if self.angry and float(x[0, 0]) > 0:  # only the second part
+                raise ValueError("this part does not like it")
+            dist.all_reduce(y, group=self.group)
+            x = x + y
+        if self.tail:
+            with weft.mark("tail"):
+                x = x * 1
+            x = x * 1
+        return x - x.mean(0) if self.mixes else x
 
 
+def faulty(rank, num_calls=3):
+    torch.manual_seed(rank)
+    model, x = Faulty(), inputs()
+    plain = copy.copy(model)
+    boundary(model, watchdog_s=20)
+    for _ in range(num_calls):
+        torch.testing.assert_close(model(x), plain(x))
+    return model, plain, x
+
+
+def goes_on(model, plain, x, reason):
+    """From now on the model runs as it is, and is right."""
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+    (told,) = weft.report(model).fallbacks
+    assert reason in told[0] and told[1] == 2, told
+
+
+def check_sequence(rank, *, on):
+    """Other boundaries on these ranks: the call raises on all, and the next falls back."""
+    model, plain, x = faulty(rank)
+    model.skip = 1 if rank in on else 0
+    with pytest.raises(RunError, match="sequence") as raised:
+        model(x)
+    assert raised.value.rule == "sequence"
+    model.skip = 0
+    goes_on(model, plain, x, "sequence")
+
+
+def check_late(rank):
+    """Another boundary on rank 1 behind its last collective: rank 0 learns of it at the next."""
+    model, plain, x = faulty(rank)
+    model.tail = rank == 1
+    if rank == 1:
+        with pytest.raises(RunError, match="sequence"):
+            model(x)
+    else:
+        model(x)
+    model.tail = False
+    with pytest.raises(PlanError, match="runs the model as it is"):
+        model(x)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+    assert sum(count for _, count in weft.report(model).fallbacks) >= 2
+
+
+def check_raises(rank, *, on):
+    """A part that raises: its rank tells the story, the others are told, nobody waits."""
+    model, _, x = faulty(rank)
+    model.angry = rank in on
+    with pytest.raises(RunError) as raised:
+        model(x - 0.5)
+    text = str(raised.value)
+    assert "this part does not like it" in text, text
+    assert ("[1] on lane 'compute' failed: ValueError" in text) or rank not in on, text
+    with pytest.raises(RunError, match="is dead"):
+        model(x)
+
+
+def check_rows(rank):
+    """Rows are mixed: the first split shows it, and what the model itself gives is given."""
+    model, plain, x = faulty(rank, 0)
+    model.mixes = plain.mixes = True
+    for _ in range(4):
+        torch.testing.assert_close(model(x), plain(x))
+    ((reason, count),) = weft.report(model).fallbacks
+    assert reason.startswith("rows:") and count == 3, reason
+
+
+FAULTS = {
+    "other boundaries on both ranks": functools.partial(check_sequence, on=(0, 1)),
+    "other boundaries on rank 1": functools.partial(check_sequence, on=(1,)),
+    "other boundaries on rank 0": functools.partial(check_sequence, on=(0,)),
+    "another boundary at the end": check_late,
+    "a part raises on rank 1": functools.partial(check_raises, on=(1,)),
+    "a part raises on both ranks": functools.partial(check_raises, on=(0, 1)),
+    "rows are mixed": check_rows,
+}
 CASES = {
     f"{make.__name__} parts={parts} jitter={jitter}": functools.partial(
         check_equal, make=make, parts=parts, jitter=jitter
@@ -156,11 +267,17 @@ CASES |= {
 }
 
 
+CASES |= FAULTS
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("ranks"), CASES)
+    folder = tmp_path_factory.mktemp("ranks")
+    save_models(folder)
+    llama = functools.partial(check_transformers, folder=str(folder / "llama"))
+    return run_cases(folder, {**CASES, "llama": llama})
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_parts_on_two_ranks_are_equal_to_eager(results, name):
+@pytest.mark.parametrize("name", [*CASES, "llama"])
+def test_boundary_mode_on_two_ranks(results, name):
     assert results[name] == "", results[name]

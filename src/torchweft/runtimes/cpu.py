@@ -232,6 +232,7 @@ def failure_of(call: Call) -> BaseException:
     step = call.program.plan.steps[at].label if at is not None else "its end"
     what = f"run: {step} on lane {lane!r} failed: {type(error).__name__}: {error}"
     if isinstance(error, WeftError):
+        error.step = at if error.step is None else error.step
         return error
     found = RunError(what, story=_story(call, lane, at), lane=lane)
     found.step = at

@@ -181,7 +181,8 @@ class Channel:
                 return f"rank {_listed(self.world[r] for r in ended)} has ended"
             if notes := self._notes():
                 self.mends = all(note.startswith(MENDS) for note in notes.values())
-                return "; ".join(f"rank {self.world[r]} raised: {n}" for r, n in notes.items())
+                told = {self.world[r]: note.removeprefix(MENDS) for r, note in notes.items()}
+                return "; ".join(f"rank {r} raised: {note}" for r, note in told.items())
             if late:
                 break
             time.sleep(0.05)
@@ -200,6 +201,10 @@ class Channel:
             return {r: self.store.get(f"fault/{r}").decode() for r in found}
 
         return _bounded(read) or {}
+
+    def is_over(self, user: dist.ProcessGroup) -> bool:
+        """Whether another channel takes the place of this one at the next call."""
+        return self.user() is not user or (bool(self.dead) and self.mends)
 
     # Connecting.
 
@@ -265,20 +270,15 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
     user = _user_group(name)
     found = _channels.get(name)
-    if _is_over(found, user):
+    if found is None or found.is_over(user):
         with _opening:
             found = _channels.get(name)
-            if _is_over(found, user):
+            if found is None or found.is_over(user):
                 if found is not None:
                     found.close()
                 found = _channels[name] = Channel(name, user, watchdog_s)
                 found.open(user)
     return found
-
-
-def _is_over(found: Channel | None, user: dist.ProcessGroup) -> bool:
-    """Whether a new channel is needed."""
-    return found is None or found.user() is not user or (bool(found.dead) and found.mends)
 
 
 def group(name: str) -> Any:

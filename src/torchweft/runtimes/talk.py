@@ -145,8 +145,11 @@ class Talk:
             found.fail(why, mine=True, mends=mends)
 
     def _owes(self, at: int) -> bool:
-        """Whether the other ranks wait for a collective that was to come behind step `at`."""
-        return any(step.kind in ("issue", "complete") for step in self.steps[at:])
+        """Whether the other ranks wait for a collective that is not issued yet at step `at`.
+
+        What is in flight lands by itself.
+        """
+        return any(step.kind == "issue" for step in self.steps[at:])
 
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
@@ -162,7 +165,7 @@ class Talk:
         before = next((found.last for found in self.channels if found.last), "")
         last = done[-1] if done else f"{before} of the call before" if before else "none"
         text = (
-            f"run: {why}. This rank waited in {where}; the last collective that all ranks "
+            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all ranks "
             f"finished: {last}."
         )
         for found in self.channels:
