@@ -239,6 +239,8 @@ def _check(session: Session) -> None:
         ("graphs", session.graphs, (False,)),
     ):
         if value not in only:
-            raise StrategyError(f"{name}: boundary mode has only {name}={only[0]!r}.", rule="option")
+            raise StrategyError(
+                f"{name}: boundary mode has only {name}={only[0]!r}.", rule="option"
+            )
     if isinstance(session.batch, str):
         raise StrategyError("batch: boundary mode has no symbols; give a dim.", rule="option")

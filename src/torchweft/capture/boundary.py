@@ -327,7 +327,9 @@ def _stretches(halts: Sequence[Halt]) -> Iterator[tuple[Halt, Stretch, bool]]:
     It passes where something was computed since it last did, at collectives, and at the end; not
     where nothing but the end is still to come.
     """
-    behind = [any(h.stretch.num_calls or h.kind for h in halts[at + 1 :]) for at in range(len(halts))]
+    behind = [
+        any(h.stretch.num_calls or h.kind for h in halts[at + 1 :]) for at in range(len(halts))
+    ]
     open_stretch: Stretch | None = None
     for number, halt in enumerate(halts):
         open_stretch = _joined(open_stretch, halt.stretch)

@@ -73,7 +73,9 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._listening.__exit__(*error)
         if not torch.equal(self._random, torch.get_rng_state()):
-            self.mixes = self.mixes or "random: the model draws numbers, and parts would draw others"
+            self.mixes = (
+                self.mixes or "random: the model draws numbers, and parts would draw others"
+            )
         if error[0] is None:
             self._halt("the end")
         self.eager.__exit__(*error)

@@ -93,4 +93,6 @@ def _is_about(rule: MarkRule, path: str, module: nn.Module) -> bool:
         return bool(rule.wanted.fullmatch(path))
     if rule.form != "module":
         return False
-    return isinstance(module, rule.wanted) if isinstance(rule.wanted, type) else module is rule.wanted
+    return (
+        isinstance(module, rule.wanted) if isinstance(rule.wanted, type) else module is rule.wanted
+    )
