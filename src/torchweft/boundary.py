@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchweft.capture.boundary import Given, Recorded, Rows, build
+from torchweft.capture.boundary import Recorded, build
+from torchweft.capture.given import Given, Rows
 from torchweft.capture.nests import Nest
 from torchweft.capture.recorder import Recorder
 from torchweft.capture.watch_marks import MarkWatch
-from torchweft.errors import RunError, StrategyError, WeftError
+from torchweft.errors import RunError, StrategyError
 from torchweft.gate import compare
 from torchweft.piece import Piece
 from torchweft.runtimes.caught import catch_collectives
@@ -95,8 +96,13 @@ class Boundary:
         session = self.session
         with Recorder(session.watchdog_s) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
+        recorder.rules.update(self.watch.silent)
         name = f"boundary{len(self.cases)}"
-        recorded = build(recorder, given, outputs, model=self.model, name=name, dim=self.dim)
+        states = [splitter.name for splitter in getattr(session, "splitters", ())]
+        recorded = build(
+            recorder, given, outputs,
+            model=self.model, name=name, dim=self.dim, states=states,
+        )  # fmt: skip
         piece = Piece(session, recorded.captured, fx.GraphModule(nn.Module(), fx.Graph()))
         piece.unsplit = recorded.uncut
         if session.strict and recorded.captured.assumed:

@@ -139,12 +139,12 @@ def check_transformers(rank, *, folder):
     weft.compile(model, weft.overlap(parts=2))
     wanted = [model(ids, use_cache=False).logits for ids in every]
     boundary(model)
-    for _ in range(2):
+    for number in range(3):
         for ids, by_graph, as_it_is in zip(every, wanted, plain, strict=True):
             found = model(ids, use_cache=False)
             assert type(found).__name__ == "CausalLMOutputWithPast" and found.loss is None
             torch.testing.assert_close(found.logits, as_it_is)
-    assert torch.equal(found.logits, by_graph)
+            assert number == 0 or torch.equal(found.logits, by_graph)
     check_clean(model)
     check_overlap(weft.plans(model)[0])
     assert len(weft.plans(model)) == 1, "lengths that differ share a plan"

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from torchweft.capture.bodies import Body, Function
 from torchweft.capture.dynamo import Captured, Slot
+from torchweft.capture.given import Given, rows_at
 from torchweft.capture.nests import Nest, is_plain
 from torchweft.capture.recorder import Halt, Recorder, Stretch, storages_of
 from torchweft.errors import StrategyError
@@ -34,65 +35,6 @@ from torchweft.sizes import Size
 BATCH = "s0"
 CALL, ROWS = "weft.call", "weft.rows"
 """Inputs of every graph of this level: the call at hand, and which rows a part has."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """The arguments of a call: which leaves are tensors, and which of these have rows."""
-
-    nest: Nest
-    slots: tuple[int, ...]
-    batched: tuple[bool, ...]
-    rows: int
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Given:
-        """The commonest size of dim `dim` of the tensors is the batch."""
-        nest = Nest((args, kwargs))
-        slots = [n for n, leaf in enumerate(nest.leaves) if isinstance(leaf, torch.Tensor)]
-        sizes = [_size(nest.leaves[slot], dim) for slot in slots]
-        counts = Counter(size for size in sizes if size is not None)
-        rows = max(counts, key=lambda size: counts[size]) if counts else 0
-        return Given(nest, tuple(slots), tuple(rows > 0 and s == rows for s in sizes), rows)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The leaves that are tensors, in order."""
-        return tuple(self.nest.leaves[slot] for slot in self.slots)
-
-    def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in place of theirs."""
-        leaves = list(self.nest.leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = self.nest.rebuild(leaves)
-        return args, kwargs
-
-
-def _size(tensor: torch.Tensor, dim: int) -> int | None:
-    return tensor.shape[dim] if tensor.dim() > dim else None
-
-
-class Rows:
-    """The rows of a part, in a form that a plan can split."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.shape = (stop - start,)
-
-    def narrow(self, dim: int, start: int, length: int) -> Rows:
-        """Some of these rows."""
-        return Rows(self.start + start, self.start + start + length)
-
-
-def rows_at(shape: Sequence[int], rows: int, dim: int) -> int | None:
-    """The dim of a shape where the rows are: `dim` itself, the only such one, or a multiple."""
-    if len(shape) > dim and shape[dim] == rows:
-        return dim
-    equal = [at for at, size in enumerate(shape) if size == rows]
-    if equal:
-        return equal[0] if len(equal) == 1 else None
-    return next((at for at, size in enumerate(shape) if size and size % rows == 0), None)
 
 
 @dataclass(frozen=True)
@@ -128,12 +70,23 @@ class Recorded:
 
 
 def build(
-    recorder: Recorder, given: Given, outputs: Any, *, model: Any, name: str, dim: int
+    recorder: Recorder,
+    given: Given,
+    outputs: Any,
+    *,
+    model: Any,
+    name: str,
+    dim: int,
+    states: Sequence[str] = (),
 ) -> Recorded:
-    """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so."""
+    """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so.
+
+    states: the names of the side state that is to be in force wherever a part goes on.
+    """
     nest = Nest(outputs)
     uncut = recorder.mixes or _uncut_arguments(given) or _uncut_outputs(nest, given.rows, dim)
     builder = _Builder(recorder, given, model, None if uncut else Batch(0), dim)
+    builder.add_states(states)
     makes = builder.ops_of(nest.tensors)
     names = makes if nest.tensors else ()
     graph = Graph(
@@ -244,6 +197,11 @@ class _Builder:
             if held.slot is None:
                 self.inputs.append(self._value(held.name, has_rows=False))
 
+    def add_states(self, names: Sequence[str]) -> None:
+        """Side state of the host: every stretch touches it, so its parts go in part order."""
+        self.states = tuple(self._value(f"state.{name}", has_rows=False) for name in names)
+        self.inputs += self.states
+
     def ops_of(self, outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """Make all ops; what the last of them makes."""
         before: tuple[str, ...] = (*self.inputs[: self.inputs.index(CALL)], CALL, ROWS)
@@ -280,7 +238,7 @@ class _Builder:
                 name,
                 tuple(dict.fromkeys((*reads, *sorted(touched)))),
                 makes,
-                tuple(changed),
+                (*changed, *self.states),
                 uses=(mark.uses if mark is not None else None) or "compute",
                 rows=self._kind,
                 mark=mark.name if mark is not None else None,

@@ -60,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self._marks: list[Mark] = []
         self._stretch = Stretch()
         self._fresh: set[int] = set()
+        self._called: Any = None
 
     def __enter__(self) -> Recorder:
         self._random = torch.get_rng_state()
@@ -99,7 +100,8 @@ class Recorder(TorchDispatchMode):
         if caught.kind in BETWEEN_TWO:
             self.mixes = self.mixes or f"collective: {caught.kind} is for one part only"
             return caught.pass_on()
-        if caught.kind != "barrier":
+        # Inside of another operator (a functional form, a DTensor's) it works on what that made.
+        if self._called.namespace == "c10d" and caught.kind != "barrier":
             self._stretch.writes |= set(_storages(caught.args[0])) - self._fresh
         tensor, dtype = caught.tensor, str(caught.tensor.dtype).removeprefix("torch.")
         self.groups.add(caught.group)
@@ -115,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        stretch = self._stretch
+        stretch, self._called = self._stretch, func
         results = func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             return results

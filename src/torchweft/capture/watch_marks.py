@@ -3,9 +3,9 @@
     watch = MarkWatch(model, rules)          hooks on the modules that a rule is about
     with watch: model(x)                     the listener of this thread is told
 
-Marks in model code tell by themselves. Hooks stay on the model until `close`; outside of `with` they
-do nothing. Functions are seen by the interpreter's profile of the thread, which costs about a
-tenth of a microsecond for every Python call of the model, and only where there is such a rule.
+Marks in model code tell by themselves. Hooks stay on the model until `close` and do nothing outside
+of `with`. Functions are seen by the interpreter's profile of the thread, which costs about a tenth
+of a microsecond for every Python call of the model, and only where there is such a rule.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torchweft.marks import MarkRule
 from torchweft.runtimes.stops import listener
 
 FORMS = ("module", "path", "function")
+SILENT = ("rows", "state")
+"""Forms that make no op: nothing has to match them where no calls are captured."""
 
 
 class MarkWatch:
@@ -31,8 +33,9 @@ class MarkWatch:
         self.hooks: list[Any] = []
         self.local = threading.local()
         self.codes: dict[int, MarkRule] = {}
+        self.silent = [rule for rule in rules if rule.form in SILENT]
         for rule in rules:
-            if not isinstance(rule, MarkRule) or rule.form not in FORMS:
+            if rule.form not in FORMS + SILENT:
                 raise CaptureError(
                     f"mark: boundary mode captures no calls, so {rule} has nothing to match. "
                     "Use mark, mark_module, mark_path or mark_function.",

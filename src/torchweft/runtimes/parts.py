@@ -6,8 +6,9 @@
 
 Of each pair of threads one waits, so a part and its dispatcher never run side by side; parts that
 are resumed by several lanes do. What torch keeps by thread (gradients, autocast ...) is a part's
-own by itself. What is kept by process (the default dtype, side state of a host) is put in force
-whenever a part goes on, and taken back where it stops.
+own by itself; context variables are those of the dispatching thread when the part starts. The
+default dtype, which torch keeps by process, is put in force whenever a part goes on, and taken back
+where it stops.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from torchweft.runtimes.cpu import Cancelled, Lanes
 from torchweft.runtimes.modes import Modes
 from torchweft.runtimes.stops import SEQUENCE, Stop, listening
 
-Side = Callable[[bool], None]
-"""Puts the side state of a part in force (True), or that of the whole call (False)."""
-
 
 class Part:
     """One part of one call: started once, resumed at each of its stops, and cancelled or over.
@@ -44,10 +42,9 @@ class Part:
         first: int,
         *,
         modes: Modes,
-        side: Side | None = None,
     ) -> None:
         self.call, self.run, self.stops, self.first = call, run, stops, first
-        self.modes, self.side = modes, side
+        self.modes = modes
         self.at = 0
         self.caught: Caught | None = None
         self.outputs: Any = None
@@ -132,15 +129,11 @@ class Part:
     def _enter(self) -> None:
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
-        if self.side is not None:
-            self.side(True)
 
     def _leave(self) -> None:
         self._dtype = torch.get_default_dtype()
         if self._dtype is not self._home:
             torch.set_default_dtype(self._home)
-        if self.side is not None:
-            self.side(False)
 
 
 def _free(lock: threading.Lock) -> None:

@@ -165,8 +165,8 @@ class Talk:
         before = next((found.last for found in self.channels if found.last), "")
         last = done[-1] if done else f"{before} of the call before" if before else "none"
         text = (
-            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all ranks "
-            f"finished: {last}."
+            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all "
+            f"ranks finished: {last}."
         )
         for found in self.channels:
             found.fail(text.partition(". ")[0].removeprefix("run: "), mine=False)
