@@ -13,15 +13,16 @@ collectives that call raises on all ranks, and they fall back together at the ne
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from torchweft.capture.boundary import Recorded, build
+from torchweft.capture.boundary import EMPTY, Recorded, build
 from torchweft.capture.given import Given, Rows
 from torchweft.capture.nests import Nest
 from torchweft.capture.recorder import Recorder
@@ -37,6 +38,8 @@ from torchweft.runtimes.parts import Part, cancel
 from torchweft.runtimes.ranks import EagerError
 from torchweft.runtimes.stops import SEQUENCE, listener, listening
 from torchweft.session import Session
+
+log = logging.getLogger("torchweft")
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Boundary:
             recorder, given, outputs,
             model=self.model, name=name, dim=self.dim, states=states,
         )  # fmt: skip
-        piece = Piece(session, recorded.captured, fx.GraphModule(nn.Module(), fx.Graph()))
+        piece = Piece(session, recorded.captured, EMPTY)
         piece.unsplit = recorded.uncut
         if session.strict and recorded.captured.assumed:
             piece.unsplit = piece.unsplit or f"strict: {recorded.captured.assumed[0]} is assumed"
@@ -119,22 +122,21 @@ class Boundary:
 
     def _run(self, case: Case, given: Given, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""
-        trial = None if case.tried else _Trial.of(case, self.model, given)
         run = Run(self, case, given)
         try:
             merged = case.piece(*given.tensors, run, Rows(0, given.rows))
         except BaseException as error:
             run.cancel()
-            if not self._falls(case, trial, error):
+            if not self._falls(case, run.trial, error):
                 raise
-            if trial is not None:
-                trial.take_back()
+            if run.trial is not None:
+                run.trial.take_back()
             self.session.fall_back(case.piece, case.fallen)
             return self._eager(args, kwargs)
         outputs = run.outputs(merged)
-        if trial is None or len(run.parts) < 2:
+        if run.trial is None:
             return outputs
-        return self._compare(case, trial, outputs, args, kwargs)
+        return self._compare(case, run.trial, outputs, args, kwargs)
 
     def _falls(self, case: Case, trial: _Trial | None, error: BaseException) -> bool:
         """Whether a call that failed may run as it is instead; from now on the others do, if so."""
@@ -168,29 +170,25 @@ class Run:
     def __init__(self, boundary: Boundary, case: Case, given: Given) -> None:
         self.boundary, self.case, self.given = boundary, case, given
         self.parts: list[Part] = []
+        self.trial: _Trial | None = None
         self.modes = Modes(boundary.session.num_threads)
 
     def begin(self, rows: Rows, tensors: Sequence[Any]) -> Part:
         """Start the part of these rows and let it run up to its first stop."""
+        boundary, case = self.boundary, self.case
+        splits = rows.shape[0] < self.given.rows
+        if splits and not self.parts and not case.tried:
+            self.trial = _Trial.of(case, boundary.model, self.given)
         args, kwargs = self.given.with_tensors(tensors)
-        boundary = self.boundary
 
         def run() -> Any:
             with boundary.watch:
                 return boundary.call(*args, **kwargs)
 
-        part = Part(self, run, self.case.recorded.stops, rows.start, modes=self.modes)
+        part = Part(run, case.recorded.stops, rows.start, self.modes)
         self.parts.append(part)
         part.start(boundary.threads)
         return part
-
-    def tensors_of(self, part: Part) -> list[Tensor]:
-        """The tensors that a part gave. Raises `RunError` if they are not as many as at first."""
-        tensors = Nest(part.outputs).tensors
-        wanted = len(self.case.piece.graph.outputs)
-        if len(tensors) != wanted:
-            raise RunError(f"output: a part gave {len(tensors)} tensors, its first run {wanted}.")
-        return tensors
 
     def outputs(self, merged: Sequence[Tensor]) -> Any:
         """What the model gives, from the merged tensors. Raises `RunError` if parts disagree."""
@@ -206,7 +204,9 @@ class Run:
 
     def cancel(self) -> None:
         """End all parts that are not over."""
-        cancel(self.parts, self.boundary.session.watchdog_s)
+        if not cancel(self.parts, self.boundary.session.watchdog_s):
+            log.error("a part of a failed call does not end: its model is stuck")
+        self.parts.clear()
 
 
 @dataclass(frozen=True)

@@ -613,3 +613,34 @@ def test_calls_may_come_from_several_threads():
     for caller in callers:
         caller.join()
     assert len(found) == 4 and all(torch.equal(each, wanted) for each in found)
+
+
+class Host:
+    """What a serving engine keeps beside the arguments: one global context."""
+
+    state: dict[str, torch.Tensor] | None = None
+
+
+class Attends(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) + Host.state["bias"][:, None]
+        return x * Host.state["scale"]
+
+
+def test_side_state_is_cut_by_splitters():
+    splitters = pytest.importorskip("torchweft.splitters")
+    fields = {"bias": splitters.by_rows, "scale": splitters.shared}
+    side = splitters.Splitter(
+        "forward", "attend", lambda: Host.state, lambda state: setattr(Host, "state", state), fields
+    )
+    model, x = Attends().eval(), inputs()
+    boundary(model, parts=3, splitters=[side])
+    for number in range(4):
+        Host.state = whole = {"bias": torch.arange(8.0) * number, "scale": torch.tensor(2.0)}
+        torch.testing.assert_close(model(x), Attends.forward(model, x))
+        assert Host.state is whole
+    assert weft.report(model).fallbacks == () and weft.plans(model)[0].num_parts == 3
+    Host.state["other"] = torch.zeros(8)
+    with pytest.raises(weft.errors.StateError, match="other"):
+        model(x)

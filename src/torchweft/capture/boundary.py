@@ -26,7 +26,7 @@ from torchweft.capture.dynamo import Captured, Slot
 from torchweft.capture.given import Given, rows_at
 from torchweft.capture.nests import Nest, is_plain
 from torchweft.capture.recorder import Halt, Recorder, Stretch, storages_of
-from torchweft.errors import StrategyError
+from torchweft.errors import RunError, StrategyError
 from torchweft.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan import Plan
 from torchweft.runtimes.stops import Stop
@@ -245,7 +245,7 @@ class _Builder:
                 body=name,
                 flops=Size.of(BATCH) * (stretch.flops // self.rows) if self.batch else Size.of(0),
             ),
-            functools.partial(resume, len(reads)),
+            functools.partial(resume, len(reads), len(makes)),
             _same,
         )
 
@@ -311,24 +311,27 @@ def _joined(first: Stretch | None, second: Stretch) -> Stretch:
     )
 
 
-def _begin(num_reads: int, *reads: Any) -> tuple[Any, ...]:
+def _begin(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
     """Start a part on its rows of the arguments."""
     *tensors, call, rows = reads[:num_reads]
-    return _made(call, call.begin(rows, tensors))
+    return _made(call.begin(rows, tensors), num_makes)
 
 
-def _resume(num_reads: int, *reads: Any) -> tuple[Any, ...]:
+def _resume(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
     """Let a part go on from where it stands."""
     part = reads[0]
     part.resume()
-    return _made(part.call, part)
+    return _made(part, num_makes)
 
 
-def _made(call: Any, part: Any) -> tuple[Any, ...]:
-    """What a stretch makes: the part, and what it called or gave."""
-    if part.over.is_set():
-        return tuple(call.tensors_of(part)) or (part,)
-    return (part,) if part.caught is None else (part, part.caught)
+def _made(part: Any, num_makes: int) -> tuple[Any, ...]:
+    """What a stretch makes: the part, with what it called, or the tensors that it gave."""
+    if not part.over.is_set():
+        return (part,) if part.caught is None else (part, part.caught)
+    tensors = Nest(part.outputs).tensors
+    if len(tensors) != num_makes and tensors:
+        raise RunError(f"output: a part gave {len(tensors)} tensors; its first run {num_makes}.")
+    return tuple(tensors) or (part,)
 
 
 def _same(made: Any) -> Any:

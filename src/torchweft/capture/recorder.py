@@ -47,11 +47,11 @@ class Halt:
     dtype: str = "opaque"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Listens to a model that runs as it is, and to every operator that it calls."""
 
     def __init__(self, watchdog_s: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.eager = Eager(watchdog_s)
         self.halts: list[Halt] = []
         self.mixes = ""
@@ -67,11 +67,11 @@ class Recorder(TorchDispatchMode):
         self._listening = listening(self)
         self.eager.__enter__()
         self._listening.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._listening.__exit__(*error)
         if not torch.equal(self._random, torch.get_rng_state()):
             self.mixes = (
@@ -129,8 +129,8 @@ class Recorder(TorchDispatchMode):
         stretch.touches |= given - self._fresh
         stretch.writes |= set(_written(func, args, kwargs)) - self._fresh
         made = set(_storages(results))
-        self._fresh |= made if "lift_fresh" in func.name() else made - given
-        if not self.mixes and "batch_norm" in func.name() and _trains(func, args, kwargs):
+        self._fresh |= made if "lift_fresh" in str(func) else made - given
+        if not self.mixes and "batch_norm" in str(func) and _trains(func, args, kwargs):
             self.mixes = f"mixing: {func} looks at all rows while it trains"
         return results
 

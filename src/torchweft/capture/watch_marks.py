@@ -45,8 +45,8 @@ class MarkWatch:
                 self.codes.setdefault(id(getattr(rule.wanted, "__code__", rule.wanted)), rule)
         if isinstance(model, nn.Module):
             for path, module in model.named_modules():
-                rule = next((rule for rule in rules if _is_about(rule, path, module)), None)
-                if rule is not None:
+                about = [rule for rule in rules if _is_about(rule, path, module)]
+                for rule in about[:1]:  # of two rules the first wins
                     self._hook(module, rule)
 
     def _hook(self, module: nn.Module, rule: MarkRule) -> None:

@@ -98,10 +98,11 @@ class Caught:
 @functools.cache
 def catch_collectives() -> torch.library.Library:
     """Catch the collectives of every thread that somebody listens to; once a process."""
-    library = torch.library.Library("c10d", "IMPL")
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, kind in KINDS.items():
         op = getattr(torch.ops.c10d, name).default
-        library.impl(name, _kernel(kind, op), "BackendSelect", with_keyset=True)
+        kernel = _kernel(kind, op)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 

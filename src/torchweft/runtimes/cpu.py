@@ -24,6 +24,8 @@ from torchweft.runtimes.program import Program
 from torchweft.trace import SPANS, Span, Trace
 
 LINGER_S = 1.0
+Job = Callable[[], Callable[[], None] | None]
+"""What a thread does; what it returns is called when the thread may be had for another job."""
 
 
 class Cancelled(BaseException):
@@ -38,7 +40,7 @@ class Lanes:
         self.idle: list[_LaneThread] = []
         self.process = os.getpid()
 
-    def start(self, job: Callable[[], None]) -> None:
+    def start(self, job: Job) -> None:
         """Do a job in a thread of its own."""
         with self.lock:
             if self.process != os.getpid():  # a fork has no threads but its caller's
@@ -68,7 +70,7 @@ class _LaneThread(threading.Thread):
     def __init__(self, lanes: Lanes) -> None:
         super().__init__(name="weft lane", daemon=True)
         self.lanes = lanes
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         while True:
@@ -82,10 +84,13 @@ class _LaneThread(threading.Thread):
                 continue  # a job is on its way
             if job is None:
                 return
-            job()
+            after = job()
             del job
             with self.lanes.lock:
                 self.lanes.idle.append(self)
+            if after is not None:
+                after()
+            del after  # what it holds is not to live as long as the thread
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Modes:
             for device in _devices()
         ]
         self.caches = torch.is_autocast_cache_enabled()
-        self.functions = overrides._get_current_function_mode_stack()
+        self.functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self.dispatches = dispatch._get_current_dispatch_mode_stack()
         self.local = threading.local()
 

@@ -35,16 +35,9 @@ class Part:
     """
 
     def __init__(
-        self,
-        call: Any,
-        run: Callable[[], Any],
-        stops: Sequence[Stop],
-        first: int,
-        *,
-        modes: Modes,
+        self, run: Callable[[], Any], stops: Sequence[Stop], first: int, modes: Modes
     ) -> None:
-        self.call, self.run, self.stops, self.first = call, run, stops, first
-        self.modes = modes
+        self.run, self.stops, self.first, self.modes = run, stops, first, modes
         self.at = 0
         self.caught: Caught | None = None
         self.outputs: Any = None
@@ -81,7 +74,7 @@ class Part:
 
     # Called by the thread of the part.
 
-    def _job(self) -> None:
+    def _job(self) -> Callable[[], None]:
         try:
             with self.modes, listening(self):
                 self._enter()
@@ -95,9 +88,11 @@ class Part:
             pass
         except BaseException as error:
             self.error = error
-        finally:
-            self.over.set()
-            _free(self._back)
+        return self._end
+
+    def _end(self) -> None:
+        self.over.set()
+        _free(self._back)
 
     def stop(self, text: str, mark: Any) -> None:
         """The model enters or leaves a mark."""

@@ -136,7 +136,8 @@ class Talk:
             traceback.clear_frames(lost.__traceback__)
             raise self._lost(lost, error) from lost
         mends = isinstance(error, RunError) and error.rule == SEQUENCE
-        if mends and error.step is not None and not self._owes(error.step):
+        at = error.step if isinstance(error, RunError) else None
+        if mends and at is not None and not self._owes(at):
             for found in self.channels:
                 found.end(self.last.removeprefix("complete "))
             return
