@@ -100,6 +100,8 @@ class Boundary:
         with Recorder(session.watchdog_s) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
+        if not given.holds(args, kwargs):  # a part would change a list of its own
+            recorder.mixes = recorder.mixes or "argument: the model changes what it is given"
         name = f"boundary{len(self.cases)}"
         states = [splitter.name for splitter in getattr(session, "splitters", ())]
         recorded = build(

@@ -427,6 +427,19 @@ def test_an_argument_nobody_knows_runs_whole():
     assert "nothing tells how a Cache falls into parts" in weft.report(model).fallbacks[0][0]
 
 
+def test_an_argument_that_grows_runs_whole():
+    class Growing(Net):
+        def forward(self, x, seen):
+            seen.append(x)
+            return super().forward(x)
+
+    model, seen = boundary(Growing().eval()), []
+    for number in range(3):
+        model(inputs(), seen)
+        assert len(seen) == number + 1 and seen[-1].shape == inputs().shape
+    assert "the model changes what it is given" in weft.report(model).fallbacks[0][0]
+
+
 class KeyValue(nn.Module):
     """Each row writes into the cache and reads what was written before."""
 

@@ -36,6 +36,12 @@ class Given:
         """The leaves that are tensors, in order."""
         return tuple(self.nest.leaves[slot] for slot in self.slots)
 
+    def holds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether arguments are still the same: nothing was put into a list or taken out."""
+        now = Nest((args, kwargs))
+        same = zip(self.nest.leaves, now.leaves, strict=False)
+        return now.key == self.nest.key and all(before is after for before, after in same)
+
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors in place of theirs."""
         leaves = list(self.nest.leaves)
