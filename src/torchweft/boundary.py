@@ -40,6 +40,7 @@ from torchweft.runtimes.stops import SEQUENCE, listener, listening
 from torchweft.session import Session
 
 log = logging.getLogger("torchweft")
+MAX_FORMS = 256
 
 
 @dataclass
@@ -78,8 +79,11 @@ class Boundary:
         given = Given.of(args, kwargs, self.dim)
         key = self._key(given)
         case = self.cases.get(key)
-        if case is None:
+        if case is None and len(self.cases) < MAX_FORMS:
             return self._record(key, given, args, kwargs)
+        if case is None:
+            self.session.fall_back(None, f"forms: calls come in more than {MAX_FORMS} forms")
+            return self._eager(args, kwargs)
         if case.fallen:
             self.session.fall_back(case.piece, case.fallen)
             return self._eager(args, kwargs)

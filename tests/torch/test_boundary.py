@@ -427,17 +427,27 @@ def test_an_argument_nobody_knows_runs_whole():
     assert "nothing tells how a Cache falls into parts" in weft.report(model).fallbacks[0][0]
 
 
-def test_an_argument_that_grows_runs_whole():
-    class Growing(Net):
+def test_a_dict_that_the_model_changes_is_the_callers():
+    class Keeping(Net):
         def forward(self, x, seen):
-            seen.append(x)
+            seen["last"] = x + 1
             return super().forward(x)
 
-    model, seen = boundary(Growing().eval()), []
-    for number in range(3):
-        model(inputs(), seen)
-        assert len(seen) == number + 1 and seen[-1].shape == inputs().shape
-    assert "the model changes what it is given" in weft.report(model).fallbacks[0][0]
+    model, seen = boundary(Keeping().eval()), {}
+    for number in range(4):
+        model(inputs() + number, seen)
+        assert torch.equal(seen["last"], inputs() + number + 1)
+    ((reason, count),) = weft.report(model).fallbacks
+    assert "the model changes what it is given" in reason and count == 2
+
+
+def test_calls_of_ever_new_forms_run_as_they_are(monkeypatch):
+    monkeypatch.setattr("torchweft.boundary.MAX_FORMS", 2)
+    model = boundary(nn.Sequential(Block()).eval())
+    for number in range(5):
+        x = inputs().view(8, WIDE, *[1] * number).movedim(1, -1)
+        torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
+    assert weft.report(model).fallbacks == (("forms: calls come in more than 2 forms", 3),)
 
 
 class KeyValue(nn.Module):
