@@ -128,7 +128,7 @@ class Boundary:
 
     def _run(self, case: Case, given: Given, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""
-        run = Run(self, case, given)
+        run = Run(self, case, given, (args, kwargs))
         try:
             merged = case.piece(*given.tensors, run, Rows(0, given.rows))
         except BaseException as error:
@@ -171,10 +171,10 @@ class Boundary:
 
 
 class Run:
-    """One call by a plan: its parts, begun by the plan's first op."""
+    """One call by a plan: its parts, begun by the plan's first op. `whole` are its arguments."""
 
-    def __init__(self, boundary: Boundary, case: Case, given: Given) -> None:
-        self.boundary, self.case, self.given = boundary, case, given
+    def __init__(self, boundary: Boundary, case: Case, given: Given, whole: Any) -> None:
+        self.boundary, self.case, self.given, self.whole = boundary, case, given, whole
         self.parts: list[Part] = []
         self.trial: _Trial | None = None
         self.modes = Modes(boundary.session.num_threads)
@@ -185,7 +185,8 @@ class Run:
         splits = rows.shape[0] < self.given.rows
         if splits and not self.parts and not case.tried:
             self.trial = _Trial.of(case, boundary.model, self.given)
-        args, kwargs = self.given.with_tensors(tensors)
+        # The whole call gets the caller's own arguments: it may change a dict that it is given.
+        args, kwargs = self.given.with_tensors(tensors) if splits else self.whole
 
         def run() -> Any:
             with boundary.watch:
