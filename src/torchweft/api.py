@@ -24,6 +24,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
+from torchweft.boundary import Boundary
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
@@ -58,6 +59,7 @@ def compile(
     graphs: bool | Sequence[int] = False,
     blocks: bool = True,
     zero_copy: bool = True,
+    capture: str = "graph",
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -74,30 +76,52 @@ def compile(
     blocks: whether repeated modules, such as the layers of a transformer, are captured once.
     zero_copy: whether parts write their rows of whole values where they belong; else they are
     put together by copies, which the plan shows.
+    capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
+    control passes at marks and collectives.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
-        watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy,
-        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
+        watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
+        blocks=Blocks(model, rules) if blocks and _has_graph(model, capture) else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
+    wrap = _wrap if capture == "graph" else _wrap_eager
     if isinstance(model, nn.Module):
-        call: Callable[..., Any] = model._call_impl
-        if trace_rules.check(model.forward):  # Dynamo skips torch's own modules, such as Sequential
-            call = wrap_inline(call)
-        model._compiled_call_impl = _wrap(session, call)
+        before = getattr(model._compiled_call_impl, "boundary", None)
+        if before is not None:
+            before.close()
+        model._compiled_call_impl = wrap(session, model._call_impl, model)
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
-    return functools.wraps(plain)(_wrap(session, plain))  # type: ignore[return-value]
+    return functools.wraps(plain)(wrap(session, plain, plain))  # type: ignore[return-value]
 
 
-def _wrap(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
+def _has_graph(model: object, capture: str) -> bool:
+    return isinstance(model, nn.Module) and capture == "graph"
+
+
+def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """The call in boundary mode: the model itself, part by part."""
+    boundary = Boundary(session, call, model)
+
+    def weft_call(*args: Any, **kwargs: Any) -> Any:
+        if session.shadow is None:
+            return boundary(*args, **kwargs)
+        return session.shadow(boundary, call, args, kwargs)
+
+    weft_call.session, weft_call.boundary = session, boundary  # type: ignore[attr-defined]
+    return weft_call
+
+
+def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
+    if isinstance(model, nn.Module) and trace_rules.check(model.forward):
+        call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     compiled = compile_by(session.backend, call)
     watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
 
@@ -181,6 +205,8 @@ def check(
     session, state = session_of(subject), torch.get_rng_state()
     try:
         wanted = run_copy(plain, args, kwargs, state)
+        if session.capture == "boundary":  # its first call is the model as it is
+            run_copy(subject, args, kwargs, state)
         with session.keep_inputs():
             found = run_copy(subject, args, kwargs, state)
         verdict = compare(wanted, found, tolerance)

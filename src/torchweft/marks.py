@@ -32,6 +32,7 @@ from torch import fx
 
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.graph import NAME, ROWS, USES
+from torchweft.runtimes.stops import listener
 
 KEY = "weft"
 INNERS = ("eager", "inductor", "onednn")
@@ -85,8 +86,13 @@ def mark(
     """
     _check(name, uses, rows, inner)
     told = (uses or "", rows or "", "" if graph else "no graph", inner or "")
+    heard = None if torch.compiler.is_dynamo_compiling() else listener()
+    if heard is not None:
+        heard.stop(f"enter {name}", Mark(name, uses, rows, graph, inner))
     with torch.fx.traceback.annotate({KEY: "|".join((name, *told))}):
         yield
+    if heard is not None:
+        heard.stop(f"leave {name}", None)
 
 
 def mark_module(

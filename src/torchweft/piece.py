@@ -19,6 +19,7 @@ from torch._guards import CompileContext
 from torch.nn import Buffer, Parameter
 
 from torchweft.bucket import Bucket, bucket_of, watch
+from torchweft.capture.boundary import check_steps
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
@@ -322,6 +323,8 @@ class Piece:
         """A verified plan for a context."""
         session = self.session
         bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        if self.graph.level == "boundary":
+            check_steps(bare)
         return verify(lower(bare))
 
     def sequential(self, context: Context) -> Entry:

@@ -35,6 +35,7 @@ from torchweft.trace import Trace
 
 log = logging.getLogger("torchweft")
 FALLBACKS = ("sequential", "error")
+CAPTURES = ("graph", "boundary")
 
 
 @contextlib.contextmanager
@@ -71,11 +72,15 @@ class Session:
         graphs: bool | Sequence[int] = False,
         blocks: Blocks | None = None,
         zero_copy: bool = True,
+        capture: str = "graph",
     ) -> None:
         if not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
+        if capture not in CAPTURES:
+            raise StrategyError(f"capture: {unknown('way to capture', capture, CAPTURES)}")
+        self.capture = capture
         self.strategy, self.rules = as_strategy(strategy), tuple(rules)
         self.inner = check_inner(inner)
         self.fallback, self.strict, self.batch = fallback, strict, batch
@@ -99,6 +104,8 @@ class Session:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph; the result stands in for it."""
+        if self.capture != "graph":
+            raise StrategyError("capture: Dynamo captures graphs; use weft.compile for others.")
         introduce()
         blocks = self.blocks is not None and self.blocks.adopt(gm, example_inputs)
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
@@ -193,6 +200,8 @@ class Session:
     def first_difference(self, limit: float | None) -> str | None:
         """The first op that differs from its run on the whole batch, on the inputs kept."""
         for piece, inputs in (self.kept or {}).items():
+            if piece.graph.level == "boundary":  # its ops are the model's own calls, not ours
+                continue
             if name := first_difference(piece, inputs, limit):
                 source = piece.graph.op[name].source
                 return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")

@@ -223,4 +223,21 @@ def _ablation() -> tuple[Candidate, ...]:
     )
 
 
-TABLES = {"race": _table(), "ablation": _ablation()}
+def _boundary() -> tuple[Candidate, ...]:
+    return (
+        Candidate("sequential", "baseline", _sequential),
+        Candidate("sequential_again", "baseline", _sequential),
+        *(
+            Candidate(
+                f"{mode}_{parts}",
+                "weft",
+                partial(_weft, overlap(parts=parts), {"capture": mode}),
+                parts,
+            )
+            for parts in (2, 4)
+            for mode in ("graph", "boundary")
+        ),
+    )
+
+
+TABLES = {"race": _table(), "ablation": _ablation(), "boundary": _boundary()}

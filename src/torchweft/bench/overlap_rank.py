@@ -42,11 +42,12 @@ TIMEOUT = timedelta(minutes=5)
 SHAPES = {"prefill": (16, 64), "decode": (32, 1)}
 """Sequences and positions of a batch."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
-    "full": {"dense": {"wide": 2048}, "experts": {"wide": 128}},
+    "full": {"dense": {"wide": 2048}, "experts": {"wide": 128}, "transformers": {"wide": 2048}},
     "demo": {"dense": {"num_layers": 2, "wide": 2048}},
     "tiny": {
         "dense": {"num_layers": 2, "hidden": 64, "wide": 96, "head": 16},
         "experts": {"num_layers": 2, "hidden": 64, "wide": 16, "head": 16},
+        "transformers": {"num_layers": 2, "hidden": 64, "wide": 48, "head": 16},
     },
 }
 
@@ -163,6 +164,10 @@ def make_arena(spec: Mapping[str, Any]) -> Arena:
     models = peer_module("models")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sizes = models.Sizes(**SIZES[spec["size"]][spec["model"]])
+    if spec["model"] == "transformers":
+        host = peer_module("llama")
+        ids = host.ids(*SHAPES[spec["phase"]])
+        return Arena(spec["model"], spec["phase"], host.llama(sizes, seed=spec["seed"]), ids, sizes)
     make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
     model = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
     x = models.inputs(model, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)

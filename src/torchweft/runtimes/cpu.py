@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from torchweft.errors import RunError, WeftError
+from torchweft.runtimes.modes import Modes
 from torchweft.runtimes.program import Program
 from torchweft.trace import SPANS, Span, Trace
 
 LINGER_S = 1.0
+Job = Callable[[], Callable[[], None] | None]
+"""What a thread does; what it returns is called when the thread may be had for another job."""
 
 
 class Cancelled(BaseException):
@@ -32,14 +33,14 @@ class Cancelled(BaseException):
 
 
 class Lanes:
-    """Threads for lanes, lent to one call at a time; they end after `LINGER_S` without work."""
+    """Threads for lanes, lent to one call at a time; they end after `linger_s` without work."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, linger_s: float | None = LINGER_S) -> None:
+        self.lock, self.linger_s = threading.Lock(), linger_s
         self.idle: list[_LaneThread] = []
         self.process = os.getpid()
 
-    def start(self, job: Callable[[], None]) -> None:
+    def start(self, job: Job) -> None:
         """Do a job in a thread of its own."""
         with self.lock:
             if self.process != os.getpid():  # a fork has no threads but its caller's
@@ -52,24 +53,29 @@ class Lanes:
 
     def close(self) -> None:
         """End all idle threads now."""
+        threads = self.release()
+        for thread in threads if self.process == os.getpid() else ():
+            thread.join()
+
+    def release(self) -> list[_LaneThread]:
+        """Tell all idle threads to end, without waiting for them."""
         with self.lock:
-            threads, self.idle = self.idle, []
+            threads, self.idle, self.linger_s = self.idle, [], LINGER_S
         for thread in threads:
             thread.jobs.put(None)
-            if self.process == os.getpid():
-                thread.join()
+        return threads
 
 
 class _LaneThread(threading.Thread):
     def __init__(self, lanes: Lanes) -> None:
         super().__init__(name="weft lane", daemon=True)
         self.lanes = lanes
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         while True:
             try:
-                job = self.jobs.get(timeout=LINGER_S)
+                job = self.jobs.get(timeout=self.lanes.linger_s)
             except queue.Empty:
                 with self.lanes.lock:
                     if self in self.lanes.idle:
@@ -78,10 +84,13 @@ class _LaneThread(threading.Thread):
                 continue  # a job is on its way
             if job is None:
                 return
-            job()
+            after = job()
             del job
             with self.lanes.lock:
                 self.lanes.idle.append(self)
+            if after is not None:
+                after()
+            del after  # what it holds is not to live as long as the thread
 
 
 @dataclass
@@ -186,7 +195,7 @@ def _run(
         inputs, numbers, call.cells, call.events, call.wait, call.state, bounds, call.join,
     )  # fmt: skip
     if len(program.functions) > 1:
-        modes = _Modes(num_threads)
+        modes = Modes(num_threads)
         call.running = len(program.functions) - 1
         for name, function in zip(program.lanes[1:], program.functions[1:], strict=True):
             lanes.start(_job(call, name, function, arguments, modes))
@@ -202,7 +211,7 @@ def _run(
 
 
 def _job(
-    call: Call, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], modes: _Modes
+    call: Call, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], modes: Modes
 ) -> Callable[[], None]:
     def job() -> None:
         try:
@@ -218,33 +227,6 @@ def _job(
     return job
 
 
-class _Modes:
-    """The caller's torch modes, to be taken over by another thread."""
-
-    def __init__(self, num_threads: int | None) -> None:
-        self.num_threads = num_threads or torch.get_num_threads()
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = torch.is_autocast_enabled("cpu")
-        self.dtype = torch.get_autocast_dtype("cpu")
-        self.local = threading.local()
-
-    def __enter__(self) -> None:
-        if torch.get_num_threads() != self.num_threads:  # asked first, or the setting is lost
-            torch.set_num_threads(self.num_threads)
-        self.local.entered = [
-            torch.inference_mode(self.inference),
-            torch.set_grad_enabled(self.grad),
-            torch.autocast("cpu", dtype=self.dtype, enabled=self.autocast),
-        ]
-        for mode in self.local.entered:
-            mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self.local.entered):
-            mode.__exit__(*error)
-
-
 def failure_of(call: Call) -> BaseException:
     """The one error that the caller sees."""
     assert call.failure is not None, "a call without a failure has no error"
@@ -255,6 +237,7 @@ def failure_of(call: Call) -> BaseException:
     step = call.program.plan.steps[at].label if at is not None else "its end"
     what = f"run: {step} on lane {lane!r} failed: {type(error).__name__}: {error}"
     if isinstance(error, WeftError):
+        error.step = at if error.step is None else error.step
         return error
     found = RunError(what, story=_story(call, lane, at), lane=lane)
     found.step = at

@@ -36,8 +36,14 @@ WATCHDOG_S = 60.0
 CONNECT_S = 8.0
 NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
-REFUSED = 0
+REFUSED, EAGER = 0, 1
+"""Digests of calls without a plan: one that cannot be done, one that runs the model as it is."""
+MENDS = "mends: "
 Found = TypeVar("Found")
+
+
+class EagerError(PlanError):
+    """Some rank runs its model as it is, and this one has a plan, or the other way round."""
 
 
 class LostError(Exception):
@@ -71,6 +77,7 @@ class Channel:
         self.peers: dict[int, str] = {}
         self.num_calls = 0
         self.dead = ""
+        self.mends = False  # dead, but a new one is opened at the next call
         self.last = ""
         self._busy = threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
@@ -111,7 +118,8 @@ class Channel:
         if all(pair == pairs[0] for pair in pairs) and pairs[0][1] != REFUSED:
             return
         lines = [f"  rank {self.world[rank]}: {_shown(*pair)}" for rank, pair in enumerate(pairs)]
-        raise PlanError(
+        kind = EagerError if any(pair[1] == EAGER for pair in pairs) else PlanError
+        raise kind(
             f"ranks: the ranks of group {self.name!r} do not plan the same collectives, so none "
             "was started.\n" + "\n".join(lines),
             rule="ranks",
@@ -138,16 +146,17 @@ class Channel:
         if self._busy.locked():
             self._busy.release()
 
-    def fail(self, why: str, *, mine: bool) -> None:
+    def fail(self, why: str, *, mine: bool, mends: bool = False) -> None:
         """Take the group down: peers that wait wake up, later calls are told.
 
         mine: this rank is where it went wrong, and the others should hear of it.
+        mends: only the call has failed; the next one opens the group anew, on every rank.
         """
         if self.dead:
             return
-        self.dead = why
+        self.dead, self.mends = why, self.mends or mends
         if mine:
-            note = why[:400]
+            note = (MENDS if mends else "") + why[:400]
             _bounded(lambda: self.store.set(f"fault/{self.rank}", note))
         self.close()
         if self._busy.locked():
@@ -171,7 +180,9 @@ class Channel:
             if ended := [r for r, who in self.peers.items() if _has_ended(who)]:
                 return f"rank {_listed(self.world[r] for r in ended)} has ended"
             if notes := self._notes():
-                return "; ".join(f"rank {self.world[r]} raised: {n}" for r, n in notes.items())
+                self.mends = all(note.startswith(MENDS) for note in notes.values())
+                told = {self.world[r]: note.removeprefix(MENDS) for r, note in notes.items()}
+                return "; ".join(f"rank {r} raised: {note}" for r, note in told.items())
             if late:
                 break
             time.sleep(0.05)
@@ -190,6 +201,10 @@ class Channel:
             return {r: self.store.get(f"fault/{r}").decode() for r in found}
 
         return _bounded(read) or {}
+
+    def is_over(self, user: dist.ProcessGroup) -> bool:
+        """Whether another channel takes the place of this one at the next call."""
+        return self.user() is not user or (bool(self.dead) and self.mends)
 
     # Connecting.
 
@@ -255,10 +270,10 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
     user = _user_group(name)
     found = _channels.get(name)
-    if found is None or found.user() is not user:
+    if found is None or found.is_over(user):
         with _opening:
             found = _channels.get(name)
-            if found is None or found.user() is not user:
+            if found is None or found.is_over(user):
                 if found is not None:
                     found.close()
                 found = _channels[name] = Channel(name, user, watchdog_s)
@@ -344,7 +359,8 @@ def _started(process: int) -> str:
 
 
 def _shown(number: int, digest: int) -> str:
-    what = "cannot do it" if digest == REFUSED else f"plans collectives {digest:016x}"
+    what = {REFUSED: "cannot do it", EAGER: "runs the model as it is"}.get(digest)
+    what = what or f"plans collectives {digest:016x}"
     return f"call {number}, {what}"
 
 

@@ -22,6 +22,7 @@ from torchweft.errors import PlanError, RunError
 from torchweft.graph import Graph
 from torchweft.plan import Plan
 from torchweft.runtimes.ranks import Channel, LostError, channel
+from torchweft.runtimes.stops import SEQUENCE
 
 UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
 
@@ -79,10 +80,11 @@ def _group_of(communicator: str) -> str:
 class Talk:
     """One call with collectives: told to the others at its start, ended or failed for all."""
 
-    def __init__(self, plan: Plan, told: Mapping[str, int], watchdog_s: float) -> None:
-        self.plan, self.told, self.watchdog_s = plan, told, watchdog_s
+    def __init__(self, plan: Plan | None, told: Mapping[str, int], watchdog_s: float) -> None:
+        self.steps = plan.steps if plan is not None else ()
+        self.told, self.watchdog_s = told, watchdog_s
         self.channels: list[Channel] = []
-        self.last = next((s.label for s in reversed(plan.steps) if s.kind == "complete"), "")
+        self.last = next((s.label for s in reversed(self.steps) if s.kind == "complete"), "")
 
     def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
@@ -98,6 +100,14 @@ class Talk:
                 found.leave()
             raise
         return self
+
+    def join(self, name: str, digest: int) -> None:
+        """Tell the ranks of one more group, unless they were told, and wait for what they say."""
+        if all(found.name != name for found in self.channels):
+            found = channel(name, self.watchdog_s)
+            found.begin(digest)
+            self.channels.append(found)
+            found.agree()
 
     def agree(self) -> None:
         """Wait until the others have told theirs: a device graph does not ask on its way."""
@@ -119,32 +129,50 @@ class Talk:
                 found.leave()
             return
         traceback.clear_frames(error.__traceback__)  # works in flight would keep sockets open
+        if isinstance(error, LostError):
+            raise self._lost(error, None) from error
         lost = error.__cause__
         if isinstance(error, RunError) and isinstance(lost, LostError):
             traceback.clear_frames(lost.__traceback__)
             raise self._lost(lost, error) from lost
+        mends = isinstance(error, RunError) and error.rule == SEQUENCE
+        at = error.step if isinstance(error, RunError) else None
+        if mends and at is not None and not self._owes(at):
+            for found in self.channels:
+                found.end(self.last.removeprefix("complete "))
+            return
         for found in self.channels:
-            found.fail(f"{type(error).__name__}: {error}".splitlines()[0], mine=True)
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            found.fail(why, mine=True, mends=mends)
+
+    def _owes(self, at: int) -> bool:
+        """Whether the other ranks wait for a collective that is not issued yet at step `at`.
+
+        What is in flight lands by itself.
+        """
+        return any(step.kind == "issue" for step in self.steps[at:])
 
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
         why = next((found.why(str(lost)) for found in self.channels), str(lost))
         at = error.step if error is not None else None
-        where = self.plan.steps[at].label if at is not None else "the start of the call"
+        where = "a collective" if not self.steps else "the start of the call"
+        where = self.steps[at].label if at is not None else where
         done = [
             step.label.removeprefix("complete ")
-            for step in self.plan.steps[: at or 0]
+            for step in self.steps[: at or 0]
             if step.kind == "complete"
         ]
         before = next((found.last for found in self.channels if found.last), "")
         last = done[-1] if done else f"{before} of the call before" if before else "none"
         text = (
-            f"run: {why}. This rank waited in {where}; the last collective that all ranks "
-            f"finished: {last}."
+            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all "
+            f"ranks finished: {last}."
         )
         for found in self.channels:
             found.fail(text.partition(". ")[0].removeprefix("run: "), mine=False)
         story = error.story if error is not None else ""
         made = RunError(text, story=story, lane=error.lane if error is not None else None)
         made.step = at
+        made.rule = SEQUENCE if any(found.mends for found in self.channels) else made.rule
         return made
