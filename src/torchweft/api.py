@@ -34,6 +34,7 @@ from torchweft.plan import Plan
 from torchweft.reporting import Report, report_of
 from torchweft.runtimes.ranks import WATCHDOG_S
 from torchweft.session import Session
+from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
 
@@ -58,6 +59,7 @@ def compile(
     graphs: bool | Sequence[int] = False,
     blocks: bool = True,
     zero_copy: bool = True,
+    splitters: Sequence[Splitter] = (),
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -74,12 +76,14 @@ def compile(
     blocks: whether repeated modules, such as the layers of a transformer, are captured once.
     zero_copy: whether parts write their rows of whole values where they belong; else they are
     put together by copies, which the plan shows.
+    splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy,
+        splitters=splitters,
         blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
     )  # fmt: skip
     if not callable(model):

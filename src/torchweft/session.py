@@ -24,11 +24,12 @@ from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
 from torchweft.gate import Shadow, first_difference
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
-from torchweft.marks import MarkRule, require_matched
+from torchweft.marks import MarkRule, require_matched, touches_state
 from torchweft.piece import Piece, shared_bytes
 from torchweft.runtimes.cpu import Lanes
 from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
+from torchweft.splitters import Splitter, check_splitters
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
 
@@ -70,12 +71,14 @@ class Session:
         graphs: bool | Sequence[int] = False,
         blocks: Blocks | None = None,
         zero_copy: bool = True,
+        splitters: Sequence[Splitter] = (),
     ) -> None:
         if not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
-        self.strategy, self.rules = as_strategy(strategy), tuple(rules)
+        self.strategy, self.splitters = as_strategy(strategy), check_splitters(splitters)
+        self.rules = (*rules, *(touches_state(s.name, s.calls, s.by) for s in self.splitters))
         self.inner = check_inner(inner)
         self.fallback, self.strict, self.batch = fallback, strict, batch
         self.machine = machine or cpu()
@@ -108,13 +111,16 @@ class Session:
             if blocks:
                 raise BlockError("block: tensors inside want the aten level.")
             why = shared_bytes(example_inputs)
+            if self.splitters:
+                why = "state: at the aten level no call shows the side state that it touches"
             return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
 
         def captured() -> Captured:
             found = capture(gm, example_inputs, blocks=blocks, **options)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
-            return found if self.strict else probe(found, given)
+            # With side state an op that is tried would write it.
+            return found if self.strict or self.splitters else probe(found, given)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 

@@ -9,6 +9,7 @@ graphs and plans enters as numbers or through the namespace:
         (v0, v1,) = x                          the inputs
         (b0, b1, b2,) = b                      the row borders of the parts
         v0_0_1 = t0(v0, b2, b0, b1)            split
+        v9(1)                                  side state of this part, where it is another
         (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
         h1_0_1 = i1(v3_0_1)                    issue
         (v4_0_1,) = g1(h1_0_1)                 complete
@@ -32,9 +33,10 @@ from torchweft.errors import PlanError
 from torchweft.graph import Value
 from torchweft.plan import Plan, Range, Step, holds
 from torchweft.runtimes.places import First, into_of, room_for, whole_like
-from torchweft.runtimes.program import Body, Jitter, Program
+from torchweft.runtimes.program import Body, Jitter, Program, makes_of, reads_of
 from torchweft.runtimes.rows import putter, taker
 from torchweft.sizes import Size
+from torchweft.splitters import STATE
 
 MAX_JITTER_S = 0.002
 _numbers = itertools.count()
@@ -87,6 +89,10 @@ class Writer:
         self.aliases: dict[str, list[str]] = {}
         self.users: dict[str, set[int]] = {}
         self.sizes: dict[tuple[Size, int, int], int] = {}
+        states = [name for name in self.graph.inputs if name.startswith(STATE)]
+        self.switch = f"v{self.index[states[0]]}" if states else ""
+        self.ranges: dict[Range | None, int] = {None: 0}
+        self.in_force: Range | None = None
         self.lane = 0
         self._look()
 
@@ -104,7 +110,7 @@ class Writer:
                     if piece not in pieces:
                         pieces.append(piece)
             if step.parts is not None:
-                for name in self._reads(step):
+                for name in reads_of(self.graph, step):
                     if name in self.graph.inputs:
                         self.split.setdefault(name, set()).add(step.parts)
 
@@ -124,7 +130,7 @@ class Writer:
         functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
         return Program(
             self.plan, self.lanes, functions, source, filename, step_at,
-            len(cells), len(self.events), tuple(self.sizes),
+            len(cells), len(self.events), tuple(self.sizes), tuple(filter(None, self.ranges)),
         )  # fmt: skip
 
     def _functions(self) -> tuple[list[str], dict[int, int]]:
@@ -175,7 +181,14 @@ class Writer:
             return self._free(step)
         if step.kind == "merge":
             return []  # the value is whole already: its parts are slices of one place
-        return self._op(step)
+        return [*self._force(step), *self._op(step)]
+
+    def _force(self, step: Step) -> list[str]:
+        """Put the side state of a step's parts in force, where another is."""
+        if not self.switch or step.kind == "complete" or step.parts == self.in_force:
+            return []
+        self.in_force = step.parts
+        return [f"{self.switch}({self.ranges.setdefault(step.parts, len(self.ranges))})"]
 
     def _delay(self, step: Step) -> list[str]:
         if callable(self.jitter):
@@ -190,7 +203,7 @@ class Writer:
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
         if step.kind == "complete":  # what has landed holds nothing any more
             return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
-        reads = [self._read(n, step.parts) for n in self._reads(step)]
+        reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
         arguments = ", ".join(reads + self._z(step))
@@ -200,12 +213,16 @@ class Writer:
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""
-        return self.placed.difference(self.plan.copied).intersection(self._makes(step))
+        return self.placed.difference(self.plan.copied).intersection(makes_of(self.graph, step))
 
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms."""
         op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
-        number, makes, into = self.op_index[op], self._makes(step), into_of(self.bodies[op], op)
+        number, makes, into = (
+            self.op_index[op],
+            makes_of(self.graph, step),
+            into_of(self.bodies[op], op),
+        )
         self.space[f"o{number}"], slices = into.function, []
         for at, room in enumerate(into.rooms):
             name, views = f"m{number}_{at}", written.intersection(makes[n] for n in room.views)
@@ -224,7 +241,11 @@ class Writer:
     def _rooms(self, step: Step) -> list[str]:
         """The rooms that a step writes into, and the whole values in them, made if it is first."""
         op, written, lines = step.names[0], self._written(step), []
-        into, makes, steps = into_of(self.bodies[op], op), self._makes(step), self._steps_of(step)
+        into, makes, steps = (
+            into_of(self.bodies[op], op),
+            makes_of(self.graph, step),
+            self._steps_of(step),
+        )
         all_parts = (0, self.plan.num_parts)
         for at, room in enumerate(into.rooms):
             views = {makes[n]: view for n, view in room.views.items() if makes[n] in written}
@@ -255,36 +276,14 @@ class Writer:
         found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
         return ", ".join(found)
 
-    def _reads(self, step: Step) -> list[str]:
-        """What the ops of a step need from outside, in order."""
-        inside: set[str] = set()
-        found: dict[str, None] = {}
-        for name in step.names:
-            op = self.graph.op[name]
-            found |= dict.fromkeys(n for n in op.reads if n not in inside)
-            inside.update(op.makes)
-        return list(found)
-
     def _z(self, step: Step) -> list[str]:
         """The sizes that the body needs for the rows of the step."""
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
         found = self._numbers(sizes, step.parts or (0, self.plan.num_parts))
         return [found] if found else []
 
-    def _makes(self, step: Step) -> list[str]:
-        """What the ops of a step make; of a kernel's ops, what is used outside of them."""
-        if step.by is None:
-            return list(self.graph.op[step.names[0]].makes)
-        made = [name for op in step.names for name in self.graph.op[op].makes]
-        outside = {
-            name for name in made
-            if name in self.graph.outputs
-            or any(reader.name not in step.names for reader in self.graph.readers[name])
-        }  # fmt: skip
-        return [name for name in made if name in outside]
-
     def _assign(self, step: Step, call: str) -> list[str]:
-        names = self._makes(step)
+        names = makes_of(self.graph, step)
         if not names:
             return [call]
         targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
