@@ -1,13 +1,14 @@
 """`Trials`: which strategy serves which kind of call, found by trying, equal on all ranks.
 
-    trials = Trials(session, ["sequential", overlap(parts=2)])
+    trials = Trials(session, [None, "sequential", overlap(parts=2)])
     with trials.turn(("prefill", 16)) as strategy, weft.context(strategy=strategy):
         model(...)
 
-The first calls of a kind (a bucket: a phase, a power of two of rows) take the strategies in turn,
-round by round, and are timed: they are the kind's warm-up. Then the fastest stays. The first of the
-strategies, the host's usual way, stays unless another is faster by more than `GAIN`. A time is that
-of the slowest rank, the best of all rounds: a call that compiles something decides nothing.
+The first calls of a kind (a phase, a power of two of rows) take the strategies in turn, round by
+round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
+host's own way, without plans. The first of the strategies stays unless another is faster by more
+than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
+decides nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +21,22 @@ from torchweft.runtimes.talk import slowest
 from torchweft.session import Session
 from torchweft.strategy import Strategy, as_strategy
 
-NUM_ROUNDS = 5
-GAIN = 1.03
+NUM_ROUNDS = 6
+GAIN = 1.02
+Wanted = str | Strategy | Callable[..., None] | None
 
 
 class Trials:
     """Trials of one session. Ranks that make the same calls make the same choices."""
 
     def __init__(
-        self,
-        session: Session,
-        strategies: Sequence[str | Strategy | Callable[..., None]],
-        *,
-        num_rounds: int = NUM_ROUNDS,
+        self, session: Session, strategies: Sequence[Wanted], *, num_rounds: int = NUM_ROUNDS
     ) -> None:
-        self.session, self.strategies = session, [as_strategy(each) for each in strategies]
+        self.session = session
+        self.strategies = [each if each is None else as_strategy(each) for each in strategies]
         self.num_calls = num_rounds * len(self.strategies)
         self.times: dict[Hashable, list[list[float]]] = {}
-        self.chosen: dict[Hashable, Strategy] = {}
+        self.chosen: dict[Hashable, Strategy | None] = {}
 
     def forget(self) -> None:
         """Begin anew: what was found holds for the machine as it was."""
@@ -45,11 +44,10 @@ class Trials:
         self.chosen.clear()
 
     @contextmanager
-    def turn(self, kind: Hashable) -> Iterator[Strategy]:
+    def turn(self, kind: Hashable) -> Iterator[Strategy | None]:
         """The strategy for the one call inside; it is timed as long as the choice is open."""
-        found = self.chosen.get(kind)
-        if found is not None:
-            yield found
+        if kind in self.chosen:
+            yield self.chosen[kind]
             return
         times = self.times.setdefault(kind, [[] for _ in self.strategies])
         number = min(range(len(times)), key=lambda at: len(times[at]))
@@ -59,7 +57,7 @@ class Trials:
         if sum(map(len, times)) >= self.num_calls:
             self.chosen[kind] = self._choose(times)
 
-    def _choose(self, times: Sequence[Sequence[float]]) -> Strategy:
+    def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
         graphs = (piece.graph for piece in self.session.pieces)
         found = slowest(graphs, [min(each) for each in times], self.session.watchdog_s)
         best = min(range(len(found)), key=found.__getitem__)

@@ -36,8 +36,13 @@ from torchweft.errors import WeftError, unknown
 HOUSE = Path(__file__).parents[1]
 ROOT = HOUSE.parents[1]
 LINKS = "none,4gbit,2gbit,1gbit,500mbit"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-ENVIRONMENT |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""One thread a rank, nothing from outside, and libraries that keep quiet."""
 COLUMNS = (
     *("host", "version", "strategy", "workload", "link", "stock", "weft", "unit"),
     *("ratio", "ratio_low", "ratio_high", "equal", "lines", "aa_low", "aa_high"),

@@ -7,13 +7,14 @@
     model.generate(**inputs)             # the same tokens; static and dynamic caches, encoders too
 
 Prefill and decode, and batches and lengths by powers of two, are kinds of calls with a strategy
-each: the first calls of a kind try whole and in parts, then the fastest stays (`trials`).
+each: the first calls of a kind try the library's own way, whole and in parts by plans, then the
+fastest stays (`trials`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,33 +22,33 @@ import torch
 from torchweft.api import compile, session_of
 from torchweft.session import context
 from torchweft.strategies import overlap, sequential
-from torchweft.strategy import Strategy
-from torchweft.trials import Trials
+from torchweft.trials import Trials, Wanted
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Kind = tuple[str, int, int]
-STRATEGIES = (sequential, overlap(parts=2, min_tokens=1), overlap(parts=4, min_tokens=1))
+STRATEGIES = (None, sequential, overlap(parts=2, min_tokens=1), overlap(parts=4, min_tokens=1))
 
 
 def weave(
     model: Model,
-    strategies: Sequence[str | Strategy | Callable[..., None]] = STRATEGIES,
+    strategies: Sequence[Wanted] = STRATEGIES,
     **options: Any,
 ) -> Model:
     """Run a model by plans, in place; each kind of call by the fastest of these strategies.
 
+    strategies: None stands for the library's own way.
     options: those of `weft.compile`. With WEFT_DISABLE=1 the model comes back untouched.
     """
     call = getattr(compile(model, **options), "_compiled_call_impl", None)
     if call is None:
         return model
-    trials = Trials(session_of(model), strategies)
+    stock, trials = model._call_impl, Trials(session_of(model), strategies)
 
     @functools.wraps(call)
     def told(*args: Any, **kwargs: Any) -> Any:
         kind = kind_of(args, kwargs)
         with trials.turn(kind) as strategy, context(phase=kind[0], strategy=strategy):
-            return call(*args, **kwargs)
+            return (stock if strategy is None else call)(*args, **kwargs)
 
     told.trials = trials  # type: ignore[attr-defined]
     model._compiled_call_impl = told
