@@ -60,7 +60,7 @@ class Entry:
     plan: Plan
     program: Any
     bucket: Bucket
-    told: tuple[str | None, bool] = (None, False)
+    told: tuple[object, ...] = (None, False, None)
     num_calls: int = 0
     trace: Trace | None = None
     shapes: dict[object, Shape] = field(default_factory=dict)
@@ -302,7 +302,7 @@ class Piece:
             if context.batch in entry.bucket and entry.told == _told(context):
                 return entry, ""
         try:
-            return self._write(self.session.strategy, context), ""
+            return self._write(context.strategy or self.session.strategy, context), ""
         except StrategyError as error:
             if self.session.fallback == "error":
                 raise
@@ -384,9 +384,9 @@ def _shape_key(entry: Entry, env: Mapping[str, int], context: Context) -> object
     return (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
 
 
-def _told(context: Context) -> tuple[str | None, bool]:
-    """What the host told that makes another plan: the phase, and whether it knows requests.
+def _told(context: Context) -> tuple[object, ...]:
+    """What the host told that makes another plan: phase, strategy, whether it knows requests.
 
     How many tokens each request has does not: it is new at every step, and a cut by rule binds it.
     """
-    return context.phase, bool(context.tokens_per_request)
+    return context.phase, bool(context.tokens_per_request), context.strategy

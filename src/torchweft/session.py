@@ -39,10 +39,18 @@ FALLBACKS = ("sequential", "error")
 
 @contextlib.contextmanager
 def context(
-    *, phase: str | None = None, tokens_per_request: Sequence[int] = (), num_tokens: int = 0
+    *,
+    phase: str | None = None,
+    tokens_per_request: Sequence[int] = (),
+    num_tokens: int = 0,
+    strategy: str | Strategy | Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """What the host knows of the calls inside, beyond their shapes."""
-    told = Told(phase, tuple(tokens_per_request), num_tokens)
+    """What the host knows of the calls inside, beyond their shapes.
+
+    strategy: what it wants for them, instead of the strategy that the model was compiled with.
+    """
+    wanted = as_strategy(strategy) if strategy is not None else None
+    told = Told(phase, tuple(tokens_per_request), num_tokens, wanted)
     token = TOLD.set(told)
     try:
         yield
@@ -158,7 +166,7 @@ class Session:
         if told is None:
             return Context(rows, sizes=sizes)
         requests = told.tokens_per_request if sum(told.tokens_per_request) == rows else ()
-        return Context(rows, told.num_tokens, requests, told.phase, sizes)
+        return Context(rows, told.num_tokens, requests, told.phase, sizes, told.strategy)
 
     def settle(self, breaks: Sequence[str]) -> None:
         """What is to be seen to after a call in which Dynamo compiled, and after the first."""

@@ -38,6 +38,9 @@ class Strategy:
                 )
         return replace(self, options={**self.options, **options})
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.function))
+
     def __str__(self) -> str:
         chosen = {**option_defaults(self.function), **self.options}
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
