@@ -11,7 +11,7 @@ SOURCES := pyproject.toml requirements/constraints.txt requirements/dev.txt
 STAMP := $(VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
 
 # Each host has its tests/integrations/test_NAME*.py, and what they need in requirements/NAME.txt.
-HOSTS := transformers
+HOSTS := transformers vllm
 
 .PHONY: setup demo test test-integrations hosts lint plans bench-setup clean
 

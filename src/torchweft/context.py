@@ -9,7 +9,7 @@ strategy          the strategy that the host wants for this call, instead of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +28,13 @@ class Told:
     tokens_per_request: tuple[int, ...] = ()
     num_tokens: int = 0
     strategy: Strategy | None = None
+
+
+def phase_of(tokens_per_request: Sequence[int]) -> str:
+    """What a step of a serving host does: a token a request is decode, one of several is mixed."""
+    if max(tokens_per_request) == 1:
+        return "decode"
+    return "mixed" if min(tokens_per_request) == 1 else "prefill"
 
 
 TOLD: ContextVar[Told | None] = ContextVar("weft context", default=None)

@@ -86,6 +86,28 @@ def _slice(value: Any, span: Span) -> Any:
     return value[span[0] : span[1]]
 
 
+def blocks_touched(
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], size: int, parts: Parts
+) -> list[tuple[set[int], set[int]]]:
+    """For each part the blocks of a paged cache that it finds filled, and those that it writes.
+
+    tables: for each request its blocks, of `size` tokens each. lengths: for each request all of
+    its tokens, those of this call too. A block that is found filled may belong to another request
+    as well (prefix caching), which may be filling it in this very call.
+    """
+    tokens = parts.context.tokens_per_request
+    found: list[tuple[set[int], set[int]]] = []
+    for first, last in parts.requests:
+        reads: set[int] = set()
+        writes: set[int] = set()
+        for at in range(first, last):
+            filled = (lengths[at] - tokens[at]) // size
+            reads.update(tables[at][:filled])
+            writes.update(tables[at][filled : -(-lengths[at] // size)])
+        found.append((reads, writes))
+    return found
+
+
 @dataclass(frozen=True)
 class Splitter:
     """Side state of one kind: where it is, which calls touch it, how each field is cut.

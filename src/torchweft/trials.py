@@ -14,8 +14,9 @@ decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torchweft.runtimes.talk import slowest
 from torchweft.session import Session
@@ -24,6 +25,15 @@ from torchweft.strategy import Strategy, as_strategy
 NUM_ROUNDS = 6
 GAIN = 1.02
 Wanted = str | Strategy | Callable[..., None] | None
+
+
+def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
+    """The strategies that a configuration names: "auto", "stock" (the host's own way), a name, or
+    several with their options: {"overlap": {"parts": 4}, "sequential": {}}."""
+    if options in ("auto", "stock"):
+        return tuple(auto) if options == "auto" else (None,)
+    named = options if isinstance(options, Mapping) else {options: {}}
+    return tuple(as_strategy(name)(**given) for name, given in named.items())
 
 
 class Trials:
