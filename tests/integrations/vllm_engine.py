@@ -28,7 +28,11 @@ def prompt(number: int) -> list[int]:
 
 def arrivals(step: int) -> range:
     """Three requests at first, then three more every other step."""
-    return range(0) if step % 2 else range(min(NUM_REQUESTS, 3 * step // 2), min(NUM_REQUESTS, 3 * step // 2 + 3))
+    return (
+        range(0)
+        if step % 2
+        else range(min(NUM_REQUESTS, 3 * step // 2), min(NUM_REQUESTS, 3 * step // 2 + 3))
+    )
 
 
 def run(engine, params) -> list[list[int]]:

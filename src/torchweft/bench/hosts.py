@@ -77,6 +77,13 @@ HOSTS = {
         "transformers.py",
         ("prefill", "generate"),
     ),
+    "vllm": Host(
+        "vllm",
+        "torchweft.bench.host_vllm",
+        "vllm.py",
+        ("serving", "prefill"),
+        ranked=False,
+    ),
 }
 
 

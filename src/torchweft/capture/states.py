@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from torchweft.capture.aten_call import bind, overload_of
 from torchweft.marks import MarkRule, told_of
 from torchweft.splitters import STATE
 
@@ -41,8 +42,5 @@ def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, Touch
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The argument of a call by its name in the schema; None if it has no such argument."""
-    schema = getattr(node.target, "_schema", None)
-    if not name or schema is None:
-        return None
-    given = dict(zip((item.name for item in schema.arguments), node.args, strict=False))
-    return {**given, **node.kwargs}.get(name)
+    func = overload_of(node.target)
+    return bind(func, node.args, node.kwargs).get(name) if name and func is not None else None

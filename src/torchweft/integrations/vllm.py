@@ -39,9 +39,7 @@ from torchweft.trials import Trials, Wanted, wanted_by
 
 KEY = "weft"
 PARTS = (None, overlap(parts=2), overlap(parts=4))
-AUTO: Mapping[str, Sequence[Wanted]] = MappingProxyType(
-    {"prefill": PARTS, "mixed": PARTS, "decode": PARTS[:2]}
-)
+AUTO = MappingProxyType({"prefill": PARTS, "mixed": PARTS, "decode": PARTS[:2]})
 OURS = {"strategy", "rules", "splitters", "blocks", "batch", "machine"}
 REDUCES = MappingProxyType({"vllm.all_reduce": 0, "_C.shm_allreduce": 1})
 ROWS = row_wise(
@@ -113,20 +111,18 @@ class Weft:
     """What one worker knows of us: a session, and what was found to be fastest."""
 
     def __init__(self, config: Any) -> None:
+        from vllm import forward_context
+
         strategies, options = options_of(config.additional_config[KEY])
         rules = dict.fromkeys(SHARED.split(), shared)
         rules |= {"slot_mapping": by_rows, "is_padding": by_rows, "attn_metadata": self.attention}
         touched = self.touched if config.cache_config.enable_prefix_caching else None
-        calls = r"^vllm\.unified_"
-        forward = Splitter(
-            "forward", calls, self.current, self.enforce, rules, touched, by="layer_name"
-        )
-        self.config, self.entered = config, ExitStack()
+        calls, state = r"^vllm\.unified_", (self.current, self.enforce)
+        forward = Splitter("forward", calls, *state, rules, touched, by="layer_name")
+        self.config, self.host, self.entered = config, forward_context, ExitStack()
         self.builders: dict[str, Any] = {}
         self.session = Session(rules=[ROWS], splitters=[forward], **options)
-        self.trials = {
-            phase: Trials(self.session, tried, num_rounds=4) for phase, tried in strategies.items()
-        }
+        self.trials = {name: Trials(self.session, each) for name, each in strategies.items()}
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs in the place of vLLM's graph."""
@@ -152,27 +148,24 @@ class Weft:
 
     def current(self) -> Any:
         """The forward context, if it has attention metadata."""
-        from vllm.forward_context import get_forward_context, is_forward_context_available
-
-        found = get_forward_context() if is_forward_context_available() else None
+        there = self.host.is_forward_context_available()
+        found = self.host.get_forward_context() if there else None
         return found if found is not None and found.attn_metadata else None
 
     def enforce(self, state: Any) -> None:
         """Put a forward context in force, and take back the one that was."""
-        from vllm.forward_context import get_forward_context, override_forward_context
-
         self.entered.close()
-        if get_forward_context() is not state:
-            self.entered.enter_context(override_forward_context(state))
+        if self.host.get_forward_context() is not state:
+            self.entered.enter_context(self.host.override_forward_context(state))
 
     def attention(self, metadata: Any, parts: Parts) -> list[dict[str, Any]]:
         """The attention metadata of each part, layer by layer."""
         if not isinstance(metadata, Mapping):
             raise RefusedError("attention: the host has cut its batch itself")
         made = {id(whole): self._cut(layer, whole, parts) for layer, whole in _groups(metadata)}
+        by_layer = {layer: made[id(whole)] for layer, whole in metadata.items()}
         return [
-            {layer: made[id(whole)][number] for layer, whole in metadata.items()}
-            for number in range(len(parts.rows))
+            dict(zip(by_layer, each, strict=True)) for each in zip(*by_layer.values(), strict=True)
         ]
 
     def _cut(self, layer: str, whole: Any, parts: Parts) -> list[Any]:
@@ -200,16 +193,16 @@ class Weft:
             layers = [name for name, each in metadata.items() if each is metadata[layer]]
             attention = self.config.compilation_config.static_forward_context[layer]
             make, spec = attention.get_attn_backend().get_builder_cls(), attention.get_kv_cache_spec
-            device = self.config.device_config.device
-            self.builders[layer] = make(spec(self.config), layers, self.config, device)
+            given = (spec(self.config), layers, self.config, self.config.device_config.device)
+            self.builders[layer] = make(*given)
         return self.builders[layer]
 
     def touched(self, state: Any, parts: Parts) -> list[tuple[set[int], set[int]]]:
         """The blocks of the KV cache that each part finds filled, and those that it writes."""
         found: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in parts.rows]
         for layer, whole in _groups(state.attn_metadata):
-            tables, lengths = whole.block_table.tolist(), whole.seq_lens.tolist()
-            more = blocks_touched(tables, lengths, self._builder(layer).block_size, parts)
+            known = (whole.block_table.tolist(), whole.seq_lens.tolist())
+            more = blocks_touched(*known, self._builder(layer).block_size, parts)
             found = [(r | mr, w | mw) for (r, w), (mr, mw) in zip(found, more, strict=True)]
         return found
 
