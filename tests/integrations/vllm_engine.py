@@ -19,9 +19,9 @@ NUM_REQUESTS, NUM_NEW, BLOCK, MAX_LENGTH = 18, 32, 32, 256
 
 
 def prompt(number: int) -> list[int]:
-    """Unlike lengths, from 3 to 87 tokens; 4 and 5 begin with the same two blocks."""
+    """Unlike lengths, from 3 to 87 tokens; 4 and 5 begin with the same block."""
     if number in (4, 5):
-        return [(7 * at) % 900 + 3 for at in range(2 * BLOCK)] + [11 + number] * (3 + number)
+        return [(7 * at) % 900 + 3 for at in range(BLOCK)] + [11 + number] * (3 + number)
     length = 3 + (37 * number) % 85
     return [(131 * number + 17 * at) % 950 + 3 for at in range(length)]
 

@@ -133,8 +133,8 @@ class Weft:
 
         def step(*inputs: Any) -> Any:
             state = self.current()
-            if state is None:  # vLLM warms up
-                self.session.fall_back(None, "warm-up: no request is in this call")
+            if state is None:  # expected, so no fallback that is warned of or forbidden
+                self.session.fallbacks["warm-up: no request is in this call"] += 1
                 return gm.forward(*inputs)
             tokens = next(iter(state.attn_metadata.values())).query_start_loc.diff().tolist()
             phase = phase_of(tokens)
