@@ -53,14 +53,14 @@ Request = tuple[int, list[int], int]
 """The step at which it arrives, its prompt, how many new tokens it wants."""
 
 
-class GlooCommunicator(CpuCommunicator):
+class GlooCommunicator(CpuCommunicator):  # type: ignore[misc]
     """vLLM's communicator as it is between nodes: without shared memory."""
 
     def _all_group_ranks_share_shm_group_name(self) -> bool:
         return False
 
 
-class Worker(CPUWorker):
+class Worker(CPUWorker):  # type: ignore[misc]
     """vLLM's worker, with the transport that it has between nodes."""
 
     def init_device(self) -> None:
@@ -154,12 +154,12 @@ def requests(spec: Mapping[str, Any]) -> list[Request]:
     """The requests of a run, drawn alike each time."""
     draw, tiny = Random(spec["seed"]), spec["size"] == "tiny"
     found: list[Request] = []
-    for number in range(6 if tiny else 16):
+    for number in range(4 if spec["workload"] == "prefill" else 10):
         if spec["workload"] == "prefill":
-            length, new, arrival = (32 if tiny else 448), 1, number // 4
+            length, new, arrival = (32 if tiny else 256), 1, 0
         else:
-            length = max(4, min(512, int(draw.lognormvariate(3.0 if tiny else 5.0, 0.8))))
-            new = max(2, min(24, int(draw.lognormvariate(1.0 if tiny else 2.3, 0.6))))
+            length = max(4, min(512, int(draw.lognormvariate(3.0 if tiny else 4.5, 0.8))))
+            new = max(2, min(24, int(draw.lognormvariate(1.0 if tiny else 2.0, 0.6))))
             arrival = number // 2
         found.append((arrival, [draw.randrange(3, 2000) for _ in range(length)], new))
     return found

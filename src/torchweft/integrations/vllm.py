@@ -46,10 +46,8 @@ ROWS = row_wise(
     r"^(_C\.(onednn_\w*mm|rms_norm|fused_add_rms_norm|rotary_embedding|\w+_and_mul|gelu\w*)"
     r"|vllm\.unified_(kv_cache_update|attention_with_output))(\.|$)"
 )
-SHARED = (
-    "no_compile_layers dp_metadata cudagraph_runtime_mode batch_descriptor ubatch_slices "
-    "skip_compiled all_moe_layers moe_layer_index additional_kwargs"
-)
+SHARED = """no_compile_layers dp_metadata cudagraph_runtime_mode batch_descriptor ubatch_slices
+    skip_compiled all_moe_layers moe_layer_index additional_kwargs"""
 
 
 def register() -> None:
@@ -114,7 +112,7 @@ class Weft:
         from vllm import forward_context
 
         strategies, options = options_of(config.additional_config[KEY])
-        rules = dict.fromkeys(SHARED.split(), shared)
+        rules: dict[str, Any] = dict.fromkeys(SHARED.split(), shared)
         rules |= {"slot_mapping": by_rows, "is_padding": by_rows, "attn_metadata": self.attention}
         touched = self.touched if config.cache_config.enable_prefix_caching else None
         calls, state = r"^vllm\.unified_", (self.current, self.enforce)
