@@ -40,7 +40,7 @@ SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
 }
 COMMON = {
-    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 2048,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048,
     "max_position_embeddings": 1024, "initializer_range": 0.15, "tie_word_embeddings": False,
 }  # fmt: skip
 ENVIRONMENT = {
