@@ -78,7 +78,8 @@ def test_module_says_what_it_is(path: Path) -> None:
 
 
 HOST = re.compile(
-    r"\b(vllm|transformers|sglang|hugging ?face|diffusers|megatron|xdit|fastvideo|deepspeed)\b", re.I
+    r"\b(vllm|transformers|sglang|hugging ?face|diffusers|megatron|xdit|fastvideo|deepspeed)\b",
+    re.I,
 )
 
 
