@@ -96,6 +96,7 @@ def test_a_call_with_a_cache_and_one_position_is_a_decode_step():
     ids = torch.zeros(16, 1, dtype=torch.long)
     assert kind_of((ids,), {}) == ("prefill", 5, 1)
     assert kind_of((), {"input_ids": ids, "past_key_values": object()}) == ("decode", 5, 1)
+    assert kind_of((), {"logits_to_keep": 1}) == ("prefill", 0, 0)
     assert kind_of((torch.zeros(3, 9),), {"past_key_values": object()}) == ("prefill", 2, 4)
 
 
