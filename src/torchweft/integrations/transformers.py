@@ -53,8 +53,9 @@ def weave(model: Model, strategies: Sequence[Wanted] = STRATEGIES, **options: An
 
 def kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
     """The phase of a call, and its rows and positions as powers of two."""
-    shapes = (getattr(item, "shape", ()) for item in (*args, *kwargs.values()))
-    rows, positions = next((shape[:2] for shape in shapes if len(shape) > 1), (0, 0))
+    tensors = (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+    shape = next((item.shape for item in tensors if item.dim() > 1), torch.Size((0, 0)))
+    rows, positions = shape[0], shape[1]
     cached = kwargs.get("past_key_values") is not None
     phase = "decode" if cached and positions == 1 else "prefill"
     return phase, rows.bit_length(), positions.bit_length()
