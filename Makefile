@@ -42,8 +42,8 @@ lint: setup
 plans: setup
 	$(BIN)/python -m pytest tests/pure/test_strategies.py --write-plans
 
-# A venv that sees all of $(VENV), the one torch too, and adds what requirements/$* names.
-# Stamped like $(VENV) itself.
+# $(VENV)-NAME sees all of $(VENV), the one torch too, and adds what requirements/NAME.txt names.
+# It is stamped like $(VENV) itself.
 layer_stamp = $(VENV)-$(1)/setup-$(shell cat $(SOURCES) requirements/$(1).txt | cksum | cut -d ' ' -f 1)
 
 define layer

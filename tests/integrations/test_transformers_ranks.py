@@ -17,6 +17,7 @@ from ranks import check_overlap, run_cases, talks
 from transformers import AutoModelForCausalLM, DistributedConfig, LlamaConfig, LlamaForCausalLM
 
 import torchweft as weft
+from torchweft.api import session_of
 from torchweft.integrations.transformers import weave
 
 PATIENCE_S = 900
@@ -40,6 +41,8 @@ def check_tokens(rank, *, folder, cache):
     weave(model, [weft.overlap(parts=2)])
     check_generates(model, wanted, cache)
     assert ("all_reduce", "row-wise") in talks(model)
+    # Where a cache is written, its rows are, and not a copy of the whole.
+    assert [note for piece in session_of(model).pieces for note in piece.captured.notes] == []
     for plan in weft.plans(model):
         check_overlap(plan)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ def compete(
     command = (
         lab.spawn_ranks(words, link=link, env=ENVIRONMENT)
         if host.ranked
-        else lab.start(words, link=link, env=ENVIRONMENT, stdout=-1)
+        else lab.start(words, link=link, env=ENVIRONMENT, stdout=subprocess.PIPE)
     )
     with command:
         yield from listen(command, "hosts", on_progress)

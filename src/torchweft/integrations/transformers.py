@@ -29,11 +29,7 @@ Kind = tuple[str, int, int]
 STRATEGIES = (None, sequential, overlap(parts=2, min_tokens=1), overlap(parts=4, min_tokens=1))
 
 
-def weave(
-    model: Model,
-    strategies: Sequence[Wanted] = STRATEGIES,
-    **options: Any,
-) -> Model:
+def weave(model: Model, strategies: Sequence[Wanted] = STRATEGIES, **options: Any) -> Model:
     """Run a model by plans, in place; each kind of call by the fastest of these strategies.
 
     strategies: None stands for the library's own way.
@@ -57,8 +53,9 @@ def weave(
 
 def kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
     """The phase of a call, and its rows and positions as powers of two."""
-    tokens = next(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
-    rows, positions = (*tokens.shape, 1)[:2]
+    tensors = (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+    shape = next((item.shape for item in tensors if item.dim() > 1), torch.Size((0, 0)))
+    rows, positions = shape[0], shape[1]
     cached = kwargs.get("past_key_values") is not None
     phase = "decode" if cached and positions == 1 else "prefill"
     return phase, rows.bit_length(), positions.bit_length()
