@@ -15,6 +15,11 @@ import sys
 from dataclasses import replace
 
 MARK = "@tokens "
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
 NUM_REQUESTS, NUM_NEW, BLOCK, MAX_LENGTH = 18, 32, 32, 256
 
 
@@ -28,11 +33,8 @@ def prompt(number: int) -> list[int]:
 
 def arrivals(step: int) -> range:
     """Three requests at first, then three more every other step."""
-    return (
-        range(0)
-        if step % 2
-        else range(min(NUM_REQUESTS, 3 * step // 2), min(NUM_REQUESTS, 3 * step // 2 + 3))
-    )
+    first = 3 * step // 2
+    return range(first, first + 3) if step % 2 == 0 and first < NUM_REQUESTS else range(0)
 
 
 def run(engine, params) -> list[list[int]]:
@@ -91,9 +93,5 @@ def main(spec: dict) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-        "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1",
-    }  # fmt: skip
+    os.environ |= ENVIRONMENT
     main(json.loads(sys.argv[1]))

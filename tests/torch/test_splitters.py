@@ -205,7 +205,6 @@ def test_under_fallback_error_a_refusal_raises() -> None:
 def test_ops_that_touch_the_state_keep_part_order() -> None:
     """A strategy that runs a later part first is stopped where it does."""
 
-    @weft.strategy
     def backwards(s: Any) -> None:
         s.split(2)
         for op in s.graph.ops:
@@ -240,7 +239,6 @@ def test_lanes_with_threads_do_not_share_a_state() -> None:
     """Two compute lanes would put their states in force over each other."""
     machine = weft.cpu(2)
 
-    @weft.strategy
     def two_lanes(s: Any) -> None:
         s.split(2)
         lanes = [lane.name for lane in s.machine.lanes if "compute" in lane.uses]
