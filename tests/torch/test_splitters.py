@@ -276,6 +276,18 @@ def test_a_splitter_whose_calls_match_nothing_is_an_error() -> None:
         model(torch.randn(1, HIDDEN))
 
 
+def test_the_backend_takes_splitters_as_an_option() -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    options = {"strategy": "overlap", "splitters": [splitter()], "rules": RULES}
+    model = torch.compile(plain, backend="weft", dynamic=True, options=options)
+    x = torch.randn(8, HIDDEN)
+    want = run(plain, [3, 5], x)
+    HOST.seen = []
+    torch.testing.assert_close(run(model, [3, 5], x), want)
+    assert max(HOST.seen) == 4
+
+
 def test_merged_runs_get_the_state_of_their_range() -> None:
     whole = state_of([3, 3, 3])
     HOST.state = whole
