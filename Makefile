@@ -1,15 +1,19 @@
-# make setup | demo | test | lint | plans | bench-setup.  Needs Python 3.11 and a package index.
+# make setup | demo | test | test-integrations | lint | plans | bench-setup.
+# Needs Python 3.11 and a package index.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PIP_BENCH := $(VENV)-bench/bin/python -m pip --quiet --disable-pip-version-check
+PIP_IN := bin/python -m pip --quiet --disable-pip-version-check
+PIP := $(VENV)/$(PIP_IN)
 SOURCES := pyproject.toml requirements/constraints.txt requirements/dev.txt
 # Named after what the requirement files say: other requirements, another stamp, a new set-up.
 STAMP := $(VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint plans bench-setup clean
+# Each host has its tests/integrations/test_NAME*.py, and what they need in requirements/NAME.txt.
+HOSTS := transformers vllm
+
+.PHONY: setup demo test test-integrations hosts lint plans bench-setup clean
 
 setup: $(STAMP)
 
@@ -26,7 +30,7 @@ demo: setup
 	@$(BIN)/torchweft demo --folder demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/integrations
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,15 +42,34 @@ lint: setup
 plans: setup
 	$(BIN)/python -m pytest tests/pure/test_strategies.py --write-plans
 
-# The peers that `torchweft bench overlap` races against, in a venv that sees all of $(VENV):
+# $(VENV)-NAME sees all of $(VENV), the one torch too, and adds what requirements/NAME.txt names.
+# It is stamped like $(VENV) itself.
+layer_stamp = $(VENV)-$(1)/setup-$(shell cat $(SOURCES) requirements/$(1).txt | cksum | cut -d ' ' -f 1)
+
+define layer
+$(call layer_stamp,$(1)): | $(STAMP)
+	$(PYTHON) -m venv --without-pip $(VENV)-$(1)
+	echo "import site; site.addsitedir('$$$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+		> "$$$$($(VENV)-$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/layer.pth"
+	$(VENV)-$(1)/$(PIP_IN) install --no-deps --no-build-isolation -r requirements/$(1).txt
+	$(VENV)-$(1)/$(PIP_IN) install --no-deps --no-build-isolation -e .
+	rm -f $(VENV)-$(1)/setup-*
+	touch $$@
+endef
+$(foreach name,bench $(HOSTS),$(eval $(call layer,$(name))))
+
+# The peers that `torchweft bench overlap` races against:
 # then run $(VENV)-bench/bin/torchweft bench overlap.
-bench-setup: setup
-	$(PYTHON) -m venv --without-pip $(VENV)-bench
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-		> "$$($(VENV)-bench/bin/python -c 'import site; print(site.getsitepackages()[0])')/layer.pth"
-	$(PIP_BENCH) install --no-deps --no-build-isolation -c requirements/constraints.txt \
-		-r requirements/bench.txt
-	$(PIP_BENCH) install --no-deps --no-build-isolation -e .
+bench-setup: $(call layer_stamp,bench)
+
+# The hosts, for `torchweft bench hosts` and for their tests: a venv each.
+hosts: $(foreach name,$(HOSTS),$(call layer_stamp,$(name)))
+
+# Nothing is skipped: what the tests of a host need has been installed.
+test-integrations: $(HOSTS:%=test-integrations-%)
+
+test-integrations-%: hosts
+	$(VENV)-$*/bin/python -m pytest --no-skips tests/integrations/test_$**.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

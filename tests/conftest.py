@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +22,29 @@ settings.load_profile("search" if os.environ.get("HYPOTHESIS_SEARCH") else "weft
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-plans", action="store_true", help="write tests/plans anew")
+    parser.addoption("--no-skips", action="store_true", help="a skip is a failure")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file that skips itself for a missing library fails where all libraries are installed."""
+    report = yield
+    if report.skipped and collector.config.getoption("--no-skips"):
+        report.outcome = "failed"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """As for files, so for tests."""
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips"):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.fixture

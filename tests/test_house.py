@@ -77,6 +77,23 @@ def test_module_says_what_it_is(path: Path) -> None:
     assert len(doc.splitlines()) <= 30
 
 
+HOST = re.compile(
+    r"\b(vllm|transformers|sglang|hugging ?face|diffusers|megatron|xdit|fastvideo|deepspeed)\b",
+    re.I,
+)
+
+
+def test_no_host_is_named_in_the_core() -> None:
+    """Hosts are known to their integrations, and to benches, which race them."""
+    found = [
+        f"{path.relative_to(HOUSE)}: {hit[0]}"
+        for path in FILES
+        if path.relative_to(HOUSE).parts[0] not in ("integrations", "bench")
+        for hit in HOST.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
 def test_asserts_have_a_message() -> None:
     bare = [
         f"{path.name}:{node.lineno}"

@@ -21,8 +21,10 @@ from torchweft.errors import (
     MemoryPlanError,
     PlacementError,
     PlanError,
+    RefusedError,
     RunError,
     SizeError,
+    StateError,
     StrategyError,
     WeftError,
 )
@@ -36,11 +38,13 @@ from torchweft.trace import Trace
 if TYPE_CHECKING:
     from torchweft import lab
     from torchweft.api import check, compile, plans, report, warmup
-    from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path
+    from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path, row_wise
+    from torchweft.splitters import Splitter, by_requests, by_rows, shared
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "warmup"),
-    "marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path"),
+    "marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
+    "splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
 __all__ = [
     "CaptureError",
@@ -52,14 +56,19 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "RefusedError",
     "RunError",
     "SizeError",
+    "Splitter",
+    "StateError",
     "Strategy",
     "StrategyError",
     "Trace",
     "WeftError",
     "accelerator",
     "branches",
+    "by_requests",
+    "by_rows",
     "check",
     "compile",
     "context",
@@ -73,7 +82,9 @@ __all__ = [
     "overlap",
     "plans",
     "report",
+    "row_wise",
     "sequential",
+    "shared",
     "strategy",
     "strategy_names",
     "trace",

@@ -35,6 +35,7 @@ from torchweft.plan import Plan
 from torchweft.reporting import Report, report_of
 from torchweft.runtimes.ranks import WATCHDOG_S
 from torchweft.session import Session
+from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
 
@@ -60,6 +61,7 @@ def compile(
     blocks: bool = True,
     zero_copy: bool = True,
     capture: str = "graph",
+    splitters: Sequence[Splitter] = (),
 ) -> Model:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
@@ -78,12 +80,14 @@ def compile(
     put together by copies, which the plan shows.
     capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
     control passes at marks and collectives.
+    splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
+        splitters=splitters,
         blocks=Blocks(model, rules) if blocks and _has_graph(model, capture) else None,
     )  # fmt: skip
     if not callable(model):

@@ -4,15 +4,20 @@ batch             rows of this call (the size of the graph's batch symbol)
 num_tokens        tokens of this call; equal to the batch unless the host knows better
 tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
 sizes             values of the other symbols, e.g. {"s1": 128}
+strategy          the strategy that the host wants for this call, instead of the model's own
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torchweft.errors import StrategyError
+
+if TYPE_CHECKING:
+    from torchweft.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,14 @@ class Told:
     phase: str | None = None
     tokens_per_request: tuple[int, ...] = ()
     num_tokens: int = 0
+    strategy: Strategy | None = None
+
+
+def phase_of(tokens_per_request: Sequence[int]) -> str:
+    """What a step of a serving host does: a token a request is decode, one of several is mixed."""
+    if max(tokens_per_request) == 1:
+        return "decode"
+    return "mixed" if min(tokens_per_request) == 1 else "prefill"
 
 
 TOLD: ContextVar[Told | None] = ContextVar("weft context", default=None)
@@ -37,6 +50,7 @@ class Context:
     tokens_per_request: tuple[int, ...] = ()
     phase: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
         for number in (self.batch, self.num_tokens, *self.tokens_per_request):

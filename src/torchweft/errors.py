@@ -53,6 +53,16 @@ class StrategyError(WeftError):
     """A strategy asked for something impossible; raised at the offending call."""
 
 
+class StateError(WeftError):
+    """Side state that no splitter knows how to cut; `field` names what is unknown."""
+
+    field: str = ""
+
+
+class RefusedError(WeftError):
+    """A splitter will not cut this call: it runs whole, and the reason is counted."""
+
+
 class MemoryPlanError(WeftError):
     """Values cannot be given the places that a plan needs."""
 

@@ -36,7 +36,7 @@ from torchweft.runtimes.stops import listener
 
 KEY = "weft"
 INNERS = ("eager", "inductor", "onednn")
-Form = Literal["module", "function", "path", "op", "name"]
+Form = Literal["module", "function", "path", "op", "name", "rows", "state"]
 FRAME = re.compile(r'File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
@@ -59,12 +59,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class MarkRule:
-    """A mark given from outside: `form` says how `wanted` is looked for."""
+    """A mark given from outside: `form` says how `wanted` is looked for.
+
+    Forms "rows" and "state" make no op: they only say how calls treat rows, or that they touch the
+    side state which the mark names; `by` is the argument that tells such states apart.
+    """
 
     mark: Mark
     form: Form
     wanted: Any = field(hash=False)
     text: str = ""
+    by: str = ""
 
     def __str__(self) -> str:
         return f"mark {self.mark.name!r} on {self.form} {self.text}"
@@ -159,6 +164,25 @@ def mark_op(
     return MarkRule(made, "op", _compiled(pattern), pattern)
 
 
+def row_wise(pattern: str) -> MarkRule:
+    """A rule: calls whose target matches treat every row by itself; they make no op of their own.
+
+    For custom operators, which no table knows: the user vouches for them.
+    """
+    return MarkRule(Mark("rows", rows="row-wise"), "rows", _compiled(pattern), pattern)
+
+
+def touches_state(name: str, pattern: str, by: str = "") -> MarkRule:
+    """A rule: calls whose target matches touch the side state of this name; see `splitters`."""
+    return MarkRule(Mark(name), "state", _compiled(pattern), pattern, by)
+
+
+def told_of(node: fx.Node, rules: Sequence[MarkRule], form: Form) -> list[MarkRule]:
+    """The rules of form "rows" or "state" that are about a call."""
+    target = target_name(node) if node.op.startswith("call_") else ""
+    return [rule for rule in rules if rule.form == form and target and rule.wanted.search(target)]
+
+
 def marks_of(
     graph: fx.Graph, rules: Sequence[MarkRule]
 ) -> tuple[dict[fx.Node, tuple[Mark, object]], set[MarkRule]]:
@@ -172,6 +196,7 @@ def marks_of(
         noted, key = _mark_of(node, rules)
         if isinstance(noted, MarkRule):
             matched.add(noted)
+        matched.update(*(told_of(node, rules, form) for form in ("rows", "state")))
         mark = noted.mark if isinstance(noted, MarkRule) else noted
         if mark is None:
             first = None
@@ -204,7 +229,7 @@ def require_matched(
 
 def _mark_of(node: fx.Node, rules: Sequence[MarkRule]) -> tuple[MarkRule | Mark | None, object]:
     for rule in rules:
-        hit, key = _hit(node, rule)
+        hit, key = _hit(node, rule) if rule.form not in ("rows", "state") else (False, None)
         if hit:
             return rule, key
     custom = node.meta.get("custom") or {}

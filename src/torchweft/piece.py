@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch._guards import CompileContext
-from torch.nn import Buffer, Parameter
 
 from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.boundary import check_steps
@@ -24,9 +24,10 @@ from torchweft.capture.dynamo import Captured
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
 from torchweft.capture.replay import placed_by
+from torchweft.capture.shared import shared_bytes
 from torchweft.capture.trusted import trusted_inputs
 from torchweft.context import TOLD, Context
-from torchweft.errors import StrategyError, WeftError
+from torchweft.errors import RefusedError, StrategyError, WeftError
 from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.accelerator import devices_of, runtime_of
@@ -35,6 +36,7 @@ from torchweft.runtimes.pads import Pads
 from torchweft.runtimes.program import Program
 from torchweft.runtimes.talk import Talk, digests, refuse
 from torchweft.runtimes.writer import compile_program
+from torchweft.splitters import STATE, Switch, switch_for
 from torchweft.strategies import sequential
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
@@ -60,7 +62,7 @@ class Entry:
     plan: Plan
     program: Any
     bucket: Bucket
-    told: tuple[str | None, bool] = (None, False)
+    told: tuple[object, ...] = (None, False, None)
     num_calls: int = 0
     trace: Trace | None = None
     shapes: dict[object, Shape] = field(default_factory=dict)
@@ -83,7 +85,11 @@ class Piece:
         self.unsplit = ""
         if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
             self.unsplit = "device: the inputs live on several accelerators"
-        self.writes = bool(captured.graph.mutated & set(captured.graph.inputs))
+        inputs = set(captured.graph.inputs)
+        states = {name for name in inputs if name.startswith(STATE)}
+        touched = {name.split(".")[1] for name in states}
+        self.splitters = tuple(item for item in session.splitters if item.name in touched)
+        self.writes = bool(captured.graph.mutated & inputs - states)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
         self.entries: list[Entry] = []
         self.strategy_runs = 0
@@ -144,17 +150,21 @@ class Piece:
         try:
             if forbidden:
                 self.session.fall_back(self, forbidden)
-                entry, plain = self.sequential(context), False
+                entry, plain, switch = self.sequential(context), False, None
             else:
                 entry, plain = self.entry(context, env)
+                entry, switch = self._switch(entry, env, context)
             bounds, numbers, told = self._shape(entry, env, context)
         except WeftError:
             if self.talks:  # a rank that finds no plan tells the others before it raises
                 refuse(self.graph, self.session.watchdog_s)
             raise
         entry.num_calls += 1
-        outputs = self.run(entry, given, bounds, numbers, told)
-        if plain and entry.trace is not None:
+        if switch is not None:
+            given = self._pick((*inputs, *self._constants[:-1], switch))
+        with switch or nullcontext():
+            outputs = self.run(entry, given, bounds, numbers, told)
+        if plain and entry.trace is not None and switch is None:  # else it is cut anew each time
             plain = self.runtime is None and not self.session.graphs and not told
             alone = entry.program if plain and len(entry.program.functions) == 1 else None
             self._remember(inputs, (entry, alone, bounds, numbers, told))
@@ -175,6 +185,19 @@ class Piece:
         if refused:
             self._fall_back(refused)
         return env if refused else filled
+
+    def _switch(
+        self, entry: Entry, env: dict[str, int], context: Context
+    ) -> tuple[Entry, Switch | None]:
+        """What puts the side state of each part in force; the fallback if that cannot be cut."""
+        if not self.splitters or entry.plan.num_parts == 1:
+            return entry, None
+        bounds = self._shape(entry, env, context)[0]
+        try:
+            return entry, switch_for(self.splitters, context, bounds, entry.program.ranges)
+        except RefusedError as refused:
+            self.session.fall_back(self, str(refused))
+            return self.sequential(context), None
 
     def _remember(self, inputs: tuple[Any, ...], ready: Ready) -> None:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
@@ -262,7 +285,7 @@ class Piece:
 
     def _shape(self, entry: Entry, env: dict[str, int], context: Context) -> Shape:
         """Borders, sizes and digests of a call; remembered, for a shape rarely comes alone."""
-        key = (*env.values(), context.tokens_per_request)
+        key = _shape_key(entry, env, context)
         found = entry.shapes.get(key)
         if found is None:
             rows = env.get(self.graph.batch or "", 1)
@@ -303,7 +326,7 @@ class Piece:
             if context.batch in entry.bucket and entry.told == _told(context):
                 return entry, ""
         try:
-            return self._write(self.session.strategy, context), ""
+            return self._write(context.strategy or self.session.strategy, context), ""
         except StrategyError as error:
             if self.session.fallback == "error":
                 raise
@@ -313,6 +336,9 @@ class Piece:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
+        lanes = {step.lane for step in plan.steps}
+        if self.splitters and plan.num_parts > 1 and len(lanes) > 1:
+            raise StrategyError(f"state: one thread has side state in force; lanes are {lanes}.")
         entry = Entry(plan, self.compile(plan), bucket_of(context, seen), _told(context))
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
@@ -336,7 +362,7 @@ class Piece:
 
     def _parts_refused(self, entry: Entry, env: dict[str, int], context: Context) -> str:
         """Why a call cannot be cut as its plan says; empty if it can. Remembered by shape."""
-        key = (*env.values(), context.tokens_per_request)
+        key = _shape_key(entry, env, context)
         if key not in entry.refused:
             if len(entry.refused) >= MAX_SHAPES:
                 entry.refused.clear()
@@ -362,26 +388,14 @@ def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def shared_bytes(inputs: Sequence[Any]) -> str:
-    """Why inputs cannot be cut into rows: two of them overlap in memory; empty if none do.
-
-    A row of one may then be another row of the other, which a write would reach too early.
-    """
-    spans: list[tuple[int, int]] = []
-    for item in {id(item): item for item in inputs if isinstance(item, Tensor)}.values():
-        if type(item) in (Tensor, Parameter, Buffer) and item.numel():
-            reach = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True))
-            start = item.data_ptr()
-            spans.append((start, start + (reach + 1) * item.element_size()))
-    spans.sort()
-    if any(start < end for (_, end), (start, _) in pairwise(spans)):
-        return "alias: two inputs overlap in memory, and one of them may be written"
-    return ""
+def _shape_key(entry: Entry, env: Mapping[str, int], context: Context) -> object:
+    """What the borders of the parts hang on; requests only where the cut looks at them."""
+    return (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
 
 
-def _told(context: Context) -> tuple[str | None, bool]:
-    """What the host told that makes another plan: the phase, and whether it knows requests.
+def _told(context: Context) -> tuple[object, ...]:
+    """What the host told that makes another plan: phase, strategy, whether it knows requests.
 
     How many tokens each request has does not: it is new at every step, and a cut by rule binds it.
     """
-    return context.phase, bool(context.tokens_per_request)
+    return context.phase, bool(context.tokens_per_request), context.strategy

@@ -19,17 +19,19 @@ from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.inlining import inline
 from torchweft.capture.inner import check_inner
 from torchweft.capture.probe import probe
+from torchweft.capture.shared import shared_bytes
 from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
 from torchweft.gate import Shadow, first_difference
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
-from torchweft.marks import MarkRule, require_matched
-from torchweft.piece import Piece, shared_bytes
+from torchweft.marks import MarkRule, require_matched, touches_state
+from torchweft.piece import Piece
 from torchweft.runtimes.cpu import Lanes
 from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
+from torchweft.splitters import Splitter, check_splitters
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
 
@@ -40,10 +42,18 @@ CAPTURES = ("graph", "boundary")
 
 @contextlib.contextmanager
 def context(
-    *, phase: str | None = None, tokens_per_request: Sequence[int] = (), num_tokens: int = 0
+    *,
+    phase: str | None = None,
+    tokens_per_request: Sequence[int] = (),
+    num_tokens: int = 0,
+    strategy: str | Strategy | Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """What the host knows of the calls inside, beyond their shapes."""
-    told = Told(phase, tuple(tokens_per_request), num_tokens)
+    """What the host knows of the calls inside, beyond their shapes.
+
+    strategy: what it wants for them, instead of the strategy that the model was compiled with.
+    """
+    wanted = as_strategy(strategy) if strategy is not None else None
+    told = Told(phase, tuple(tokens_per_request), num_tokens, wanted)
     token = TOLD.set(told)
     try:
         yield
@@ -73,6 +83,7 @@ class Session:
         blocks: Blocks | None = None,
         zero_copy: bool = True,
         capture: str = "graph",
+        splitters: Sequence[Splitter] = (),
     ) -> None:
         if not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
@@ -81,7 +92,8 @@ class Session:
         if capture not in CAPTURES:
             raise StrategyError(f"capture: {unknown('way to capture', capture, CAPTURES)}")
         self.capture = capture
-        self.strategy, self.rules = as_strategy(strategy), tuple(rules)
+        self.strategy, self.splitters = as_strategy(strategy), check_splitters(splitters)
+        self.rules = (*rules, *(touches_state(s.name, s.calls, s.by) for s in self.splitters))
         self.inner = check_inner(inner)
         self.fallback, self.strict, self.batch = fallback, strict, batch
         self.machine = machine or cpu()
@@ -116,13 +128,16 @@ class Session:
             if blocks:
                 inline(gm, self.rules, everything=True)
             why = shared_bytes(example_inputs)
+            if self.splitters:
+                why = "state: at the aten level no call shows the side state that it touches"
             return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
 
         def captured() -> Captured:
             found = capture(gm, example_inputs, blocks=blocks, **options)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
-            return found if self.strict else probe(found, given)
+            # With side state an op that is tried would write it.
+            return found if self.strict or self.splitters else probe(found, given)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
@@ -160,7 +175,7 @@ class Session:
         if told is None:
             return Context(rows, sizes=sizes)
         requests = told.tokens_per_request if sum(told.tokens_per_request) == rows else ()
-        return Context(rows, told.num_tokens, requests, told.phase, sizes)
+        return Context(rows, told.num_tokens, requests, told.phase, sizes, told.strategy)
 
     def settle(self, breaks: Sequence[str]) -> None:
         """What is to be seen to after a call in which Dynamo compiled, and after the first."""

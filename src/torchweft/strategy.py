@@ -26,7 +26,7 @@ class Strategy:
 
     name: str
     function: Callable[..., None]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __call__(self, **options: Any) -> Strategy:
         """The same strategy with these options. Raises `StrategyError` for one it does not have."""

@@ -29,12 +29,14 @@ LIMIT = datetime.timedelta(seconds=60)
 Case = Callable[[int], None]
 
 
-def run_cases(folder: Path, cases: Mapping[str, Case]) -> dict[str, str]:
+def run_cases(
+    folder: Path, cases: Mapping[str, Case], *, patience_s: int = PATIENCE_S
+) -> dict[str, str]:
     """What went wrong in each case, on either rank; no process outlives this."""
     context = mp.spawn(rank_main, (str(folder), dict(cases)), nprocs=2, join=False)
     assert context is not None
     try:
-        left = PATIENCE_S
+        left = patience_s
         while left > 0 and not context.join(timeout=1):
             left -= 1
     finally:

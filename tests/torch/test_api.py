@@ -345,6 +345,22 @@ def test_context_tells_requests_to_the_strategy():
     assert plan.cut.bounds(20, (3, 11, 6)) == (0, 14, 20)
 
 
+def test_the_host_may_want_another_strategy_for_a_call():
+    model = compiled(strategy=weft.overlap(parts=2))
+    x = torch.randn(20, 32)
+    with torch.no_grad():
+        wanted = eager(model, x)
+        for strategy, parts in ((None, 2), ("sequential", 1), (weft.overlap(parts=4), 4)):
+            for _ in range(3):
+                with weft.context(strategy=strategy):
+                    torch.testing.assert_close(model(x), wanted)
+            assert weft.plans(model)[-1].num_parts == parts
+        model(x)
+    assert [plan.num_parts for plan in weft.plans(model)] == [2, 1, 4]
+    with pytest.raises(weft.StrategyError, match="overlapp"), weft.context(strategy="overlapp"):
+        pass
+
+
 def test_jitter_changes_no_bit():
     torch.manual_seed(1)
     plain, jittered = compiled(), compiled(jitter=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture import aten_passes
+from torchweft.capture import aten_passes, inplace
 
 ROWS, HEADS, LENGTH, HIDDEN = 6, 4, 64, 8
 
@@ -161,6 +162,24 @@ def test_a_write_of_one_token_copies_one_token(write, monkeypatch):
     torch._dynamo.reset()
     before, _ = count(write)
     assert before >= 2 * whole
+
+
+def test_a_written_input_that_is_handed_out_is_the_input_itself():
+    """With tensor subclasses around, AOTAutograd hands out the final copy, not the input."""
+    graph = fx.Graph()
+    cache, key, at = (graph.placeholder(name) for name in ("cache", "key", "at"))
+    new = graph.call_function(torch.ops.aten.index_copy.default, (cache, 2, at, key))
+    back = graph.call_function(torch.ops.aten.copy_.default, (cache, new))
+    graph.output((back, back))
+    given = inputs()
+    for node, value in zip((cache, key, at, new, back), (*given, given[0], given[0]), strict=True):
+        node.meta["val"] = value
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    assert inplace.put_back(gm) == []
+    gm.recompile()
+    wanted = given[0].index_copy(2, given[2], given[1])
+    found, again = gm(*given)
+    assert found is given[0] and again is found and torch.equal(found, wanted)
 
 
 def test_what_stays_a_copy_has_a_note():

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from torchweft import lab
 from torchweft.bench.overlap_rows import Row, row, summary
 from torchweft.bench.pairs import MIN_PAIRS
+from torchweft.bench.told import Progress, listen, part_of
 from torchweft.errors import WeftError, unknown
 
-MARK = "@weft "
 MODELS = ("dense", "experts")
 PHASES = ("prefill", "decode")
 LINKS = "500mbit,1gbit,2gbit,4gbit"
@@ -39,7 +39,6 @@ ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
 }
 """One thread a rank, and libraries that keep quiet."""
-Progress = Callable[[int, int], None]
 
 
 def run(
@@ -77,7 +76,7 @@ def run(
         spec = {**case, **told, "seed": seed, "size": size, "names": None}
         name = {"model": case["model"], "phase": case["phase"]}
         try:
-            for label, result in compete(spec, _part(progress, number, len(cases))):
+            for label, result in compete(spec, part_of(progress, number, len(cases))):
                 rows.append(row({**name, "link": label}, result))
         except WeftError as error:
             for link in case["links"][len(rows) - before :]:
@@ -95,31 +94,13 @@ def compete(
     """
     words = [sys.executable, "-m", "torchweft.bench.overlap_rank", json.dumps(spec)]
     with lab.spawn_ranks(words, link=spec["links"][0], env=ENVIRONMENT) as ranks:
-        for line in ranks.stdout:
-            if not line.startswith(MARK):
-                continue
-            told = json.loads(line.removeprefix(MARK))
-            if "progress" in told:
-                on_progress(*told["progress"])
-            if "result" in told:
-                yield told["result"]["link"], told["result"]
-        if code := ranks.wait():
-            raise WeftError(f"bench overlap: the ranks ended with code {code}, not all was told.")
+        for result in listen(ranks, "overlap", on_progress):
+            yield result["link"], result
 
 
 def _kind(link: lab.Link) -> tuple[bool, str]:
     """Links of one kind can take each other's place while ranks run."""
     return not link.bits_per_s, link.duplex
-
-
-def _part(progress: Progress | None, number: int, count: int) -> Progress:
-    """Progress within one case of several."""
-
-    def told(done: int, total: int) -> None:
-        if progress is not None:
-            progress(number * total + done, count * total)
-
-    return told
 
 
 def _words(text: str) -> list[str]:

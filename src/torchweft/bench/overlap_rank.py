@@ -6,7 +6,7 @@
 2. For each link, a short race of all chooses the finalists; a long race of these gives the times.
 3. Copies are counted from outside, by torch's profiler, in one call of each finalist of weft.
 
-Rank 0 prints lines that start with `MARK`: progress, and the result of each link.
+Rank 0 tells (`told`): progress, and the result of each link.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torchweft.api import plans, report, trace
 from torchweft.bench.overlap_candidates import TABLES, Absent, Arena, Candidate, peer_module
 from torchweft.bench.overlap_race import Call, Run, calls_of_a_run, race
 from torchweft.bench.overlap_rows import MAX_DIFF, finalists
+from torchweft.bench.told import say
 from torchweft.errors import clip
 
-MARK = "@weft "
 NUM_WARM = 3
 TIMEOUT = timedelta(minutes=5)
 SHAPES = {"prefill": (16, 64), "decode": (32, 1)}
@@ -67,8 +67,8 @@ class Field:
 def main(text: str) -> None:
     """Run one case and print its result."""
     spec = json.loads(text)
-    _quiet()
-    _pin(int(os.environ["RANK"]))
+    quiet()
+    pin(int(os.environ["RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     side = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -190,7 +190,7 @@ def enter(
             entered.set_up_s[candidate.name] = time.perf_counter() - start
             entered.capture_s[candidate.name] = capture_seconds() - captured
             if call is not None and candidate.comparable:
-                diff = _all_max((call(own) - wanted).abs().max().item(), side)
+                diff = all_max((call(own) - wanted).abs().max().item(), side)
                 entered.diffs[candidate.name] = diff
                 if not diff <= MAX_DIFF * scale:
                     reason = f"its output differs by {diff:.3g} from the sequential one"
@@ -215,7 +215,7 @@ def _warm(
         reason = str(absent)
     except Exception as error:
         reason = _story(error)
-    if _all_max(float(bool(reason)), side):
+    if all_max(float(bool(reason)), side):
         return None, reason or "it could not be built on another rank"
     assert call is not None, "a candidate without a call has a reason"
     try:
@@ -223,7 +223,7 @@ def _warm(
             call(own)
     except Exception as error:  # compilers fail in the first call, and on every rank alike
         reason = _story(error)
-    if _all_max(float(bool(reason)), side):
+    if all_max(float(bool(reason)), side):
         return None, reason or "it failed on another rank"
     return call, ""
 
@@ -283,7 +283,7 @@ def _count(shape: Any) -> int:
     return count
 
 
-def _all_max(value: float, side: dist.ProcessGroup) -> float:
+def all_max(value: float, side: dist.ProcessGroup) -> float:
     """The largest of all ranks' values; NaN counts as endless."""
     found = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=side)
@@ -295,13 +295,13 @@ def _story(error: Exception) -> str:
     return f"{type(error).__name__}: {clip(lines[0], 200)}"
 
 
-def _pin(rank: int) -> None:
+def pin(rank: int) -> None:
     """One core a rank, gloo's threads with it: where the sequential baseline is healthiest."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Libraries of the peers talk much; what matters comes out as `absent`."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -309,8 +309,7 @@ def _quiet() -> None:
 
 def _say(kind: str, value: Any) -> None:
     if dist.get_rank() == 0:
-        sys.stdout.write(MARK + json.dumps({kind: value}) + "\n")
-        sys.stdout.flush()
+        say(kind, value)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ class Assembly:
                 or region.collective
                 or self._writes_outside(region, writer)
                 or _asserts(region)
+                or region.states
             ):
                 self._make_op(region, writer, makes)
                 made.append((self.ops[-1], region, writer, makes))
@@ -158,6 +159,8 @@ class Assembly:
         draws = sum(unit.draws for unit in self.units)
         if draws > 1:  # an order between draws that no data shows
             self.values[RNG] = Value(RNG, (), "opaque")
+        for name in (name for region in self.regions for name in region.states):
+            self.values[name] = Value(name, (), "opaque")
 
     def _value(self, node: fx.Node) -> Value:
         tensor = self.rows.value(node)
@@ -213,7 +216,7 @@ class Assembly:
                 name,
                 reads=tuple(value_name(node) for node in reads),
                 makes=tuple(value.name for value in made.values()),
-                mutates=mutates + ((RNG,) if draws else ()),
+                mutates=(*mutates, *((RNG,) if draws else ()), *sorted(region.states)),
                 uses=(region.mark and region.mark.uses)
                 or ("network" if region.collective else "compute"),
                 rows=kind,

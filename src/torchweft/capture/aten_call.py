@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.axes import Axis, Symbols, wrap
@@ -56,11 +57,7 @@ class AtenCall:
     @property
     def written(self) -> list[torch.Tensor]:
         """The tensors that it changes in place."""
-        found = []
-        for argument in self.func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                leaves = tree_leaves(self.args.get(argument.name))
-                found += [item for item in leaves if isinstance(item, torch.Tensor)]
+        found = written_by(self.func, self.args)
         # The schema of this old operator does not own up to what it writes.
         if self.name in ("native_batch_norm", "cudnn_batch_norm") and self.args.get("training"):
             running = [self.args.get("running_mean"), self.args.get("running_var")]
@@ -74,6 +71,22 @@ class RowRule:
 
     find: Callable[[AtenCall], Found]
     sizes: frozenset[str] = frozenset()
+
+
+def overload_of(target: Any) -> Any:
+    """The operator that a call names, with its schema; None if it is none."""
+    found = getattr(target, "default", None) if isinstance(target, OpOverloadPacket) else target
+    return found if isinstance(found, OpOverload) else None
+
+
+def written_by(func: Any, args: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that an operator changes in place, as its schema says."""
+    found: list[torch.Tensor] = []
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            leaves = tree_leaves(args.get(argument.name))
+            found += [item for item in leaves if isinstance(item, torch.Tensor)]
+    return found
 
 
 def bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.graph import Graph
 from torchweft.marks import MarkRule
 from torchweft.sizes import ONE, Size
+from torchweft.splitters import STATE
 
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
@@ -67,10 +68,11 @@ class Captured:
 
     @cached_property
     def pick(self) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-        """The graph's inputs in their order, from those of a call, the constants and a None."""
-        behind = {name: number for number, name in enumerate((*self.constants, RNG))}
-        first = self.num_inputs
-        return getter([self.slots.get(n, first + behind.get(n, 0)) for n in self.graph.inputs])
+        """The graph's inputs in their order, from those of a call, the constants, and what stands
+        for the rest: None, or the `Switch` of a call that is cut."""
+        behind = {name: number for number, name in enumerate(self.constants, self.num_inputs)}
+        last = self.num_inputs + len(self.constants)
+        return getter([self.slots.get(n, behind.get(n, last)) for n in self.graph.inputs])
 
     @cached_property
     def sizes_of(self) -> Callable[[tuple[Any, ...]], object]:
@@ -303,7 +305,8 @@ def _captured(
         n: _attribute(gm, node) for n, node in built.inputs.items() if node.op == "get_attr"
     }
     batch = rows.symbols.batch
-    inputs = tuple(built.inputs) + ((RNG,) if RNG in built.values else ())
+    beside = (name for name in built.values if name == RNG or name.startswith(STATE))
+    inputs = (*built.inputs, *beside)
     outputs, named = _outputs(built)
     graph = Graph(
         name=name,

@@ -72,6 +72,7 @@ def _put_back(graph: fx.Graph, copy: fx.Node) -> str:
             _write(graph, target, inside)
         version.replace_all_uses_with(target, delete_user_cb=lambda user: user is not copy)
         if version is last:
+            copy.replace_all_uses_with(target)  # a cache that goes out too is the input itself
             graph.erase_node(copy)
         for node in inside:
             graph.erase_node(node)

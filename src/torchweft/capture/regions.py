@@ -59,6 +59,11 @@ class Region:
         return self.units[0].collective
 
     @property
+    def states(self) -> set[str]:
+        """The side state that its calls touch, by name."""
+        return {name for unit in self.units for name in unit.states}
+
+    @property
     def block(self) -> Any:
         """The template of the block that is called, if the region is one."""
         return self.units[0].block
@@ -113,6 +118,8 @@ def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
     if unit.collective is not None or region.collective is not None or region.key != unit.key:
         return False
     if unit.block is not None or region.block is not None:
+        return False
+    if any(not again and name in region.states for name, again in unit.states.items()):
         return False
     if unit.key is not None:
         return True

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchweft.capture.aten_call import AtenCall, bind
+from torchweft.capture.aten_call import AtenCall, bind, overload_of, written_by
 from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.blocks import BlockError
 from torchweft.capture.flops import flops_of
@@ -344,6 +344,9 @@ class _Walker:
             )
             call.worsen("mixing", text)
             call.only_views = False
+            if (func := overload_of(node.target)) is not None:
+                bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))
+                call.written += written_by(func, bound)
             self._tag_input(call.value)
         finally:
             self.watcher.call = None

@@ -25,11 +25,12 @@ from torchweft.capture.inlining import CALLS
 from torchweft.capture.peel import peel
 from torchweft.capture.regions import cut, settle
 from torchweft.capture.rows import ORDER, Rows, find_rows, is_getitem
+from torchweft.capture.states import states_of
 from torchweft.capture.sums import sink
 from torchweft.capture.twins import Twins
 from torchweft.capture.units import find_units, source_of, storages
 from torchweft.graph import Op, Value
-from torchweft.marks import Mark, MarkRule, marks_of
+from torchweft.marks import Mark, MarkRule, marks_of, told_of
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ def assemble(
     marks, matched = marks_of(gm.graph, rules)
     if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
         marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
-    declared = {n: m.rows for n, (m, _) in marks.items() if m.rows is not None and n.op != "output"}
+    declared = {n: "row-wise" for n in gm.graph.nodes if told_of(n, rules, "rows")}
+    declared |= {n: m.rows for n, (m, _) in marks.items() if m.rows is not None}
     templates = Templates(gm, marks, symbols, rules) if blocks else None
     twins = Twins(gm.meta.get(CALLS, ()))
     rows = find_rows(
         gm, symbols, declared, level=level, given=given, templates=templates, twins=twins
     )
-    units = find_units(gm.graph, rows, marks)
+    units = find_units(gm.graph, rows, marks, states_of(gm.graph, rules))
     settle(units, rows, gm.graph)
     if given is None:  # else results are kept for the backward graph, or for the next block
         peel(units, rows, gm.graph)
@@ -175,6 +177,8 @@ def _require_closed(built: Assembly, rows: Rows, placeholders: Sequence[fx.Node]
     given = storages([rows.value(node) for node in placeholders])
     if any(unit.draws for unit in built.units) or RNG in built.values:
         raise BlockError("block: it draws random numbers, in an order that must be kept.")
+    if any(unit.states for unit in built.units):
+        raise BlockError("block: it touches side state, in an order that must be kept.")
     for unit in built.units:
         if unit.writes & given:
             raise BlockError(f"block: it writes into what it is given, at {source_of(unit.first)}.")

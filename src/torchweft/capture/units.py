@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torchweft.capture.axes import SYMBOLIC
 from torchweft.capture.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
 from torchweft.capture.rows_network import NAMESPACES
+from torchweft.capture.states import Touched
 from torchweft.marks import FRAME, Mark, target_name
 
 SMALL_BYTES = 1 << 16
@@ -37,7 +38,8 @@ TORCH = str(Path(torch.__file__).parent)
 class Unit:
     """Calls that stay together; `reads` and `writes` are storages, by number.
 
-    `block` is the template of the block that is called, if it is one.
+    `block` is the template of the block that is called, if it is one. `states` is the side state
+    that its calls touch.
     """
 
     nodes: list[fx.Node]
@@ -52,6 +54,7 @@ class Unit:
     cheap: bool = False
     draws: bool = False
     block: Any = None
+    states: Touched = field(default_factory=dict)
 
     @property
     def told(self) -> fx.Node:
@@ -65,9 +68,12 @@ class Unit:
 
 
 def find_units(
-    graph: fx.Graph, rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]
+    graph: fx.Graph,
+    rows: Rows,
+    marks: Mapping[fx.Node, tuple[Mark, object]],
+    states: Mapping[fx.Node, Touched],
 ) -> list[Unit]:
-    """The units in program order."""
+    """The units in program order; `states`: the side state that calls touch."""
     bound = bound_symbols(graph, rows)
     taken: set[fx.Node] = set()
     units: list[Unit] = []
@@ -87,6 +93,11 @@ def find_units(
         nodes = [node, *_followers(node, rows)]
         taken.update(nodes)
         units.append(_unit(nodes, rows, marks))
+    numbers: dict[str, int] = {}
+    for unit in units:  # side state counts as written: bytes that no value shows
+        for node in unit.nodes:
+            unit.states = {**unit.states, **states.get(node, {})}
+        unit.writes |= {numbers.setdefault(name, -1 - len(numbers)) for name in unit.states}
     return _alive(units)
 
 

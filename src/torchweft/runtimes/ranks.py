@@ -125,6 +125,23 @@ class Channel:
             rule="ranks",
         )
 
+    def largest(self, mine: list[float]) -> list[float]:
+        """The largest of all ranks' numbers, place by place; all ranks ask between the same calls.
+
+        Raises `RunError` if a rank is gone.
+        """
+        if self.dead:
+            raise RunError(f"run: group {self.name!r} is dead: {self.dead}.")
+        with torch.inference_mode(False):
+            told = torch.empty(self.size * len(mine), dtype=torch.float64)
+            try:
+                wait(self.group._allgather_base(told, torch.tensor(mine, dtype=torch.float64)))
+            except LostError as error:
+                self.fail(self.why(str(error)), mine=False)
+                raise RunError(f"run: {self.dead}.") from error
+            found: list[float] = told.view(self.size, -1).amax(0).tolist()
+        return found
+
     def end(self, last: str) -> None:
         """A call is over; `last` is the last collective it finished."""
         self.last = last

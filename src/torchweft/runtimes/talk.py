@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -54,10 +54,21 @@ def digests(
     return {_group_of(name): _number("\n".join(told)) for name, told in lines.items()}
 
 
+def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
+    """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
+    found = list(seconds)
+    for name in sorted({name for graph in graphs for name in _communicators(graph)}):
+        found = channel(_group_of(name), watchdog_s).largest(found)
+    return found
+
+
+def _communicators(graph: Graph) -> set[str]:
+    return {op.collective.communicator for op in graph.ops if op.collective is not None}
+
+
 def refuse(graph: Graph, watchdog_s: float) -> None:
     """Tell the other ranks that this one has no plan for the call."""
-    names = {op.collective.communicator for op in graph.ops if op.collective is not None}
-    for name in sorted(names):
+    for name in sorted(_communicators(graph)):
         try:
             channel(_group_of(name), watchdog_s).refuse()
         except (RunError, LostError):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchweft.errors import PlanError
-from torchweft.plan import Plan, Range, Step
+from torchweft.plan import Plan, Range
+from torchweft.runtimes.program import reads_of
 from torchweft.runtimes.rows import taker
 from torchweft.sizes import Size
 
@@ -47,19 +48,9 @@ class Variables:
                     if piece not in pieces:
                         pieces.append(piece)
             if step.parts is not None:
-                for name in self._reads(step):
+                for name in reads_of(self.graph, step):
                     if name in self.graph.inputs:
                         self.split.setdefault(name, set()).add(step.parts)
-
-    def _reads(self, step: Step) -> list[str]:
-        """What the ops of a step need from outside, in order."""
-        inside: set[str] = set()
-        found: dict[str, None] = {}
-        for name in step.names:
-            op = self.graph.op[name]
-            found |= dict.fromkeys(n for n in op.reads if n not in inside)
-            inside.update(op.makes)
-        return list(found)
 
     def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
         """Sizes for these parts, as arguments."""

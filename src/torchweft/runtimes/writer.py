@@ -9,6 +9,7 @@ graphs and plans enters as numbers or through the namespace:
         (v0, v1,) = x                          the inputs
         (b0, b1, b2,) = b                      the row borders of the parts
         v0_0_1 = t0(v0, b2, b0, b1)            split
+        v9(1)                                  side state of this part, where it is another
         (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
         h1_0_1 = i1(v3_0_1)                    issue
         (v4_0_1,) = g1(h1_0_1)                 complete
@@ -30,11 +31,12 @@ from typing import Any
 
 from torchweft.errors import PlanError
 from torchweft.graph import Value
-from torchweft.plan import Plan, Step, holds
+from torchweft.plan import Plan, Range, Step, holds
 from torchweft.runtimes.places import First, into_of, room_for, whole_like
-from torchweft.runtimes.program import Body, Jitter, Program
+from torchweft.runtimes.program import Body, Jitter, Program, makes_of, reads_of
 from torchweft.runtimes.rows import putter, taker
 from torchweft.runtimes.variables import Variables
+from torchweft.splitters import STATE
 
 MAX_JITTER_S = 0.002
 _numbers = itertools.count()
@@ -81,6 +83,10 @@ class Writer(Variables):
                 self.events.setdefault(step.target, len(self.events))
         self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
         self.constants: dict[int, str] = {}
+        states = [name for name in self.graph.inputs if name.startswith(STATE)]
+        self.switch = f"v{self.index[states[0]]}" if states else ""
+        self.ranges: dict[Range | None, int] = {None: 0}
+        self.in_force: Range | None = None
 
     def program(self) -> Program:
         """All lanes' functions. The first ends the call: it joins the others and returns."""
@@ -98,7 +104,7 @@ class Writer(Variables):
         functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
         return Program(
             self.plan, self.lanes, functions, source, filename, step_at,
-            len(cells), len(self.events), tuple(self.sizes),
+            len(cells), len(self.events), tuple(self.sizes), tuple(filter(None, self.ranges)),
         )  # fmt: skip
 
     def _functions(self) -> tuple[list[str], dict[int, int]]:
@@ -149,7 +155,14 @@ class Writer(Variables):
             return self._free(step)
         if step.kind == "merge":
             return []  # the value is whole already: its parts are slices of one place
-        return self._op(step)
+        return [*self._force(step), *self._op(step)]
+
+    def _force(self, step: Step) -> list[str]:
+        """Put the side state of a step's parts in force, where another is."""
+        if not self.switch or step.kind == "complete" or step.parts == self.in_force:
+            return []
+        self.in_force = step.parts
+        return [f"{self.switch}({self.ranges.setdefault(step.parts, len(self.ranges))})"]
 
     def _delay(self, step: Step) -> list[str]:
         if callable(self.jitter):
@@ -164,7 +177,7 @@ class Writer(Variables):
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
         if step.kind == "complete":  # what has landed holds nothing any more
             return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
-        reads = [self._read(n, step.parts) for n in self._reads(step)]
+        reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
         arguments = reads + self._z(step)
@@ -174,12 +187,16 @@ class Writer(Variables):
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""
-        return self.placed.difference(self.plan.copied).intersection(self._makes(step))
+        return self.placed.difference(self.plan.copied).intersection(makes_of(self.graph, step))
 
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms."""
         op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
-        number, makes, into = self.op_index[op], self._makes(step), into_of(self.bodies[op], op)
+        number, makes, into = (
+            self.op_index[op],
+            makes_of(self.graph, step),
+            into_of(self.bodies[op], op),
+        )
         self.space[f"o{number}"], slices = into.function, []
         for at, room in enumerate(into.rooms):
             name, views = f"m{number}_{at}", written.intersection(makes[n] for n in room.views)
@@ -198,7 +215,11 @@ class Writer(Variables):
     def _rooms(self, step: Step) -> list[str]:
         """The rooms that a step writes into, and the whole values in them, made if it is first."""
         op, written, lines = step.names[0], self._written(step), []
-        into, makes, steps = into_of(self.bodies[op], op), self._makes(step), self._steps_of(step)
+        into, makes, steps = (
+            into_of(self.bodies[op], op),
+            makes_of(self.graph, step),
+            self._steps_of(step),
+        )
         all_parts = (0, self.plan.num_parts)
         for at, room in enumerate(into.rooms):
             views = {makes[n]: view for n, view in room.views.items() if makes[n] in written}
@@ -229,21 +250,9 @@ class Writer(Variables):
         parts = step.parts or (0, self.plan.num_parts)
         return [self._numbers([size], parts) for size in sizes]
 
-    def _makes(self, step: Step) -> list[str]:
-        """What the ops of a step make; of a kernel's ops, what is used outside of them."""
-        if step.by is None:
-            return list(self.graph.op[step.names[0]].makes)
-        made = [name for op in step.names for name in self.graph.op[op].makes]
-        outside = {
-            name for name in made
-            if name in self.graph.outputs
-            or any(reader.name not in step.names for reader in self.graph.readers[name])
-        }  # fmt: skip
-        return [name for name in made if name in outside]
-
     def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
         """The makes of a step from a call, or, with its arguments, from the calls in its body."""
-        names = self._makes(step)
+        names = makes_of(self.graph, step)
         if not names:
             return [call]
         targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]

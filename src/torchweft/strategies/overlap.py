@@ -3,7 +3,7 @@
     compute  |attn0[0]|attn0[1]|mlp0[0] |mlp0[1] |attn1[0]| ...
     network           |red[0]  |red[1]  |red[0]  |red[1]  |
 
-The scheme of NanoFlow (arXiv 2408.12757) and of two-batch overlap in vLLM and SGLang, for any
+The scheme of NanoFlow (arXiv 2408.12757) and of two-batch overlap in serving engines, for any
 number of parts. It pays where a network op takes about as long as the compute beside it.
 """
 

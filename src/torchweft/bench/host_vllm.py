@@ -1,0 +1,188 @@
+"""The hosts bench for vLLM: a spec comes in as an argument, results go out.
+
+    python -m torchweft.bench.host_vllm '{"workload": "serving", "links": [...], ...}'
+
+One engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It takes turns
+between vLLM's own way (its graph as it is, in one piece) and plans: the same engine, the same
+requests, the same transport. Over each link it makes its choices anew before it is timed.
+
+    serving     requests arrive while others are under way, lengths as in chats (log-normal)
+    prefill     long prompts, one new token each
+
+Both count tokens of prompts and new tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+import torch
+import vllm
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from torchweft import lab
+from torchweft.bench.told import say
+from torchweft.trials import Trials
+
+SIZES = {
+    "full": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+}
+COMMON = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048,
+    "max_position_embeddings": 1024, "initializer_range": 0.15, "tie_word_embeddings": False,
+}  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
+MAX_WARM_RUNS = 30
+Request = tuple[int, list[int], int]
+"""The step at which it arrives, its prompt, how many new tokens it wants."""
+
+
+class GlooCommunicator(CpuCommunicator):  # type: ignore[misc]
+    """vLLM's communicator as it is between nodes: without shared memory."""
+
+    def _all_group_ranks_share_shm_group_name(self) -> bool:
+        return False
+
+
+class Worker(CPUWorker):  # type: ignore[misc]
+    """vLLM's worker, with the transport that it has between nodes."""
+
+    def init_device(self) -> None:
+        own = f"{GlooCommunicator.__module__}.{GlooCommunicator.__qualname__}"
+        current_platform.get_device_communicator_cls = lambda: own
+        super().init_device()
+
+
+def main(text: str) -> None:
+    """Race one workload and print its results."""
+    spec = json.loads(text)
+    with tempfile.TemporaryDirectory() as folder:
+        save(spec, folder)
+        llm = LLM(
+            folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
+            tensor_parallel_size=2, max_num_batched_tokens=1024, max_num_seqs=32,
+            enable_prefix_caching=False, worker_cls=f"{__spec__.name}.Worker",
+            additional_config={"weft": {}},
+        )  # fmt: skip
+        for result in measure(spec, llm):
+            say("result", result)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def save(spec: Mapping[str, Any], folder: str) -> None:
+    """Write the checkpoint."""
+    torch.manual_seed(spec["seed"])
+    sizes: dict[str, Any] = {**SIZES[spec["size"]], **COMMON}
+    model: Any = LlamaForCausalLM
+    model(LlamaConfig(**sizes)).save_pretrained(folder)
+
+
+def measure(spec: Mapping[str, Any], llm: LLM) -> Iterator[dict[str, Any]]:
+    """What the race found, link by link."""
+    asked = requests(spec)
+    links = spec["links"] if lab.is_limited() else [lab.Link().label]
+    order, done, total = Random(spec["seed"]), 0, len(links) * (spec["num_pairs"] + 1)
+    for link in links:
+        if lab.is_limited():
+            lab.set_rate(link)
+        llm.collective_rpc(choose, args=("again",))
+        chosen: dict[str, str] = {}
+        for _ in range(MAX_WARM_RUNS):
+            found = serve(llm, asked)
+            report = llm.collective_rpc("weft_report")[0]
+            if report["chosen"] == chosen and chosen and not llm.collective_rpc(is_open)[0]:
+                break
+            chosen = report["chosen"]
+        llm.collective_rpc(choose, args=("stock",))
+        equal = serve(llm, asked) == found
+        times: dict[str, list[float]] = {"stock": [], "again": [], "weft": []}
+        for _ in range(spec["num_pairs"]):
+            for name in order.sample(list(times), len(times)):
+                llm.collective_rpc(choose, args=("weft" if name == "weft" else "stock",))
+                start = time.perf_counter()
+                equal = serve(llm, asked) == found and equal
+                times[name].append(time.perf_counter() - start)
+            done += 1
+            say("progress", [done, total])
+        yield {
+            "version": vllm.__version__,
+            "strategy": "; ".join(f"{kind}: {each}" for kind, each in sorted(chosen.items())),
+            "link": link,
+            "unit": "tokens/s",
+            "work": sum(len(prompt) + new for _, prompt, new in asked),
+            "times": times,
+            "equal": equal,
+            "notes": {"fallbacks": llm.collective_rpc("weft_report")[0]["fallbacks"]},
+        }
+
+
+def serve(llm: LLM, asked: list[Request]) -> list[list[int]]:
+    """One run: requests arrive at their steps; all new tokens."""
+    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
+    while len(found) < len(asked):
+        for number, (arrival, prompt, new) in enumerate(asked):
+            if arrival == step:
+                params = SamplingParams(
+                    max_tokens=new, ignore_eos=True, detokenize=False, temperature=0
+                )
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return [found[str(number)] for number in range(len(asked))]
+
+
+def requests(spec: Mapping[str, Any]) -> list[Request]:
+    """The requests of a run, drawn alike each time."""
+    draw, tiny = Random(spec["seed"]), spec["size"] == "tiny"
+    found: list[Request] = []
+    for number in range(4 if spec["workload"] == "prefill" else 10):
+        if spec["workload"] == "prefill":
+            length, new, arrival = (32 if tiny else 256), 1, 0
+        else:
+            length = max(4, min(512, int(draw.lognormvariate(3.0 if tiny else 4.5, 0.8))))
+            new = max(2, min(24, int(draw.lognormvariate(1.0 if tiny else 2.0, 0.6))))
+            arrival = number // 2
+        found.append((arrival, [draw.randrange(3, 2000) for _ in range(length)], new))
+    return found
+
+
+def choose(worker: Any, way: str) -> None:
+    """In a worker: run vLLM's own way, what was found to be fastest, or find out again."""
+    weft = worker.vllm_config.weft
+    if not hasattr(weft, "found"):
+        weft.found = weft.trials
+        weft.own = {phase: Trials(weft.session, (None,), num_rounds=1) for phase in weft.trials}
+    if way == "again":
+        for trials in weft.found.values():
+            trials.forget()
+    weft.trials = weft.own if way == "stock" else weft.found
+
+
+def is_open(worker: Any) -> bool:
+    """In a worker: whether a kind of step has been seen and not yet decided."""
+    found = worker.vllm_config.weft.found.values()
+    return any(set(trials.times) - set(trials.chosen) for trials in found)
+
+
+if __name__ == "__main__":
+    os.environ |= ENVIRONMENT
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""`Trials`: which strategy serves which kind of call, found by trying, equal on all ranks.
+
+    trials = Trials(session, [None, "sequential", overlap(parts=2)])
+    with trials.turn(("prefill", 16)) as strategy, weft.context(strategy=strategy):
+        model(...)
+
+The first calls of a kind (a phase, a power of two of rows) take the strategies in turn, round by
+round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
+host's own way, without plans. The first of the strategies stays unless another is faster by more
+than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
+decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torchweft.runtimes.talk import slowest
+from torchweft.session import Session
+from torchweft.strategy import Strategy, as_strategy
+
+NUM_ROUNDS = 6
+GAIN = 1.02
+Wanted = str | Strategy | Callable[..., None] | None
+
+
+def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
+    """The strategies that a configuration names: "auto", "stock" (the host's own way), a name, or
+    several with their options: {"overlap": {"parts": 4}, "sequential": {}}."""
+    if options in ("auto", "stock"):
+        return tuple(auto) if options == "auto" else (None,)
+    named = options if isinstance(options, Mapping) else {options: {}}
+    return tuple(as_strategy(name)(**given) for name, given in named.items())
+
+
+class Trials:
+    """Trials of one session. Ranks that make the same calls make the same choices."""
+
+    def __init__(
+        self, session: Session, strategies: Sequence[Wanted], *, num_rounds: int = NUM_ROUNDS
+    ) -> None:
+        self.session = session
+        self.strategies = [each if each is None else as_strategy(each) for each in strategies]
+        self.num_calls = num_rounds * len(self.strategies)
+        self.times: dict[Hashable, list[list[float]]] = {}
+        self.chosen: dict[Hashable, Strategy | None] = {}
+
+    def forget(self) -> None:
+        """Begin anew: what was found holds for the machine as it was."""
+        self.times.clear()
+        self.chosen.clear()
+
+    @contextmanager
+    def turn(self, kind: Hashable) -> Iterator[Strategy | None]:
+        """The strategy for the one call inside; it is timed as long as the choice is open."""
+        if kind in self.chosen:
+            yield self.chosen[kind]
+            return
+        times = self.times.setdefault(kind, [[] for _ in self.strategies])
+        number = min(range(len(times)), key=lambda at: len(times[at]))
+        start = time.perf_counter()
+        yield self.strategies[number]
+        times[number].append(time.perf_counter() - start)
+        if sum(map(len, times)) >= self.num_calls:
+            self.chosen[kind] = self._choose(times)
+
+    def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
+        graphs = (piece.graph for piece in self.session.pieces)
+        found = slowest(graphs, [min(each) for each in times], self.session.watchdog_s)
+        best = min(range(len(found)), key=found.__getitem__)
+        return self.strategies[best if found[0] > GAIN * found[best] else 0]

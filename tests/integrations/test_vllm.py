@@ -1,0 +1,259 @@
+"""vLLM with two ranks: the same greedy tokens as the stock engine, whatever is cut.
+
+Engines take a minute to start, so each runs once, in a process of its own (`vllm_engine.py`), and
+the tests share what it told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from torchweft.bench.lines import code_lines
+from torchweft.errors import StrategyError, WeftError
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm_engine import ENVIRONMENT, MARK, NUM_NEW, NUM_REQUESTS, prompt
+
+from torchweft.integrations import vllm as integration
+
+HERE = Path(__file__).parent
+HOUSE = HERE.parents[1] / "src" / "torchweft"
+ALWAYS = dict.fromkeys(("prefill", "decode", "mixed"), "overlap")
+TINY = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
+    "initializer_range": 0.15, "tie_word_embeddings": False,
+}  # fmt: skip
+SAVE = """
+import json, sys, torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+torch.manual_seed(0)
+sizes = json.loads(sys.argv[1])
+LlamaForCausalLM(LlamaConfig(**sizes)).float().save_pretrained(sys.argv[2])
+words = {f"t{number}": number for number in range(sizes["vocab_size"])}
+plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
+PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="t0").save_pretrained(sys.argv[2])
+"""
+
+
+PATH = os.pathsep.join([str(HERE), str(HOUSE.parent), os.environ.get("PYTHONPATH", "")])
+"""Where workers find the tests, too."""
+
+
+def python(*words: str, timeout_s: int = 600) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout_s, check=False,
+        env={**os.environ, "PYTHONPATH": PATH},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Saved weights so large that every token depends on what it attends to."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    made = python("-c", SAVE, json.dumps(TINY), folder)
+    assert made.returncode == 0, made.stderr[-2000:]
+    return folder
+
+
+def engine(model: str, weft: Any, *, chunked: bool, prefix: bool, swap: bool = False) -> Any:
+    spec = {"model": model, "weft": weft, "chunked": chunked, "prefix": prefix, "swap": swap}
+    found = python(str(HERE / "vllm_engine.py"), json.dumps(spec))
+    lines = [line for line in found.stdout.splitlines() if line.startswith(MARK)]
+    assert lines, f"the engine told nothing:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}"
+    return json.loads(lines[-1].removeprefix(MARK))
+
+
+@pytest.fixture(scope="session")
+def stock(model: str) -> list[list[int]]:
+    tokens = engine(model, None, chunked=True, prefix=True)["tokens"]
+    assert len(tokens) == NUM_REQUESTS >= 16 and {len(each) for each in tokens} == {NUM_NEW}
+    assert len({len(prompt(number)) for number in range(NUM_REQUESTS)}) >= 12
+    assert len({token for each in tokens for token in each}) > 100, "tokens say nothing"
+    return list(tokens)
+
+
+@pytest.fixture(scope="session")
+def cut(model: str) -> Any:
+    return engine(model, ALWAYS, chunked=True, prefix=True, swap=True)
+
+
+def test_tokens_with_chunked_prefill_and_prefix_caching(stock: list[list[int]], cut: Any) -> None:
+    assert cut["tokens"] == stock
+
+
+def test_every_phase_was_cut(cut: Any) -> None:
+    for told in cut["reports"]:
+        text = told["report"]
+        assert "2 part(s)" in text, text
+        assert set(told["fallbacks"]) <= {
+            "warm-up: no request is in this call",
+            "state: a part reads what another part writes in the same call ('forward')",
+            *(reason for reason in told["fallbacks"] if reason.startswith(("split:", "guard:"))),
+        }
+
+
+def test_a_prefix_that_is_written_in_the_same_step_forbids_the_split(cut: Any) -> None:
+    for told in cut["reports"]:
+        reasons = [reason for reason in told["fallbacks"] if "reads what another part" in reason]
+        assert reasons, told["fallbacks"]
+
+
+def test_warm_up_runs_unsplit_and_is_counted(cut: Any) -> None:
+    for told in cut["reports"]:
+        assert told["fallbacks"]["warm-up: no request is in this call"] >= 1
+
+
+def test_swapped_metadata_is_noticed(stock: list[list[int]], cut: Any) -> None:
+    """The negative control: parts of every other step get each other's metadata."""
+    assert cut["swapped"] != stock
+
+
+def test_tokens_without_chunked_prefill_and_prefix_caching(
+    model: str, stock: list[list[int]]
+) -> None:
+    """What is fastest is chosen while requests come, alike on both ranks."""
+    found = engine(model, {}, chunked=False, prefix=False)
+    assert found["tokens"] == stock
+    first, second = (told["chosen"] for told in found["reports"])
+    assert first == second and first
+
+
+def test_unknown_options_are_our_error() -> None:
+    with pytest.raises(StrategyError, match=r"unknown option 'prefil'.*'prefill'"):
+        integration.options_of({"prefil": "overlap"})
+    with pytest.raises(StrategyError, match="unknown strategy 'overlapp'"):
+        integration.options_of({"prefill": "overlapp"})
+    with pytest.raises(WeftError, match="no set of options"):
+        integration.options_of("overlap")
+    for ours in ("rules", "splitters", "batch"):
+        with pytest.raises(StrategyError, match="unknown option"):
+            integration.options_of({ours: []})
+
+
+INERT = """
+import os, sys
+before = dict(os.environ)
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+stock = type(current_platform).apply_config_platform_defaults
+load_general_plugins()
+assert "torchweft.integrations.vllm" in sys.modules, "the plugin was not found"
+assert type(current_platform).apply_config_platform_defaults == stock
+class Config: additional_config, compilation_config = {"other": 1}, None
+from torchweft.integrations.vllm import adopt
+adopt(Config)
+assert {n: v for n, v in os.environ.items() if n.startswith(("VLLM", "WEFT"))} == {
+    n: v for n, v in before.items() if n.startswith(("VLLM", "WEFT"))}
+print("inert")
+
+from dataclasses import fields
+from torchweft.integrations.vllm import SHARED
+from vllm.forward_context import ForwardContext
+known = {*SHARED.split(), "slot_mapping", "is_padding", "attn_metadata"}
+assert {item.name for item in fields(ForwardContext)} == known, "a field is new, or gone"
+print("known")
+"""
+
+
+def test_the_plugin_is_inert_until_it_is_asked_for() -> None:
+    """And it knows every field of the forward context: an unknown one would stop the engine."""
+    found = python("-c", INERT)
+    assert "inert" in found.stdout and "known" in found.stdout, found.stderr[-3000:]
+
+
+CONFIG = """
+import os, sys
+from torchweft.errors import StrategyError, WeftError
+from vllm.config import CompilationMode
+from vllm.engine.arg_utils import EngineArgs
+
+def made(weft, **more):
+    args = EngineArgs(sys.argv[1], dtype="float32", additional_config={"weft": weft}, **more)
+    return args.create_engine_config()
+
+def fails(kind, word, weft, **more):
+    try:
+        made(weft, **more)
+    except kind as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(f"{weft} was taken")
+
+fails(StrategyError, "unknown option 'prefil'", {"prefil": "overlap"})
+fails(WeftError, "drop enforce_eager", {}, enforce_eager=True)
+assert "VLLM_USE_AOT_COMPILE" not in os.environ
+config = made({"decode": "stock"})
+assert config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
+assert config.compilation_config.backend == "torchweft.integrations.vllm.backend"
+print("configured")
+"""
+
+
+def test_a_configuration_takes_our_options_and_no_others(model: str) -> None:
+    found = python("-c", CONFIG, model)
+    assert "configured" in found.stdout, found.stderr[-3000:]
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_vllm_serve_takes_the_same_option(model: str, stock: list[list[int]]) -> None:
+    port = free_port()
+    words = ["serve", model, "--dtype", "float32", "--max-model-len", "256", "--port", str(port)]
+    words += ["--tensor-parallel-size", "2", "--additional-config", json.dumps({"weft": ALWAYS})]
+    asked = {"model": model, "prompt": prompt(0), "max_tokens": NUM_NEW, "temperature": 0}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    address = f"http://127.0.0.1:{port}"
+    body = json.dumps(asked).encode()
+    request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    with tempfile.TemporaryFile("w+") as told:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *words],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PATH}, stdout=told, stderr=told,
+        )  # fmt: skip
+        try:
+            wait_for(f"{address}/health", server)
+            with urlopen(request, timeout=120) as answer:
+                found = json.load(answer)["choices"][0]["token_ids"]
+        except (OSError, AssertionError) as error:
+            told.seek(0)
+            raise AssertionError(f"{error}: {told.read()[-3000:]}") from error
+        finally:
+            server.terminate()
+            server.wait(30)
+    assert found == stock[0]
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes], limit_s: float = 300) -> None:
+    """Wait until a server answers."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        assert server.poll() is None, "the server has ended"
+        with contextlib.suppress(OSError), urlopen(address, timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError("the server did not come up")
+
+
+def test_the_integration_is_small() -> None:
+    assert code_lines(HOUSE / "integrations" / "vllm.py") <= 150

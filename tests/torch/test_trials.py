@@ -1,0 +1,73 @@
+"""Trials: the first calls of a kind try all strategies, then the fastest stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchweft as weft
+from torchweft import trials
+from torchweft.api import session_of
+from torchweft.trials import GAIN, Trials
+
+
+class Clock:
+    """A clock that goes on only when it is told."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(trials, "time", found)
+    return found
+
+
+def make(strategies, **options):
+    return Trials(session_of(weft.compile(torch.relu)), strategies, **options)
+
+
+def take(found, clock, kind, costs):
+    """One call: it takes what its strategy costs; the strategy it got."""
+    with found.turn(kind) as strategy:
+        clock.now_s += costs[strategy.name if strategy else "stock"]
+    return strategy.name if strategy else "stock"
+
+
+def test_strategies_take_turns_and_the_fastest_stays(clock):
+    found = make([None, "sequential", "overlap"], num_rounds=2)
+    costs = {"stock": 3.0, "sequential": 2.0, "overlap": 1.0}
+    order = [take(found, clock, "prefill", costs) for _ in range(6)]
+    assert order == ["stock", "sequential", "overlap"] * 2
+    costs["overlap"] = 9.0  # too late
+    assert {take(found, clock, "prefill", costs) for _ in range(3)} == {"overlap"}
+    assert take(found, clock, "decode", costs) == "stock"
+    found.forget()
+    assert take(found, clock, "prefill", costs) == "stock"
+
+
+def test_a_call_that_compiles_decides_nothing(clock):
+    found = make([None, "overlap"], num_rounds=3)
+    for number in range(6):
+        overlap_s = 60.0 if number < 2 else 1.0
+        take(found, clock, "prefill", {"stock": 2.0, "overlap": overlap_s})
+    assert found.chosen["prefill"].name == "overlap"
+
+
+def test_the_first_stays_unless_another_is_clearly_faster(clock):
+    found = make([None, "overlap"], num_rounds=2)
+    for _ in range(4):
+        take(found, clock, "near", {"stock": 1.0, "overlap": 1.001 / GAIN})
+        take(found, clock, "far", {"stock": 1.0, "overlap": 0.999 / GAIN})
+    assert found.chosen["near"] is None and found.chosen["far"].name == "overlap"
+
+
+def test_a_call_that_fails_is_not_counted(clock):
+    found = make([None, "overlap"], num_rounds=1)
+    with pytest.raises(ValueError, match="no"), found.turn("prefill"):
+        raise ValueError("no")
+    assert found.times["prefill"] == [[], []]
