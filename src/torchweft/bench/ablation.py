@@ -18,12 +18,12 @@ blocks yet, so on this model `no_block_sharing` is `full` again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torchweft import lab
 from torchweft.bench.overlap import compete
 from torchweft.bench.pairs import MIN_PAIRS, ratio_columns
+from torchweft.bench.told import Progress, part_of
 from torchweft.errors import WeftError
 
 VARIANTS = (
@@ -32,7 +32,6 @@ VARIANTS = (
 )
 PHASES = ("prefill", "decode")
 COLUMNS = ("phase", "link", "variant", "speedup", "speedup_low", "speedup_high", "set_up_s")
-Progress = Callable[[int, int], None]
 Row = dict[str, Any]
 
 
@@ -55,17 +54,12 @@ def run(
     label = lab.Link.parse(link).label
     rows: list[Row] = []
     for number, phase in enumerate(PHASES):
-
-        def told(done: int, total: int, number: int = number) -> None:
-            if progress is not None:
-                progress(number * total + done, len(PHASES) * total)
-
         spec = {
             "model": "dense", "phase": phase, "links": [label], "table": "ablation", "names": None,
             "num_pairs": 3 if quick else num_pairs, "num_rounds": 0, "seed": seed,
             "size": "tiny" if quick else "full",
         }  # fmt: skip
-        for found, result in compete(spec, told):
+        for found, result in compete(spec, part_of(progress, number, len(PHASES))):
             rows += rows_of(phase, found, result)
     return rows, {**summary(rows), "quick": quick}
 
