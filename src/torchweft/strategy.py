@@ -26,7 +26,7 @@ class Strategy:
 
     name: str
     function: Callable[..., None]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __call__(self, **options: Any) -> Strategy:
         """The same strategy with these options. Raises `StrategyError` for one it does not have."""
@@ -37,9 +37,6 @@ class Strategy:
                     f"strategy {self.name!r}: {unknown('option', name, known)}", rule="option"
                 )
         return replace(self, options={**self.options, **options})
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.function))
 
     def __str__(self) -> str:
         chosen = {**option_defaults(self.function), **self.options}
