@@ -19,12 +19,12 @@ those of the model without blocks, so both run alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torchweft import lab
 from torchweft.bench.overlap import compete
 from torchweft.bench.pairs import MIN_PAIRS, ratio_columns
+from torchweft.bench.told import Progress, part_of
 from torchweft.errors import WeftError
 
 VARIANTS = (
@@ -36,7 +36,6 @@ COLUMNS = (
     *("phase", "link", "variant", "speedup", "speedup_low", "speedup_high", "capture_s"),
     "set_up_s",
 )
-Progress = Callable[[int, int], None]
 Row = dict[str, Any]
 
 
@@ -59,17 +58,12 @@ def run(
     label = lab.Link.parse(link).label
     rows: list[Row] = []
     for number, phase in enumerate(PHASES):
-
-        def told(done: int, total: int, number: int = number) -> None:
-            if progress is not None:
-                progress(number * total + done, len(PHASES) * total)
-
         spec = {
             "model": "dense", "phase": phase, "links": [label], "table": "ablation", "names": None,
             "num_pairs": 3 if quick else num_pairs, "num_rounds": 0, "seed": seed,
             "size": "tiny" if quick else "full",
         }  # fmt: skip
-        for found, result in compete(spec, told):
+        for found, result in compete(spec, part_of(progress, number, len(PHASES))):
             rows += rows_of(phase, found, result)
     return rows, {**summary(rows), "quick": quick}
 
