@@ -69,8 +69,7 @@ def compile(
     strategy says, "sequential" (counted, with its reason) or "error". strict: ops that no rule
     vouches for are not tried on rows and stay whole. batch: the dim of the inputs
     that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
-    or "inductor".
-    shadow=N compares every N-th call with eager.
+    or "inductor". shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
     graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes

@@ -77,7 +77,8 @@ class Piece:
         self.bodies = compile_bodies(captured, session.inner)
         self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
         self.guards: Guards = guards_of(gm, captured.graph.batch)
-        examples = [node.meta.get("example_value", node.meta.get("val")) for node in _inputs(gm)]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
         self.pads = None
         if self.runtime is not None and session.graph_sizes:
@@ -382,10 +383,6 @@ class Piece:
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""
-
-
-def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def _shape_key(entry: Entry, env: Mapping[str, int], context: Context) -> object:
