@@ -337,12 +337,8 @@ class _Walker:
             if AGAIN in node.meta:
                 raise BlockError(f"block: {node.name} cannot be looked into.") from error
             call.value = node.meta.get("example_value")
-            text = (
-                str(error)
-                if isinstance(error, Mixes)
-                else f"it cannot be looked into ({type(error).__name__})"
-            )
-            call.worsen("mixing", text)
+            text = f"it cannot be looked into ({type(error).__name__})"
+            call.worsen("mixing", str(error) if isinstance(error, Mixes) else text)
             call.only_views = False
             if (func := overload_of(node.target)) is not None:
                 bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))

@@ -14,15 +14,11 @@ rank that fails can take the group down: its peers wake at once, with an error.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
+from torchweft.runtimes.processes import be_polite, has_ended, identity, threads
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
@@ -194,7 +191,7 @@ class Channel:
         until = time.monotonic() + NOTICE_S
         late = "timed out" in error.lower() or "timeout" in error.lower()
         while time.monotonic() < until:
-            if ended := [r for r, who in self.peers.items() if _has_ended(who)]:
+            if ended := [r for r, who in self.peers.items() if has_ended(who)]:
                 return f"rank {_listed(self.world[r] for r in ended)} has ended"
             if notes := self._notes():
                 self.mends = all(note.startswith(MENDS) for note in notes.values())
@@ -239,13 +236,13 @@ class Channel:
         self.carried = bool(set(config) & {"nccl", "xccl"})
         try:
             self.store = _store_of(user, self.name)
-            self.store.set(f"ready/{self.rank}", _identity())
+            self.store.set(f"ready/{self.rank}", identity())
             self._meet()
-            before = _threads()
+            before = threads()
             backend = dist.ProcessGroupGloo(
                 self.store, self.rank, self.size, timedelta(seconds=CONNECT_S)
             )
-            _be_polite(_threads() - before)
+            be_polite(threads() - before)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
             raise LostError(
@@ -267,7 +264,7 @@ class Channel:
             for rank in here:
                 self.peers[rank] = self.store.get(f"ready/{rank}").decode()
             missing = [rank for rank in missing if rank not in here]
-            ended = [rank for rank in missing if _has_ended(_introduced(self.world[rank]))]
+            ended = [rank for rank in missing if has_ended(_introduced(self.world[rank]))]
             if ended:
                 raise LostError(f"rank {_listed(self.world[r] for r in ended)} has ended")
             if missing and time.monotonic() > until:
@@ -318,7 +315,7 @@ def introduce() -> None:
     """Tell the other ranks which process this is, so that they notice its end at any time."""
     if dist.is_available() and dist.is_initialized():
         store, rank = c10d._get_default_store(), dist.get_rank()
-        _bounded(lambda: store.set(f"weft/rank/{rank}", _identity()))
+        _bounded(lambda: store.set(f"weft/rank/{rank}", identity()))
 
 
 def _introduced(rank: int) -> str:
@@ -330,49 +327,6 @@ def _store_of(user: dist.ProcessGroup, name: str) -> Any:
     """A corner of the group's store, new at each opening: all ranks open equally often."""
     store = c10d.PrefixStore(f"weft/{name}", user.get_group_store())
     return c10d.PrefixStore(str(store.add(f"opened/{user.rank()}", 1)), store)
-
-
-def _threads() -> set[int]:
-    tasks = Path("/proc/self/task")
-    return {int(task.name) for task in tasks.iterdir()} if tasks.is_dir() else set()
-
-
-def _be_polite(threads: Iterable[int]) -> None:
-    """Threads that do not take the core from one that computes whenever a packet comes.
-
-    They share the cores with the compute lanes; woken for each packet, they would throw those out
-    hundreds of times a call. They still get their share.
-    """
-    for thread in threads:
-        with contextlib.suppress(OSError):  # it has ended, or the system has no such policy
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _identity() -> str:
-    """Host, process namespace, process and its start: what tells whether a rank still lives."""
-    try:
-        space = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        space = "?"
-    return f"{socket.gethostname()} {space} {os.getpid()} {_started(os.getpid())}"
-
-
-def _has_ended(identity: str) -> bool:
-    """Whether a process of this host is gone; False where it cannot be known."""
-    if not identity:
-        return False
-    *here, process, started = identity.split(" ")
-    *mine, _, own = _identity().split(" ")
-    return here == mine and own != "" and _started(int(process)) != started
-
-
-def _started(process: int) -> str:
-    """When a process started, in ticks; empty if there is none, or only its remains."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _shown(number: int, digest: int) -> str:

@@ -1,0 +1,53 @@
+"""Processes: whether another one on this host still lives, and threads that keep out of the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def threads() -> set[int]:
+    """The threads of this process, by their numbers."""
+    tasks = Path("/proc/self/task")
+    return {int(task.name) for task in tasks.iterdir()} if tasks.is_dir() else set()
+
+
+def be_polite(threads: Iterable[int]) -> None:
+    """Threads that do not take the core from one that computes whenever a packet comes.
+
+    They share the cores with the compute lanes; woken for each packet, they would throw those out
+    hundreds of times a call. They still get their share.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended, or the system has no such policy
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def identity() -> str:
+    """Host, process namespace, process and its start: what tells whether a rank still lives."""
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        space = "?"
+    return f"{socket.gethostname()} {space} {os.getpid()} {started_at(os.getpid())}"
+
+
+def has_ended(identity: str) -> bool:
+    """Whether a process of this host is gone; False where it cannot be known."""
+    if not identity:
+        return False
+    *here, process, started = identity.split(" ")
+    *mine, _, own = identity().split(" ")
+    return here == mine and own != "" and started_at(int(process)) != started
+
+
+def started_at(process: int) -> str:
+    """When a process started, in ticks; empty if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
