@@ -82,12 +82,12 @@ def compile(
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
+    blocks = blocks and capture == "graph" and isinstance(model, nn.Module)
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
-        splitters=splitters,
-        blocks=Blocks(model, rules) if blocks and _has_graph(model, capture) else None,
+        splitters=splitters, blocks=Blocks(model, rules) if blocks else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
@@ -102,10 +102,6 @@ def compile(
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
     return functools.wraps(plain)(wrap(session, plain, plain))  # type: ignore[return-value]
-
-
-def _has_graph(model: object, capture: str) -> bool:
-    return isinstance(model, nn.Module) and capture == "graph"
 
 
 def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
