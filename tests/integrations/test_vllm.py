@@ -36,14 +36,9 @@ TINY = {
 }  # fmt: skip
 SAVE = """
 import json, sys, torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
-sizes = json.loads(sys.argv[1])
-LlamaForCausalLM(LlamaConfig(**sizes)).float().save_pretrained(sys.argv[2])
-words = {f"t{number}": number for number in range(sizes["vocab_size"])}
-plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
-PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="t0").save_pretrained(sys.argv[2])
+LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
 """
 
 
