@@ -6,18 +6,13 @@ the tests share what it told.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -27,7 +22,7 @@ from torchweft.errors import StrategyError, WeftError
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from vllm_engine import ENVIRONMENT, MARK, NUM_NEW, NUM_REQUESTS, prompt
+from vllm_engine import MARK, NUM_NEW, NUM_REQUESTS, prompt
 
 from torchweft.integrations import vllm as integration
 
@@ -41,14 +36,9 @@ TINY = {
 }  # fmt: skip
 SAVE = """
 import json, sys, torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
-sizes = json.loads(sys.argv[1])
-LlamaForCausalLM(LlamaConfig(**sizes)).float().save_pretrained(sys.argv[2])
-words = {f"t{number}": number for number in range(sizes["vocab_size"])}
-plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
-PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="t0").save_pretrained(sys.argv[2])
+LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
 """
 
 
@@ -176,83 +166,6 @@ def test_the_plugin_is_inert_until_it_is_asked_for() -> None:
     """And it knows every field of the forward context: an unknown one would stop the engine."""
     found = python("-c", INERT)
     assert "inert" in found.stdout and "known" in found.stdout, found.stderr[-3000:]
-
-
-CONFIG = """
-import os, sys
-from torchweft.errors import StrategyError, WeftError
-from vllm.config import CompilationMode
-from vllm.engine.arg_utils import EngineArgs
-
-def made(weft, **more):
-    args = EngineArgs(sys.argv[1], dtype="float32", additional_config={"weft": weft}, **more)
-    return args.create_engine_config()
-
-def fails(kind, word, weft, **more):
-    try:
-        made(weft, **more)
-    except kind as error:
-        assert word in str(error), error
-    else:
-        raise AssertionError(f"{weft} was taken")
-
-fails(StrategyError, "unknown option 'prefil'", {"prefil": "overlap"})
-fails(WeftError, "drop enforce_eager", {}, enforce_eager=True)
-assert "VLLM_USE_AOT_COMPILE" not in os.environ
-config = made({"decode": "stock"})
-assert config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
-assert config.compilation_config.backend == "torchweft.integrations.vllm.backend"
-print("configured")
-"""
-
-
-def test_a_configuration_takes_our_options_and_no_others(model: str) -> None:
-    found = python("-c", CONFIG, model)
-    assert "configured" in found.stdout, found.stderr[-3000:]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def test_vllm_serve_takes_the_same_option(model: str, stock: list[list[int]]) -> None:
-    port = free_port()
-    words = ["serve", model, "--dtype", "float32", "--max-model-len", "256", "--port", str(port)]
-    words += ["--tensor-parallel-size", "2", "--additional-config", json.dumps({"weft": ALWAYS})]
-    asked = {"model": model, "prompt": prompt(0), "max_tokens": NUM_NEW, "temperature": 0}
-    asked |= {"ignore_eos": True, "return_token_ids": True}
-    address = f"http://127.0.0.1:{port}"
-    body = json.dumps(asked).encode()
-    request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
-    with tempfile.TemporaryFile("w+") as told:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", *words],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PATH}, stdout=told, stderr=told,
-        )  # fmt: skip
-        try:
-            wait_for(f"{address}/health", server)
-            with urlopen(request, timeout=120) as answer:
-                found = json.load(answer)["choices"][0]["token_ids"]
-        except (OSError, AssertionError) as error:
-            told.seek(0)
-            raise AssertionError(f"{error}: {told.read()[-3000:]}") from error
-        finally:
-            server.terminate()
-            server.wait(30)
-    assert found == stock[0]
-
-
-def wait_for(address: str, server: subprocess.Popen[bytes], limit_s: float = 300) -> None:
-    """Wait until a server answers."""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        assert server.poll() is None, "the server has ended"
-        with contextlib.suppress(OSError), urlopen(address, timeout=5):
-            return
-        time.sleep(0.5)
-    raise AssertionError("the server did not come up")
 
 
 def test_the_integration_is_small() -> None:
