@@ -8,7 +8,9 @@
 
 `plan` stamps the planner's name, the seconds that planning took and the best bound known, and
 checks the result: no planner is trusted. A planner that needs a heavy library is loaded on its
-first use, so a learned one is one more line of the table.
+first use. A learned one is one more line of the table; `torchweft bench placement` has rows for
+every line, and fills its summary from the names `learned` (one pass, no search), `guarded` (the
+better of it, single, heft and peft) and `guided` (search led by it).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ The bound that comes with the answer is the best that any of them proved.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,25 +23,24 @@ from torchweft.placement.bounds import bound_s
 from torchweft.placement.cp_sat import cp_sat
 from torchweft.placement.lists import cpop, critical_path, heft, peft
 from torchweft.placement.placement import Placement
-from torchweft.placement.problem import Problem
+from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import greedy, single
 from torchweft.placement.tree_dp import fits, tree_dp
 
-DEFAULT_S = 1.0
+DEFAULT_S = 2.0
 QUICK = (single, heft, peft, critical_path, greedy, cpop)
-SOLVER_S = 0.5  # less is not enough to load and start the solver
-SOLVER_SIZE = 60_000  # (ops + edges) * devices
+LOAD_S, START_S = 1.2, 0.3  # to load the solver, once a process, and to start it
+SIZE_S = 2e-5  # to write one variable or constraint of it
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
 
 
 def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
-    """The best placement found by the deadline (1 s if there is none); never worse than the best of
+    """The best placement found by the deadline (2 s if there is none); never worse than the best of
     single, heft and peft."""
     ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
     best = min((planner(problem) for planner in QUICK), key=lambda item: item.score_s)
     best = replace(best, bound_s=bound_s(problem))
-    size = (problem.num_ops + len(problem.edges)) * problem.num_devices
 
     def left_s() -> float:
         return ends_s - time.perf_counter()
@@ -49,7 +49,7 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
         proven_s = max(best.bound_s or 0.0, found.bound_s or 0.0)
         return replace(min(best, found, key=lambda item: item.score_s), bound_s=proven_s)
 
-    solve = left_s() > SOLVER_S and size <= SOLVER_SIZE and find_spec("ortools") is not None
+    solve = left_s() > _solver_s(problem)
     small = problem.num_ops <= TREE_OPS and fits(problem)
     if left_s() > LEAST_S and not best.optimal:
         share = 0.25 if solve or small else 1.0
@@ -61,3 +61,12 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
     if solve and left_s() > LEAST_S and not best.optimal:
         best = better(cp_sat(problem, deadline_s=left_s(), seed=seed, start=best))
     return best
+
+
+def _solver_s(problem: Problem) -> float:
+    """Seconds below which it is of no use to start the solver; inf if it is not installed."""
+    loaded = "ortools.sat.python.cp_model" in sys.modules
+    if not loaded and find_spec("ortools") is None:
+        return INF
+    size = (problem.num_ops + len(problem.edges)) * problem.num_devices
+    return START_S + (0.0 if loaded else LOAD_S) + SIZE_S * size
