@@ -84,7 +84,7 @@ def _equal(problem: Problem) -> bool:
     """Whether it does not matter which device runs an op."""
     free = not any(any(map(any, m)) for preds in problem.preds for _, m in preds)
     alike = all(len(set(row)) == 1 for row in (*problem.seconds, *problem.ready_s))
-    return free and alike and not problem.limited and len(problem.groups) == problem.num_ops
+    return free and alike and problem.free
 
 
 class _Devices:

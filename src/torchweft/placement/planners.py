@@ -37,6 +37,7 @@ PLANNERS: Mapping[str, tuple[str, str]] = {
     "cpop": (f"{HOUSE}.lists:cpop", "the critical path on one device, the rest as heft"),
     "peft": (f"{HOUSE}.lists:peft", "where it and all behind it would end first"),
     "critical-path": (f"{HOUSE}.lists:critical_path", "ready ops, longest way to the end first"),
+    "stages": (f"{HOUSE}.stages:stages", "consecutive ops on one device, then the next one"),
     "annealing": (f"{HOUSE}.annealing:annealing", "the best of these, improved by random moves"),
     "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
     "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),

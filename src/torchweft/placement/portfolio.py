@@ -3,9 +3,10 @@
     1  single, heft, peft, critical-path, greedy, cpop: always, whatever the deadline, so that it
        is never worse than any of them
     2  done if the best one meets the bound
-    3  annealing, for a part of the time
-    4  small trees: tree-dp, for a part of the time
-    5  cp-sat, if ortools is there, the problem is not too large and enough time is left; else more
+    3  streams, memory limits, groups: stages
+    4  annealing, for a part of the time
+    5  small trees: tree-dp, for a part of the time
+    6  cp-sat, if ortools is there, the problem is not too large and enough time is left; else more
        annealing
 
 The bound that comes with the answer is the best that any of them proved.
@@ -25,6 +26,7 @@ from torchweft.placement.lists import cpop, critical_path, heft, peft
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import greedy, single
+from torchweft.placement.stages import stages
 from torchweft.placement.tree_dp import fits, tree_dp
 
 DEFAULT_S = 2.0
@@ -49,6 +51,9 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
         proven_s = max(best.bound_s or 0.0, found.bound_s or 0.0)
         return replace(min(best, found, key=lambda item: item.score_s), bound_s=proven_s)
 
+    plain = problem.objective == "latency" and problem.free
+    if left_s() > LEAST_S and not best.optimal and not plain:
+        best = better(stages(problem))
     solve = left_s() > _solver_s(problem)
     small = problem.num_ops <= TREE_OPS and fits(problem)
     if left_s() > LEAST_S and not best.optimal:

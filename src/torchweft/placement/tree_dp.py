@@ -51,9 +51,8 @@ class _OutOfTimeError(Exception):
 
 def fits(problem: Problem) -> bool:
     """Whether this is a tree (every op is read once at most) without limits, for latency."""
-    alone = len(problem.groups) == problem.num_ops and not problem.limited
     tree = all(len(succs) <= 1 for succs in problem.succs)
-    return tree and alone and problem.objective == "latency"
+    return tree and problem.free and problem.objective == "latency"
 
 
 def tree_dp(
