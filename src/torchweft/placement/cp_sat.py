@@ -64,12 +64,10 @@ def cp_sat(
     solver.parameters.num_workers = max(2, min(8, os.cpu_count() or 1))
     solver.parameters.random_seed = seed
     status = solver.solve(model)
-    if status == cp_model.INFEASIBLE:  # nothing is better than what was known
-        return placed(problem, first.device, first.order, bound_s=first.score_s)
-    found = first
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = placed(problem, *writer.answer(solver))
-        found = min(found, first, key=lambda item: item.score_s)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return first  # not even the hint was taken in within the time
+    found = placed(problem, *writer.answer(solver))
+    found = min(found, first, key=lambda item: item.score_s)
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
     return placed(problem, found.device, found.order, bound_s=min(bound_s, found.score_s))
 

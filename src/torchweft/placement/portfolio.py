@@ -1,9 +1,8 @@
 """The portfolio: several planners within one deadline; the best placement of all of them.
 
-    1  single, heft, peft, critical-path, greedy, cpop: always, whatever the deadline, so that it
-       is never worse than any of them
-    2  done if the best one meets the bound
-    3  streams, memory limits, groups: stages
+    1  single, heft, peft: always, whatever the deadline, so it is never worse than any of them
+    2  critical-path, greedy, cpop; for streams, memory limits and groups: stages
+    3  done if the best one meets the bound
     4  annealing, for a part of the time
     5  small trees: tree-dp, for a part of the time
     6  cp-sat, if ortools is there, the problem is not too large and enough time is left; else more
@@ -30,9 +29,10 @@ from torchweft.placement.stages import stages
 from torchweft.placement.tree_dp import fits, tree_dp
 
 DEFAULT_S = 2.0
-QUICK = (single, heft, peft, critical_path, greedy, cpop)
+GUARD, QUICK = (single, heft, peft), (critical_path, greedy, cpop)
 LOAD_S, START_S = 1.2, 0.3  # to load the solver, once a process, and to start it
 SIZE_S = 2e-5  # to write one variable or constraint of it
+STAGES_S = 3e-5  # for an op and a device
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
 
@@ -41,30 +41,34 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
     """The best placement found by the deadline (2 s if there is none); never worse than the best of
     single, heft and peft."""
     ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
-    best = min((planner(problem) for planner in QUICK), key=lambda item: item.score_s)
+    best = min((planner(problem) for planner in GUARD), key=lambda item: item.score_s)
     best = replace(best, bound_s=bound_s(problem))
 
-    def left_s() -> float:
-        return ends_s - time.perf_counter()
+    def left_s(need_s: float = LEAST_S) -> float:
+        """Seconds left; 0 if they are fewer than needed, or nothing is left to find."""
+        seconds = ends_s - time.perf_counter()
+        return seconds if seconds > need_s and not best.optimal else 0.0
 
     def better(found: Placement) -> Placement:
         proven_s = max(best.bound_s or 0.0, found.bound_s or 0.0)
         return replace(min(best, found, key=lambda item: item.score_s), bound_s=proven_s)
 
-    plain = problem.objective == "latency" and problem.free
-    if left_s() > LEAST_S and not best.optimal and not plain:
+    for planner in QUICK:
+        if left_s():
+            best = better(planner(problem))
+    hard = problem.objective == "throughput" or not problem.free
+    if hard and left_s(LEAST_S + STAGES_S * problem.num_ops * problem.num_devices):
         best = better(stages(problem))
-    solve = left_s() > _solver_s(problem)
+    solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
-    if left_s() > LEAST_S and not best.optimal:
-        share = 0.25 if solve or small else 1.0
-        best = better(annealing(problem, deadline_s=share * left_s(), seed=seed, start=best))
-    if left_s() > LEAST_S and not best.optimal and small:
-        best = better(
-            tree_dp(problem, deadline_s=(0.3 if solve else 1.0) * left_s(), seed=seed, start=best)
-        )
-    if solve and left_s() > LEAST_S and not best.optimal:
-        best = better(cp_sat(problem, deadline_s=left_s(), seed=seed, start=best))
+    if seconds := left_s():
+        seconds *= 0.25 if solve or small else 1.0
+        best = better(annealing(problem, deadline_s=seconds, seed=seed, start=best))
+    if small and (seconds := left_s()):
+        seconds *= 0.3 if solve else 1.0
+        best = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=best))
+    if solve and (seconds := left_s()):
+        best = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=best))
     return best
 
 
