@@ -156,28 +156,24 @@ def _warm(problem: Problem) -> None:
 
 
 def _plan(item: Case, search_s: float, solver_s: float, seed: int) -> Result:
-    found = {}
-    for name in planner_names():
-        if name in SKIPPED:
-            continue
-        searches = name in SEARCH
-        try:
-            found[name] = plan(
-                item.problem, name, deadline_s=search_s if searches else None, seed=seed
-            )
-        except PlacementError as error:
-            if error.rule != "tree":  # tree-dp refuses what is no tree
-                raise
-    start = min(found.values(), key=lambda placement: placement.score_s)
-    bounds = [placement.bound_s or 0.0 for placement in found.values()]
-    best_s = start.score_s
+    wanted: dict[str, tuple[str, float | None]] = {
+        name: (name, search_s if name in SEARCH else None)
+        for name in planner_names()
+        if name not in SKIPPED
+    }
     if item.family in EQUAL:
-        found["portfolio long"] = plan(item.problem, "portfolio", deadline_s=solver_s, seed=seed)
+        wanted["portfolio long"] = "portfolio", solver_s
     else:
-        found["cp-sat"] = plan(item.problem, "cp-sat", deadline_s=solver_s, seed=seed)
-    for placement in found.values():
-        best_s = min(best_s, placement.score_s)
-        bounds.append(placement.bound_s or 0.0)
+        wanted["cp-sat"] = "cp-sat", solver_s
+    found = {}
+    for row, (name, deadline_s) in wanted.items():
+        try:
+            found[row] = plan(item.problem, name, deadline_s=deadline_s, seed=seed)
+        except PlacementError as error:
+            if error.rule not in ("tree", "cp-sat"):  # no tree; no ortools
+                raise
+    best_s = min(placement.score_s for placement in found.values())
+    bounds = [placement.bound_s or 0.0 for placement in found.values()]
     bound_s = max(*bounds, item.optimum_s or 0.0)
     return Result(item, found, best_s, bound_s, best_s <= bound_s * (1 + 1e-6))
 
