@@ -156,7 +156,7 @@ def _show_compared(
     problem: Problem, found: list[Placement], refused: dict[str, str], *, as_json: bool
 ) -> None:
     best_s, bound_s = min(item.score_s for item in found), max(item.bound_s or 0 for item in found)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "planner": item.planner,
             "score_s": item.score_s,

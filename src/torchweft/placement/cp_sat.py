@@ -160,11 +160,11 @@ class _Unlike:
             ]
             model.add(sum(loads) <= makespan)  # load cut
         for op, preds in enumerate(small.preds):
-            for source, seconds in preds:
+            for source, ways in preds:
                 model.add(self.start[op] >= ends[source])
                 for device, on in self.where.on[source].items():
-                    if any(seconds[device]):
-                        way = pick(op, seconds[device])
+                    if any(ways[device]):
+                        way = pick(op, ways[device])
                         model.add(self.start[op] >= ends[source] + way).only_enforce_if(on)
 
     def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:

@@ -67,12 +67,12 @@ def trace_of(problem: Problem, placement: Placement) -> Trace:
     """The placement as a simulated trace: a lane a device, and lanes for what is on its way."""
     runs = []
     for op, name in enumerate(problem.ops):
-        device, start_s, end_s = (
+        where, start_s, end_s = (
             problem.devices[placement.device[op]],
             placement.start_s[op],
             placement.end_s[op],
         )
-        what = "run", name, device, device, "compute", name, None
+        what = "run", name, where, where, "compute", name, None
         runs.append(Span(*what, start_s, end_s, end_s - start_s))
     sent = transfers(problem, placement)
     lanes, lane_of = link_lanes(problem, sent)
