@@ -1,0 +1,119 @@
+"""Running a recording here: on the caller's device, group by group.
+
+    flush:   inputs into the store  ->  groups of what is pending  ->  run one after another
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, Spec, spec_of
+from torchweft.dynamic.grouping import Group, Layout, Pending, group
+from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.state import State
+from torchweft.dynamic.store import Store
+from torchweft.errors import CaptureError
+
+
+class Held:
+    """What a recording holds of its results: the layout, and the store here."""
+
+    def __init__(self, device: torch.device, *, grad: bool) -> None:
+        self.layout = Layout()
+        self.store = Store(device, grad=grad)
+
+    @property
+    def num_values(self) -> int:
+        """Values below this number are computed."""
+        return self.layout.num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value."""
+        return self.store.rows[spec][int(self.layout.row_of[number])]
+
+
+class Weights:
+    """What cells make of weights alone, computed once while the weights stay the same."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.known: dict[Cell, tuple[Any, Sequence[Any]]] = {}
+
+    def __call__(self, cell: Cell) -> Sequence[Any]:
+        weights = [self.state.weights[name] for name in cell.weights]
+        prepare = cell.functions[0]
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return prepare(self.state.device, *weights)  # type: ignore[no-any-return]
+        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        found = self.known.get(cell)
+        if found is None or found[0] != now:
+            with torch.no_grad():
+                found = now, prepare(self.state.device, *weights)
+            self.known[cell] = found
+        return found[1]
+
+
+def numbers_of(found: Sequence[int]) -> Tensor:
+    """Python numbers as a tensor; torch.tensor takes five times as long."""
+    return torch.frombuffer(array("q", found), dtype=torch.int64)
+
+
+def take(recording: Recording, layout: Layout) -> list[Pending]:
+    """The pending ops of a recording as tensors; they are pending no more."""
+    layout.grow(recording.next)
+    found = []
+    for entry in recording.used:
+        args = numbers_of(entry.args).view(len(entry.bases), len(entry.cell.reads))
+        found.append(Pending(entry.cell, args, numbers_of(entry.bases)))
+        entry.args.clear()
+        entry.bases.clear()
+    recording.used.clear()
+    return found
+
+
+def take_inputs(recording: Recording, layout: Layout) -> list[tuple[Spec, int, list[Tensor]]]:
+    """The pending inputs: (spec, first row, tensors).
+
+    Raises `CaptureError` if one was changed in place behind the call that uses it.
+    """
+    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
+    for number, tensor, version in recording.inputs:
+        if not tensor.is_inference() and tensor._version != version:
+            raise CaptureError(
+                f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
+                "call that has not run yet used it. Change a clone() of it."
+            )
+        numbers, tensors = by_spec.setdefault(spec_of(tensor.shape, tensor.dtype), ([], []))
+        numbers.append(number)
+        tensors.append(tensor)
+    recording.inputs.clear()
+    found = []
+    for spec, (numbers, tensors) in by_spec.items():
+        start = layout.take(spec, len(numbers))
+        layout.row_of[numbers_of(numbers)] = torch.arange(start, start + len(numbers))
+        found.append((spec, start, tensors))
+    return found
+
+
+def flush_here(recording: Recording, prepared: Weights) -> list[Group]:
+    """Run what is pending, in this process."""
+    state = recording.state
+    if recording.store is None:
+        grad = torch.is_grad_enabled() and any(w.requires_grad for w in state.weights.values())
+        recording.store = Held(state.device, grad=grad)
+    held: Held = recording.store
+    pending = take(recording, held.layout)
+    inputs = take_inputs(recording, held.layout)
+    groups = group(held.layout, pending)
+    held.store.reserve(held.layout.num_rows)
+    with torch.autocast(state.device.type, enabled=False):
+        for spec, start, tensors in inputs:
+            held.store.write(spec, start, torch.stack(tensors))
+        for each in groups:
+            held.store.run(each, prepared)
+    return groups

@@ -1,0 +1,319 @@
+"""The `State` of one dynamic model: its cells, and how calls of its modules become ops.
+
+A module called with tensors and plain constants is one op: its cell is traced at the first call
+with these shapes. A module that gets anything else (a tree), has hooks, sets attributes, or cannot
+be traced (it looks at numbers) is *inline*: its forward runs in Python and records what it calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.fast import fast_call, fast_row
+from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.tracing import trace
+from torchweft.errors import CaptureError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, type(Ellipsis))
+
+
+class Entry:
+    """A cell with its pending ops: the values each op reads, and the first value it makes."""
+
+    __slots__ = ("args", "bases", "cell", "unflatten")
+
+    def __init__(self, cell: Cell, unflatten: Callable[[list[Lazy]], Any] | None = None) -> None:
+        self.cell = cell
+        self.unflatten = unflatten
+        self.args: list[int] = []
+        self.bases: list[int] = []
+
+
+class _OddArgument(Exception):
+    """An argument that is neither a tensor nor a plain constant."""
+
+
+class State:
+    """Everything that is known of one dynamic model between its calls."""
+
+    def __init__(self, model: nn.Module, inline: tuple[type[nn.Module], ...] = ()) -> None:
+        self.model, self.inline = model, inline
+        self.weights: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.entries: dict[Any, Entry | str] = {}
+        self.slow: dict[nn.Module, Callable[..., Any]] = {}
+        self.fast: dict[nn.Module, tuple[int, dict[Any, Any]]] = {}
+        self.recording: Recording | None = None
+        self.paused = False
+        self.online = False  # whether a call ever needed numbers before its end
+        self.reasons: Counter[str] = Counter()
+        self.flush: Callable[[Recording], None] = lambda recording: None
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            self.weights[name] = weight
+            self.names[id(weight)] = name
+        self.device = next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
+        self.modules = {module: name for name, module in model.named_modules() if name}
+        for module in self.modules:
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Let a module's calls come to us while there is a recording."""
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            return self.call_module(module, args, kwargs)
+
+        self.slow[module] = slow
+        module._compiled_call_impl = slow
+
+    def close(self) -> None:
+        """Give the modules their own calls back."""
+        for module in self.modules:
+            module._compiled_call_impl = None
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """A new recording; module calls inside go into it."""
+        if self.recording is not None:
+            raise CaptureError("dynamic: this model is being recorded already, in another call.")
+        recording = self.recording = Recording(self)
+        try:
+            yield recording
+        finally:
+            self.recording = None
+            for entry in recording.used:  # pending only if the call failed
+                entry.args.clear()
+                entry.bases.clear()
+
+    # Real tensors.
+
+    def real(self, item: Any) -> Any:
+        """`item` itself, or the tensor behind it if it is lazy."""
+        return item.home.real(item) if type(item) is Lazy else item
+
+    def fetch(self, recording: Recording, lazy: Lazy) -> Tensor:
+        """The tensor of a value; what is pending runs first."""
+        if recording.store is None or lazy.id >= recording.store.num_values:
+            self.online = self.online or self.recording is recording
+            self.flush(recording)
+        found: Tensor = recording.store.value(lazy.id, lazy.spec)
+        return found
+
+    # Calls become ops.
+
+    def structural(self, kind: str, reads: Sequence[Spec], makes: Sequence[Spec]) -> Entry:
+        """The entry of a pack or unpack."""
+        key = kind, len(reads), reads[0], len(makes), makes[0]
+        found = self.entries.get(key)
+        if found is None:
+            name = f"{kind}{max(len(reads), len(makes))}_{makes[0]}"
+            found = Entry(Cell(name, tuple(reads), tuple(makes), kind=kind))
+            self.entries[key] = found
+        assert isinstance(found, Entry), "packs are never refused"
+        return found
+
+    def call_function(
+        self, recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A torch function as an op; at once on real tensors where it cannot be one."""
+
+        def call(weights: Mapping[str, Tensor], given: tuple[Any, ...], options: Any) -> Any:
+            return func(*given, **options)
+
+        name = getattr(func, "__name__", "function")
+        made = self._op(recording, func, name, call, None, args, kwargs)
+        return recording.at_once(func, args, kwargs) if made is _REFUSED else made
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call: an op, or its own forward."""
+        recording = self.recording
+        if recording is None or self.paused or isinstance(module, self.inline):
+            return module._call_impl(*args, **kwargs)
+        inner = tuple(module.modules())
+        if any(getattr(each, hook) for each in inner for hook in _HOOKS):
+            return module._call_impl(*args, **kwargs)
+        weights = {
+            name: weight
+            for name, weight in (*module.named_parameters(), *module.named_buffers())
+        }
+
+        def call(given: Mapping[str, Tensor], args: tuple[Any, ...], options: Any) -> Any:
+            with _unchanged(inner), _reparametrize_module(module, dict(given), tie_weights=True):
+                made = module._call_impl(*args, **options)
+                now = {*map(id, module.buffers()), *map(id, module.parameters())}
+                if not now <= {*map(id, given.values())}:
+                    raise CaptureError("it replaces its buffers or parameters.")
+                return made
+
+        key = module, module.training
+        made = self._op(recording, key, self.modules[module], call, weights, args, kwargs)
+        if made is _REFUSED:
+            return module._call_impl(*args, **kwargs)
+        return made
+
+    def _op(
+        self,
+        recording: Recording,
+        target: Any,
+        name: str,
+        call: Callable[..., Any],
+        weights: Mapping[str, Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        values: list[Lazy] = []
+        try:
+            pattern = self._pattern(recording, (args, kwargs), values)
+        except _OddArgument:
+            return _REFUSED
+        key = target, pattern, torch.is_autocast_enabled("cpu")
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self._trace(name, call, weights, pattern, [value.spec for value in values])
+            self.entries[key] = entry
+            plain = not kwargs and len(values) == len(args) and isinstance(entry, Entry)
+            if weights is not None and plain and all(type(arg) is Lazy for arg in args):
+                self._speed_up(target[0], entry)
+        if isinstance(entry, str):
+            self.reasons[entry] += 1
+            return _REFUSED
+        made = recording.add(entry, values)
+        return entry.unflatten(made) if entry.unflatten is not None else made[0]
+
+    def _trace(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        weights: Mapping[str, Tensor] | None,
+        pattern: Any,
+        specs: list[Spec],
+    ) -> Entry | str:
+        """The entry of a new cell, or the reason why there is none."""
+        shared = weights
+        if shared is None:
+            shared = {each: self.weights[each] for each in sorted(set(_weights_in(pattern)))}
+        outer: list[Any] = []
+
+        def function(given: Mapping[str, Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+            args, options = _fill(pattern, iter(rows), given)
+            leaves, tree = pytree.tree_flatten(call(given, args, options))
+            outer[:] = [tree]
+            if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+                raise CaptureError("it gives something that is no tensor.")
+            return leaves
+
+        was, self.paused = self.paused, True
+        try:
+            number = sum(isinstance(each, Entry) for each in self.entries.values())
+            cell = trace(f"{_word(name)}.{number}", function, specs, shared)
+        except CaptureError as error:
+            return f"{name}: {str(error).partition(': ')[2]}"
+        finally:
+            self.paused = was
+        names = tuple(self.names[id(shared[each])] for each in cell.weights)
+        cell = Cell(
+            cell.name, cell.reads, cell.makes, names, cell.calls, cell.outputs,
+            flops=cell.flops, num_prepared=cell.num_prepared,
+        )  # fmt: skip
+        tree = outer[0]
+        if tree.is_leaf():
+            return Entry(cell)
+        if tree.type is tuple and all(child.is_leaf() for child in tree.children()):
+            return Entry(cell, tuple)
+        return Entry(cell, lambda made: pytree.tree_unflatten(made, tree))
+
+    def _pattern(self, recording: Recording, item: Any, values: list[Lazy]) -> Any:
+        """What stays of the arguments when tensors are taken out, as a key."""
+        kind = type(item)
+        if kind is Lazy:
+            if item.home is not recording:
+                item = recording.input(item.home.real(item))
+            values.append(item)
+            return item.spec
+        if isinstance(item, Tensor):
+            if (name := self.names.get(id(item))) is not None:
+                return _Weight, name
+            values.append(recording.input(item))
+            return values[-1].spec
+        if kind in (list, tuple):
+            return kind, tuple([self._pattern(recording, each, values) for each in item])
+        if kind is dict:
+            found = [(key, self._pattern(recording, each, values)) for key, each in item.items()]
+            return kind, tuple(found)
+        if kind is slice:
+            return kind, item.start, item.stop, item.step
+        if isinstance(item, _PLAIN):
+            return kind, item
+        raise _OddArgument
+
+    def _speed_up(self, module: nn.Module, entry: Entry) -> None:
+        """Let later calls of this module with these shapes go the fast way."""
+        row, num_args = fast_row(entry), len(entry.cell.reads)
+        known, table = self.fast.setdefault(module, (num_args, {}))
+        if row is None or known != num_args:
+            return
+        table[(*entry.cell.reads, module.training)] = row
+        slow = self.slow[module]
+        module._compiled_call_impl = fast_call(self, module, slow, table, num_args)
+
+
+_REFUSED = object()
+
+
+class _Weight:
+    """Marks the name of a weight in a pattern."""
+
+
+def _weights_in(pattern: Any) -> Iterator[str]:
+    if isinstance(pattern, tuple):
+        if pattern and pattern[0] is _Weight:
+            yield pattern[1]
+        elif pattern and pattern[0] in (list, tuple, dict):
+            for each in pattern[1]:
+                yield from _weights_in(each[1] if pattern[0] is dict else each)
+
+
+def _fill(pattern: Any, rows: Iterator[Tensor], weights: Mapping[str, Tensor]) -> Any:
+    """The arguments of a pattern with tensors in the place of specs."""
+    if isinstance(pattern, Spec):
+        return next(rows)
+    kind, *rest = pattern
+    if kind is _Weight:
+        return weights[rest[0]]
+    if kind is dict:
+        return {key: _fill(each, rows, weights) for key, each in rest[0]}
+    if kind in (list, tuple):
+        return kind(_fill(each, rows, weights) for each in rest[0])
+    return slice(*rest) if kind is slice else rest[0]
+
+
+def _word(name: str) -> str:
+    """A name as it may stand in a graph."""
+    kept = "".join(each if each.isalnum() or each in "_." else "_" for each in name)
+    return kept if kept[:1].isalpha() or kept[:1] == "_" else f"_{kept}"
+
+
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Raise if a module sets attributes inside; they get their old values back."""
+    before = [dict(vars(module)) for module in modules]
+    yield
+    changed = False
+    for module, old in zip(modules, before, strict=True):
+        now = vars(module)
+        if now.keys() != old.keys() or any(now[key] is not old[key] for key in old):
+            changed = True
+            now.clear()
+            now.update(old)
+    if changed:
+        raise CaptureError("it sets attributes of modules.")
