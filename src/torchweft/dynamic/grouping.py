@@ -54,12 +54,24 @@ class Layout:
         self.row_of = torch.empty(0, dtype=torch.int64)
         self.maker_of = torch.empty(0, dtype=torch.int64)  # first value of the op that made it
         self.num_values = 0
+        self.packs: list[Pending] = []  # that no cell has read so far: put together when asked for
 
     def take(self, spec: Spec, count: int) -> int:
         """The first of `count` new rows."""
         start = self.num_rows.get(spec, 0)
         self.num_rows[spec] = start + count
         return start
+
+    def rows_of(self, number: int) -> int | Tensor:
+        """The row of a value; of a pack that nobody read, the rows it consists of."""
+        row = int(self.row_of[number])
+        if row >= 0:
+            return row
+        for pack in self.packs:
+            at = (pack.bases == number).nonzero()
+            if len(at):
+                return self.row_of[pack.args[int(at[0])]]
+        raise AssertionError("every value has a row")
 
     def grow(self, num_values: int) -> None:
         """Room for values up to this number."""
@@ -73,6 +85,7 @@ def group(
     layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()
 ) -> list[Group]:
     """The groups of the pending ops, in an order in which they can run."""
+    pending = [*pending, *_wanted(layout, pending)]
     cell_of = torch.full((layout.num_values,), -1)
     for number, item in enumerate(pending):
         span = torch.arange(len(item.cell.makes))
@@ -80,8 +93,14 @@ def group(
         cell_of[values.flatten()] = number
         layout.maker_of[values] = item.bases[:, None].expand_as(values)
     reads = [_kinds(cell_of[item.args]) for item in pending]
+    read = set().union(*reads)
+    for number, item in enumerate(pending):
+        if item.cell.kind == "pack" and number not in read:
+            layout.packs.append(item)
+            cell_of[item.bases] = -1
     borders = torch.tensor(bundles[1:]) if len(bundles) > 1 else None
-    rings = _rings(reads)
+    kept = [n for n, item in enumerate(pending) if item not in layout.packs]
+    rings = [ring for ring in _rings(reads) if ring[0] in kept]
     for ring in rings:
         alone = len(ring) == 1 and ring[0] not in reads[ring[0]]
         levels = None if alone else _levels([pending[n] for n in ring], layout)
@@ -93,6 +112,16 @@ def group(
         found = [each for member in ring for each in _cut(pending[member], layout)]
         groups += sorted(found, key=lambda each: each.level) if len(ring) > 1 else found
     return groups
+
+
+def _wanted(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
+    """Packs of earlier flushes that the pending ops read now."""
+    if not layout.packs or not pending:
+        return []
+    read = torch.cat([item.args.flatten() for item in pending])
+    found = [pack for pack in layout.packs if bool(torch.isin(pack.bases, read).any())]
+    layout.packs = [pack for pack in layout.packs if pack not in found]
+    return found
 
 
 def _kinds(cells: Tensor) -> set[int]:

@@ -34,7 +34,10 @@ class Held:
 
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""
-        return self.store.rows[spec][int(self.layout.row_of[number])]
+        rows = self.layout.rows_of(number)
+        if isinstance(rows, int):
+            return self.store.rows[spec][rows]
+        return self.store.rows[spec_of(spec.shape[1:], spec.dtype)].index_select(0, rows)
 
 
 class Weights:

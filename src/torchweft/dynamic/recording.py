@@ -137,18 +137,21 @@ class Recording:
 
     def _pack(self, items: Any) -> Lazy | None:
         """Rows of one spec as one value, if that is what they are."""
-        values = [self._value(item) for item in items]
-        if not values or any(v is None or v.spec is not values[0].spec for v in values):  # type: ignore[union-attr]
+        if not isinstance(items, (list, tuple)) or not items:
             return None
-        spec = values[0].spec  # type: ignore[union-attr]
+        values = [
+            item if type(item) is Lazy and item.home is self else self._value(item)
+            for item in items
+        ]
+        spec = values[0].spec
+        if any([value.spec is not spec for value in values]):
+            return None
         made = spec_of((len(values), *spec.shape), spec.dtype)
         entry = self.state.structural("pack", (spec,) * len(values), (made,))
-        return self.add(entry, values)[0]  # type: ignore[arg-type]
+        return self.add(entry, values)[0]
 
-    def _value(self, item: Any) -> Lazy | None:
-        if type(item) is Lazy:
-            return item if item.home is self else self.input(item.home.real(item))
-        return self.input(item) if isinstance(item, Tensor) else None
+    def _value(self, item: Any) -> Lazy:
+        return self.input(item.home.real(item) if type(item) is Lazy else item)
 
 
 _VIEWS = frozenset(

@@ -7,6 +7,7 @@ be traced (it looks at numbers) is *inline*: its forward runs in Python and reco
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,12 @@ class State:
             self.names[id(weight)] = name
         self.device = next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
         self.modules = {module: name for name, module in model.named_modules() if name}
+        self.children = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if name.isidentifier() and type(parent).__getattr__ is nn.Module.__getattr__
+        ]
         for module in self.modules:
             self._watch(module)
 
@@ -87,10 +94,18 @@ class State:
         if self.recording is not None:
             raise CaptureError("dynamic: this model is being recorded already, in another call.")
         recording = self.recording = Recording(self)
+        collecting = gc.isenabled()
+        gc.disable()  # thousands of small objects would wake it again and again, for nothing
+        for parent, name, child in self.children:  # nn.Module finds them slowly
+            vars(parent)[name] = child
         try:
             yield recording
         finally:
             self.recording = None
+            for parent, name, _ in self.children:
+                vars(parent).pop(name, None)
+            if collecting:
+                gc.enable()
             for entry in recording.used:  # pending only if the call failed
                 entry.args.clear()
                 entry.bases.clear()
