@@ -1,0 +1,37 @@
+"""The room of placement: which device runs each op of a graph, and when. No torch, no numpy.
+
+problem          the numbers that planners work on          graph_problem: from our own graphs
+draft            a placement in the making                  placement: a finished one
+planners         one signature, by name                     check: is it legal?  bounds: how good?
+as_plan          a placement as a plan
+"""
+
+from torchweft.placement.as_plan import as_plan, stand_in, transfers
+from torchweft.placement.bounds import bound_s
+from torchweft.placement.check import check, faults
+from torchweft.placement.draft import Draft
+from torchweft.placement.graph_problem import graph_problem
+from torchweft.placement.placement import Placement, finished, placed, replay
+from torchweft.placement.planners import Planner, plan, planner_names
+from torchweft.placement.problem import Edge, Hold, Problem
+
+__all__ = [
+    "Draft",
+    "Edge",
+    "Hold",
+    "Placement",
+    "Planner",
+    "Problem",
+    "as_plan",
+    "bound_s",
+    "check",
+    "faults",
+    "finished",
+    "graph_problem",
+    "placed",
+    "plan",
+    "planner_names",
+    "replay",
+    "stand_in",
+    "transfers",
+]

@@ -1,0 +1,169 @@
+"""A problem from our own graph, machine and costs.
+
+    Graph, Machine, Costs, Context --graph_problem--> Problem
+
+Each device of the machine is one place to run ops, one at a time; it takes an op if one of its
+lanes does. Ops that touch a value which some op changes in place stay together, and with a changed
+input on the home device. Inputs start on the home device, `resident` ones (weights) wherever they
+are needed; both count as memory there, as does every value that is made, read or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torchweft.context import Context
+from torchweft.cost import Costs
+from torchweft.errors import MachineError, PlacementError, unknown
+from torchweft.graph import Graph, Op
+from torchweft.machine import Machine
+from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
+from torchweft.precedence import precedence
+
+
+def graph_problem(
+    graph: Graph,
+    machine: Machine,
+    costs: Costs | None = None,
+    context: Context | None = None,
+    *,
+    home: str | None = None,
+    resident: Collection[str] = (),
+    objective: str = "latency",
+) -> Problem:
+    """The problem of running one call of the graph on the machine.
+
+    home: the device where the inputs are, by default that of the machine's first lane.
+    resident: inputs, such as weights, that are already wherever they are needed.
+    Raises `PlacementError` if some op can run nowhere.
+    """
+    costs, context = costs or Costs(machine), context or Context()
+    env = context.env(graph.batch)
+    sizes = {value.name: max(0, value.bytes.evaluate(env)) for value in graph.values}
+    home = machine.lanes[0].device if home is None else home
+    if home not in machine.device:
+        raise PlacementError(f"home: {unknown('device', home, machine.device)}", rule="home")
+    if extra := sorted(set(resident) - set(graph.inputs)):
+        raise PlacementError(f"resident: {unknown('input', extra[0], graph.inputs)}")
+    devices = tuple(machine.device)
+    latency_s, byte_s = links(machine)
+    fixed = _changed_inputs(graph)
+    seconds = tuple(
+        tuple(
+            costs.run_s(graph, op, env, device)
+            if _takes(machine, device, op) and (op.name not in fixed or device == home)
+            else INF
+            for device in devices
+        )
+        for op in graph.ops
+    )
+    rooms = tuple(device.memory_bytes for device in machine.devices)
+    return Problem(
+        name=graph.name,
+        ops=tuple(op.name for op in graph.ops),
+        devices=devices,
+        seconds=seconds,
+        edges=_edges(graph, sizes),
+        latency_s=latency_s,
+        byte_s=byte_s,
+        holds=_holds(graph, sizes),
+        room_bytes=tuple(INF if room is None else float(room) for room in rooms),
+        together=_together(graph),
+        ready_s=_ready(graph, sizes, set(resident), devices.index(home), latency_s, byte_s),
+        objective=objective,
+        home=devices.index(home),
+        graph=graph,
+    )
+
+
+def _takes(machine: Machine, device: str, op: Op) -> bool:
+    return any(lane.device == device and op.uses in lane.uses for lane in machine.lanes)
+
+
+def links(machine: Machine) -> tuple[Matrix, Matrix]:
+    """Latencies and seconds a byte; a pair that nothing joins is an error of the machine."""
+    latency: list[tuple[float, ...]] = []
+    byte: list[tuple[float, ...]] = []
+    for source in machine.device:
+        pairs = []
+        for target in machine.device:
+            if source == target:
+                pairs.append((0.0, 0.0))
+                continue
+            try:
+                link = machine.link(source, target)
+            except MachineError as error:
+                cure = "A placement needs a link between every two devices, in both directions."
+                raise PlacementError(f"{error} {cure}", rule="link") from None
+            pairs.append((link.latency_s, 1 / link.bytes_per_s))
+        latency.append(tuple(pair[0] for pair in pairs))
+        byte.append(tuple(pair[1] for pair in pairs))
+    return tuple(latency), tuple(byte)
+
+
+def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
+    """Values from their makers to their readers, and orders that other dependencies ask for."""
+    number = {op.name: at for at, op in enumerate(graph.ops)}
+    before = precedence(graph).before
+    found = []
+    for op in graph.ops:
+        reads = [name for name in op.touched if name in graph.maker]
+        found += [
+            Edge(number[graph.maker[name].name], number[op.name], sizes[name], name)
+            for name in reads
+        ]
+        made = {graph.maker[name].name for name in reads}
+        found += [
+            Edge(number[other], number[op.name])
+            for other, _ in before[op.name]
+            if other not in made
+        ]
+    return tuple(found)
+
+
+def _touching(graph: Graph) -> dict[str, list[int]]:
+    """For each root the ops that make, read or change it, by any name."""
+    found: dict[str, list[int]] = {}
+    for at, op in enumerate(graph.ops):
+        for root in dict.fromkeys(graph.root[name] for name in op.touched + op.makes):
+            found.setdefault(root, []).append(at)
+    return found
+
+
+def _holds(graph: Graph, sizes: Mapping[str, int]) -> tuple[Hold, ...]:
+    """One hold a root: weights, inputs and what is made, wherever an op touches it."""
+    found = _touching(graph)
+    return tuple(Hold(sizes[root], tuple(ops)) for root, ops in found.items() if sizes[root])
+
+
+def _together(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    found = _touching(graph)
+    return tuple(tuple(found[root]) for root in sorted(graph.mutated) if len(found[root]) > 1)
+
+
+def _changed_inputs(graph: Graph) -> set[str]:
+    """Ops that change an input in place: a copy elsewhere would not be what the caller gave."""
+    inputs = {graph.root[name] for name in graph.inputs}
+    return {op.name for op in graph.ops for name in op.mutates if graph.root[name] in inputs}
+
+
+def _ready(
+    graph: Graph,
+    sizes: Mapping[str, int],
+    resident: set[str],
+    home: int,
+    latency_s: Matrix,
+    byte_s: Matrix,
+) -> Matrix:
+    """When the inputs that an op reads are on each device."""
+    inputs, every = set(graph.inputs) - resident, range(len(latency_s))
+    rows = []
+    for op in graph.ops:
+        read = [sizes[name] for name in op.touched if name in inputs]
+        rows.append(
+            tuple(
+                latency_s[home][d] + max(read) * byte_s[home][d] if read and d != home else 0.0
+                for d in every
+            )
+        )
+    return tuple(rows)

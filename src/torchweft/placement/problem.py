@@ -1,0 +1,238 @@
+"""The `Problem`: a graph, a machine and costs made numbers once, for planners to work on.
+
+    graph, machine, costs --graph_problem--> Problem --planner--> Placement
+
+              dev0  dev1                                 edges: source -> target, bytes
+    seconds   1.0   1.6     op 0, inf: may not run       links: latency + bytes * seconds a byte
+              0.4   0.6     op 1                         holds: bytes, and the ops that need them
+
+The model, the same for every planner, bound, checker and simulation here:
+
+    devices   run one op at a time, each for its seconds, without a break
+    links     are free of contention: a value leaves when it is made and arrives after latency +
+              bytes / rate, whatever else is under way, beside all computing
+    values    go once to each device that needs them, however many ops read them there
+    memory    a device holds, to the end, all that any op on it needs: weights, what it makes, what
+              it is sent; each once. Their sum must not be above its room
+
+Objectives: *latency*, the makespan of one input; *throughput*, the period of a stream of inputs,
+which is the busiest device or link (in a stream a link carries one value at a time).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from torchweft.errors import PlacementError, clip, unknown
+from torchweft.graph import Graph, check_name
+
+OBJECTIVES = ("latency", "throughput")
+MAX_OPS, MAX_DEVICES = 20_000, 256
+INF = math.inf
+Matrix = tuple[tuple[float, ...], ...]
+
+
+class Edge(NamedTuple):
+    """A value that one op makes and another reads; without a value: only an order."""
+
+    source: int
+    target: int
+    num_bytes: int = 0
+    value: str = ""
+
+
+class Hold(NamedTuple):
+    """Bytes that a device holds as soon as one of these ops is on it."""
+
+    num_bytes: float
+    ops: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed, in numbers. Ops are numbered in an order that every edge follows.
+
+    seconds[op][device]; latency_s and byte_s [source][target]; room_bytes[device] (inf: no limit);
+    together: ops that must share a device; ready_s[op][device]: when inputs from outside are there.
+    home: the device where those inputs are. A value has one maker and one size.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    devices: tuple[str, ...]
+    seconds: Matrix
+    edges: tuple[Edge, ...]
+    latency_s: Matrix
+    byte_s: Matrix
+    holds: tuple[Hold, ...] = ()
+    room_bytes: tuple[float, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+    ready_s: Matrix = ()
+    objective: str = "latency"
+    home: int = 0
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.room_bytes:
+            object.__setattr__(self, "room_bytes", (INF,) * len(self.devices))
+        if not self.ready_s:
+            object.__setattr__(self, "ready_s", ((0.0,) * len(self.devices),) * len(self.ops))
+        _check(self)
+
+    @property
+    def num_ops(self) -> int:
+        """How many ops there are."""
+        return len(self.ops)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return len(self.devices)
+
+    @cached_property
+    def number(self) -> Mapping[str, int]:
+        """The number of an op, by its name."""
+        return {name: number for number, name in enumerate(self.ops)}
+
+    @cached_property
+    def preds(self) -> tuple[tuple[tuple[int, Matrix], ...], ...]:
+        """For each op (earlier op, seconds of its slowest value to it by [source][target])."""
+        return self._neighbours[0]
+
+    @cached_property
+    def succs(self) -> tuple[tuple[tuple[int, Matrix], ...], ...]:
+        """For each op (later op, seconds of the slowest value to it by [source][target])."""
+        return self._neighbours[1]
+
+    @cached_property
+    def _neighbours(self) -> tuple[tuple[tuple[tuple[int, Matrix], ...], ...], ...]:
+        largest: dict[tuple[int, int], int] = {}
+        for edge in self.edges:
+            key = edge.source, edge.target
+            largest[key] = max(largest.get(key, 0), edge.num_bytes)
+        known: dict[int, Matrix] = {}
+        preds: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
+        succs: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
+        for (source, target), num_bytes in largest.items():
+            if num_bytes not in known:
+                known[num_bytes] = self.transfer_matrix(num_bytes)
+            preds[target].append((source, known[num_bytes]))
+            succs[source].append((target, known[num_bytes]))
+        return tuple(map(tuple, preds)), tuple(map(tuple, succs))
+
+    def transfer_s(self, num_bytes: float, source: int, target: int) -> float:
+        """Seconds from when a value is made on one device until it is on another."""
+        if source == target:
+            return 0.0
+        return self.latency_s[source][target] + num_bytes * self.byte_s[source][target]
+
+    def transfer_matrix(self, num_bytes: float) -> Matrix:
+        """`transfer_s` for every pair of devices."""
+        every = range(self.num_devices)
+        return tuple(tuple(self.transfer_s(num_bytes, a, b) for b in every) for a in every)
+
+    @cached_property
+    def group(self) -> tuple[tuple[int, ...], ...]:
+        """For each op all the ops that must be on its device, itself among them."""
+        parent = list(range(self.num_ops))
+
+        def root(op: int) -> int:
+            while parent[op] != op:
+                parent[op] = op = parent[parent[op]]
+            return op
+
+        for ops in self.together:
+            for op in ops[1:]:
+                parent[root(op)] = root(ops[0])
+        members: dict[int, list[int]] = {}
+        for op in range(self.num_ops):
+            members.setdefault(root(op), []).append(op)
+        groups = {first: tuple(ops) for first, ops in members.items()}
+        return tuple(groups[root(op)] for op in range(self.num_ops))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group once, in the order of its first op."""
+        return tuple(group for op, group in enumerate(self.group) if group[0] == op)
+
+    @cached_property
+    def allowed(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the devices that can run all of its group, memory aside."""
+        every = range(self.num_devices)
+        found = {
+            group: tuple(d for d in every if all(self.seconds[op][d] < INF for op in group))
+            for group in self.groups
+        }
+        return tuple(found[group] for group in self.group)
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the numbers of the holds that it needs."""
+        found: list[list[int]] = [[] for _ in self.ops]
+        for number, hold in enumerate(self.holds):
+            for op in hold.ops:
+                found[op].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def limited(self) -> bool:
+        """Whether any device has a memory limit."""
+        return any(room < INF for room in self.room_bytes)
+
+    def __str__(self) -> str:
+        size = f"{self.num_ops} ops, {len(self.edges)} edges, {self.num_devices} devices"
+        return f"problem {self.name}: {size}, for {self.objective}"
+
+
+def _check(problem: Problem) -> None:
+    """Raise `PlacementError` for a problem that contradicts itself or has no answer at all."""
+    check_name(problem.name, "problem", PlacementError)
+    for names, what, limit in (
+        (problem.ops, "op", MAX_OPS),
+        (problem.devices, "device", MAX_DEVICES),
+    ):
+        if not 0 < len(names) <= limit:
+            text = f"a problem has 1 to {limit} {what}s, not {len(names)}."
+            raise PlacementError(f"size: problem {problem.name!r}: {text}")
+        for name in names:
+            check_name(name, what, PlacementError)
+        if len(set(names)) < len(names):
+            raise PlacementError(
+                f"duplicate: problem {problem.name!r} has two {what}s of one name."
+            )
+    if problem.objective not in OBJECTIVES:
+        raise PlacementError(f"objective: {unknown('objective', problem.objective, OBJECTIVES)}")
+    num_ops, num_devices = problem.num_ops, problem.num_devices
+    square, wide = (num_devices, num_devices), (num_ops, num_devices)
+    for matrix, shape, what, most in (
+        (problem.seconds, wide, "seconds", INF),
+        (problem.ready_s, wide, "ready_s", 1e300),
+        (problem.latency_s, square, "latency_s", 1e300),
+        (problem.byte_s, square, "byte_s", 1e300),
+        ((problem.room_bytes,), (1, num_devices), "room_bytes", INF),
+    ):
+        if len(matrix) != shape[0] or any(len(row) != shape[1] for row in matrix):
+            raise PlacementError(f"shape: {what} is not {shape[0]} x {shape[1]}.")
+        if wrong := [n for row in matrix for n in row if not 0 <= n <= most]:  # NaN is not, either
+            raise PlacementError(f"number: {what} cannot be {clip(wrong[0])}.")
+    if not 0 <= problem.home < num_devices:
+        raise PlacementError(f"home: there is no device number {clip(problem.home)}.")
+    for edge in problem.edges:
+        if not 0 <= edge.source < edge.target < num_ops or not 0 <= edge.num_bytes < 1e30:
+            raise PlacementError(f"edge: {clip(edge)} does not lead from an op to a later one.")
+    sizes = {edge.value: (edge.source, edge.num_bytes) for edge in problem.edges}
+    for edge in problem.edges:
+        if edge.value and sizes[edge.value] != (edge.source, edge.num_bytes):
+            raise PlacementError(f"value: {edge.value!r} has two makers or two sizes.")
+    for ops in (*(hold.ops for hold in problem.holds), *problem.together):
+        if not ops or not all(0 <= op < num_ops for op in ops):
+            raise PlacementError(f"op: {clip(ops)} are no numbers of ops.")
+    for op, devices in enumerate(problem.allowed):
+        if not devices:
+            cure = "Give the machine a device that takes it, or let fewer ops stay together."
+            text = f"no device can run op {problem.ops[op]!r} and all that must be with it. {cure}"
+            raise PlacementError(f"device: {text}")
