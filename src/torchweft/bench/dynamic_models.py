@@ -103,3 +103,170 @@ class BinaryTreeLSTM(nn.Module):
             state = self.leaf(vectors[tree.word])
         outputs.append(self.output(state[1]))
         return state  # type: ignore[no-any-return]
+
+
+class ChildSumTreeLSTM(nn.Module):
+    """A state for every node of a tree with any number of children."""
+
+    def __init__(self, num_words: int = 100, in_dim: int = 16, mem_dim: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, in_dim)
+        self.inputs = nn.Linear(in_dim, 3 * mem_dim)
+        self.forget_x, self.forget_h = nn.Linear(in_dim, mem_dim), nn.Linear(mem_dim, mem_dim)
+        self.states = nn.Linear(mem_dim, 3 * mem_dim)
+        self.mem_dim = mem_dim
+
+    def forward(self, tree: Tree, words: Tensor) -> Tensor:
+        """The state of the root."""
+        return self.visit(tree, self.embedding(words))[1]
+
+    def visit(self, tree: Tree, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """(c, h) of a node; every node has a word."""
+        x = vectors[tree.word]
+        states = [self.visit(child, vectors) for child in tree.children]
+        total = torch.zeros(self.mem_dim)
+        for _, h in states:
+            total = total + h
+        i, o, u = (self.inputs(x) + self.states(total)).chunk(3)
+        c = torch.sigmoid(i) * torch.tanh(u)
+        for child_c, child_h in states:
+            c = c + torch.sigmoid(self.forget_x(x) + self.forget_h(child_h)) * child_c
+        return c, torch.sigmoid(o) * torch.tanh(c)
+
+
+class Join(nn.Module):
+    """States of any number of predecessors and one input become a state."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gates, self.update = nn.Linear(2 * dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
+        """The joined state."""
+        before = torch.stack(states).mean(0)
+        keep, write = torch.sigmoid(self.gates(torch.cat([x, before]))).chunk(2)
+        return keep * before + write * torch.tanh(self.update(torch.cat([x, before])))
+
+
+class LatticeLSTM(nn.Module):
+    """A recurrent net over a DAG: `before[n]` lists the predecessors of node n."""
+
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__()
+        self.start, self.join = nn.Parameter(torch.zeros(dim)), Join(dim)
+
+    def forward(self, xs: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
+        """The state of the last node."""
+        states: list[Tensor] = []
+        for number, nodes in enumerate(before):
+            given = [states[node] for node in nodes] or [self.start]
+            states.append(self.join(xs[number], given))
+        return states[-1]
+
+
+class RecursiveNet(nn.Module):
+    """One product per pair of children, with parameters used by hand."""
+
+    def __init__(self, num_words: int = 100, dim: int = 10) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(num_words, dim))
+        self.weight = nn.Parameter(torch.randn(dim, 2 * dim) / dim)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, tree: Tree, words: Tensor) -> Tensor:
+        """The vector of the root."""
+        if not tree.children:
+            return self.words[words[tree.word]]
+        both = torch.cat([self.forward(child, words) for child in tree.children])
+        return torch.tanh(self.weight @ both + self.bias)
+
+
+class Block(nn.Module):
+    """A transformer layer over one sequence."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, dim] -> [tokens, dim]."""
+        heads = self.qkv(self.norm1(x)).view(len(x), 3, self.num_heads, -1).permute(1, 2, 0, 3)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        x = x + self.out(mixed.transpose(0, 1).reshape(len(x), -1))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class EarlyExit(nn.Module):
+    """A transformer that asks after every layer whether it is sure, and stops if it is."""
+
+    def __init__(
+        self, dim: int = 16, num_layers: int = 4, num_classes: int = 5, sure: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim, 2) for _ in range(num_layers))
+        self.heads = nn.ModuleList(nn.Linear(dim, num_classes) for _ in range(num_layers))
+        self.sure = sure
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        """The classes, and how many layers it took."""
+        number = 0
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x, number = block(x), number + 1
+            scores = torch.softmax(head(x.mean(0)), -1)
+            if scores.max() > self.sure:
+                break
+        return scores, number
+
+
+class Routed(nn.Module):
+    """A mixture of experts: each token goes to the one that its router likes best."""
+
+    def __init__(self, dim: int = 12, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num_experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[tokens, dim] -> [tokens, dim]."""
+        made = []
+        for token in tokens:
+            weights = torch.softmax(self.router(token), -1)
+            best = int(weights.argmax())
+            made.append(weights[best] * self.experts[best](token))
+        return torch.stack(made)
+
+
+class LoraPerRequest(nn.Module):
+    """One base layer for all; each request adds its own low-rank adapter."""
+
+    def __init__(self, dim: int = 16, rank: int = 2, num_adapters: int = 8) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.down = nn.Parameter(torch.randn(num_adapters, rank, dim) / dim)
+        self.up = nn.Parameter(torch.randn(num_adapters, dim, rank))
+
+    def forward(self, x: Tensor, adapter: int) -> Tensor:
+        """[dim] -> [dim] with the request's adapter."""
+        hidden = self.base(x) + self.up[adapter] @ (self.down[adapter] @ x)
+        return self.head(torch.relu(hidden))  # type: ignore[no-any-return]
+
+
+class CondConv(nn.Module):
+    """A convolution whose kernel is a mixture of kernels, weighed by the input."""
+
+    def __init__(self, channels: int = 4, num_kernels: int = 3) -> None:
+        super().__init__()
+        self.kernels = nn.Parameter(torch.randn(num_kernels, channels, channels, 3, 3) / 6)
+        self.route = nn.Linear(channels, num_kernels)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[channels, height, width] -> the same."""
+        weights = torch.sigmoid(self.route(image.mean((1, 2))))
+        kernel = torch.einsum("k,kabcd->abcd", weights, self.kernels)
+        return F.conv2d(image[None], kernel, padding=1)[0]

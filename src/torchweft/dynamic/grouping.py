@@ -81,9 +81,7 @@ class Layout:
         self.num_values = num_values
 
 
-def group(
-    layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()
-) -> list[Group]:
+def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
     """The groups of the pending ops, in an order in which they can run."""
     pending = [*pending, *_wanted(layout, pending)]
     cell_of = torch.full((layout.num_values,), -1)
@@ -226,5 +224,3 @@ def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
         if node not in index:
             visit(node)
     return found
-
-

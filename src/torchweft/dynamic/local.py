@@ -1,6 +1,6 @@
 """Running a recording here: on the caller's device, group by group.
 
-    flush:   inputs into the store  ->  groups of what is pending  ->  run one after another
+flush:   inputs into the store  ->  groups of what is pending  ->  run one after another
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Held:
     def __init__(self, device: torch.device, *, grad: bool) -> None:
         self.layout = Layout()
         self.store = Store(device, grad=grad)
+        self.running: Any = None  # the job that brings the rows, if they are computed elsewhere
 
     @property
     def num_values(self) -> int:
@@ -34,10 +35,19 @@ class Held:
 
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""
+        if self.running is not None:
+            self.running.wait()
+        found, rows = self.place(number, spec)
+        if found is spec:
+            return self.store.rows[spec][int(rows)]
+        return self.store.rows[found].index_select(0, rows)
+
+    def place(self, number: int, spec: Spec) -> tuple[Spec, Tensor]:
+        """The rows of a value, and their spec: its own row, or those a pack consists of."""
         rows = self.layout.rows_of(number)
         if isinstance(rows, int):
-            return self.store.rows[spec][rows]
-        return self.store.rows[spec_of(spec.shape[1:], spec.dtype)].index_select(0, rows)
+            return spec, torch.tensor(rows)
+        return spec_of(spec.shape[1:], spec.dtype), rows
 
 
 class Weights:

@@ -63,7 +63,9 @@ class State:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             self.weights[name] = weight
             self.names[id(weight)] = name
-        self.device = next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
+        self.device = (
+            next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
+        )
         self.modules = {module: name for name, module in model.named_modules() if name}
         self.children = [
             (parent, name, child)
@@ -131,7 +133,7 @@ class State:
         key = kind, len(reads), reads[0], len(makes), makes[0]
         found = self.entries.get(key)
         if found is None:
-            name = f"{kind}{max(len(reads), len(makes))}_{makes[0]}"
+            name = f"{kind}{max(len(reads), len(makes))}.{len(self.entries)}"
             found = Entry(Cell(name, tuple(reads), tuple(makes), kind=kind))
             self.entries[key] = found
         assert isinstance(found, Entry), "packs are never refused"
@@ -158,8 +160,7 @@ class State:
         if any(getattr(each, hook) for each in inner for hook in _HOOKS):
             return module._call_impl(*args, **kwargs)
         weights = {
-            name: weight
-            for name, weight in (*module.named_parameters(), *module.named_buffers())
+            name: weight for name, weight in (*module.named_parameters(), *module.named_buffers())
         }
 
         def call(given: Mapping[str, Tensor], args: tuple[Any, ...], options: Any) -> Any:

@@ -1,9 +1,9 @@
 """Tracing: a function over tensors and weights becomes a `Cell`, or is refused with the reason.
 
-    1. run it once under vmap on fake tensors, and note every ATen call
-    2. refuse what a cell cannot be: random numbers, changes in place, shapes that depend on data
-    3. join products of one argument into one, and of several added up into one
-    4. what depends on weights only goes first, to be computed once
+1. run it once under vmap on fake tensors, and note every ATen call
+2. refuse what a cell cannot be: random numbers, changes in place, shapes that depend on data
+3. join products of one argument into one, and of several added up into one
+4. what depends on weights only goes first, to be computed once
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def trace(
     except Exception as cause:
         reason = str(cause).strip().splitlines() or [type(cause).__name__]
         raise CaptureError(f"cell: {name} cannot run over many rows: {reason[0]}") from cause
+    if num_rows.node.maybe_as_int() is not None:  # such as a convolution with a kernel for each row
+        raise CaptureError(f"cell: {name} cannot run over many rows: it needs a fixed number.")
     join_products(module.graph)
     return _cell(name, module.graph, tuple(specs), tuple(weights))
 
@@ -103,7 +105,9 @@ def trace(
 def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[str, ...]) -> Cell:
     """The graph as a cell: calls on weights only come first."""
     calls_in_order, given = ordered(graph), list(graph.find_nodes(op="placeholder"))
-    used = {node for call in (*calls_in_order, graph.output_node()) for node in call.all_input_nodes}
+    used = {
+        node for call in (*calls_in_order, graph.output_node()) for node in call.all_input_nodes
+    }
     shared = [pair for pair in zip(given, weights, strict=False) if pair[0] in used]
     weights = tuple(weight for _, weight in shared)
     places = {node: place for place, (node, _) in enumerate(shared)}
@@ -131,9 +135,7 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
     calls = tuple(_call(node, places) for node in (*first, *rest))
     flops = sum(_flops(node) for node in rest)
     outputs = tuple(places[node] for node in results)
-    return Cell(
-        name, specs, makes, weights, calls, outputs, flops=flops, num_prepared=len(first)
-    )
+    return Cell(name, specs, makes, weights, calls, outputs, flops=flops, num_prepared=len(first))
 
 
 def _refuse_changes(name: str, node: fx.Node, places: Mapping[fx.Node, int]) -> None:
