@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -104,6 +104,25 @@ class Cell:
             found["name"], *sides, tuple(found["weights"]), calls, tuple(found["outputs"]),
             found["kind"], found["flops"], found["num_prepared"],
         )  # fmt: skip
+
+
+@cache
+def pack_cell(spec: Spec, count: int) -> Cell:
+    """The cell that makes one row of so many rows: a gather."""
+    made = spec_of((count, *spec.shape), spec.dtype)
+    return Cell(f"pack{count}.{_number(spec)}", (spec,) * count, (made,), kind="pack")
+
+
+@cache
+def unpack_cell(spec: Spec) -> Cell:
+    """The cell that makes rows of one row: a gather."""
+    row = spec_of(spec.shape[1:], spec.dtype)
+    return Cell(f"unpack.{_number(spec)}", (spec,), (row,) * spec.shape[0], kind="unpack")
+
+
+def _number(spec: Spec) -> str:
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return "_".join([dtype, *map(str, spec.shape)])
 
 
 def encode(item: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchweft.dynamic.cell import Spec
+from torchweft.dynamic.channel import bytes_of
 from torchweft.dynamic.grouping import Group
 from torchweft.graph import Graph, Op, Value
 from torchweft.sizes import Size
@@ -101,5 +102,5 @@ def structure_of(groups: Sequence[Group]) -> str:
     found = hashlib.sha256()
     for group in groups:
         found.update(f"{group.cell.name} {group.num_rows} {group.starts};".encode())
-        found.update(bytes(group.rows.contiguous().view(torch.uint8).flatten().tolist()))
+        found.update(bytes_of(group.rows.contiguous()))
     return found.hexdigest()[:16]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.cell import Cell, Spec, pack_cell
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,9 +52,9 @@ class Layout:
     def __init__(self) -> None:
         self.num_rows: dict[Spec, int] = {}
         self.row_of = torch.empty(0, dtype=torch.int64)
-        self.maker_of = torch.empty(0, dtype=torch.int64)  # first value of the op that made it
         self.num_values = 0
-        self.packs: list[Pending] = []  # that no cell has read so far: put together when asked for
+        self.packs: dict[int, tuple[Spec, list[int]]] = {}  # put together when they are asked for
+        self.packed: dict[int, list[int]] = {}  # put together for an op that reads them
 
     def take(self, spec: Spec, count: int) -> int:
         """The first of `count` new rows."""
@@ -63,85 +63,103 @@ class Layout:
         return start
 
     def rows_of(self, number: int) -> int | Tensor:
-        """The row of a value; of a pack that nobody read, the rows it consists of."""
+        """The row of a value; of a pack that no op read, the rows it consists of."""
         row = int(self.row_of[number])
-        if row >= 0:
-            return row
-        for pack in self.packs:
-            at = (pack.bases == number).nonzero()
-            if len(at):
-                return self.row_of[pack.args[int(at[0])]]
-        raise AssertionError("every value has a row")
+        return row if row >= 0 else self.row_of[torch.tensor(self.packs[number][1])]
 
     def grow(self, num_values: int) -> None:
         """Room for values up to this number."""
-        more = num_values - len(self.row_of)
-        self.row_of = torch.cat([self.row_of, torch.full((more,), -1)])
-        self.maker_of = torch.cat([self.maker_of, torch.arange(num_values - more, num_values)])
+        more = torch.full((num_values - self.num_values,), -1)
+        self.row_of = torch.cat([self.row_of, more])
         self.num_values = num_values
 
 
 def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
     """The groups of the pending ops, in an order in which they can run."""
-    pending = [*pending, *_wanted(layout, pending)]
-    cell_of = torch.full((layout.num_values,), -1)
-    for number, item in enumerate(pending):
-        span = torch.arange(len(item.cell.makes))
-        values = item.bases[:, None] + span
-        cell_of[values.flatten()] = number
-        layout.maker_of[values] = item.bases[:, None].expand_as(values)
-    reads = [_kinds(cell_of[item.args]) for item in pending]
-    read = set().union(*reads)
-    for number, item in enumerate(pending):
-        if item.cell.kind == "pack" and number not in read:
-            layout.packs.append(item)
-            cell_of[item.bases] = -1
+    pending = [*pending, *_packs_read(layout, pending)]
+    if not pending:
+        return []
+    maker_of, cell_of = _makers(layout.num_values, pending)
+    reads = _reads(cell_of, pending)
     borders = torch.tensor(bundles[1:]) if len(bundles) > 1 else None
-    kept = [n for n, item in enumerate(pending) if item not in layout.packs]
-    rings = [ring for ring in _rings(reads) if ring[0] in kept]
+    rings = _rings(reads)
     for ring in rings:
         alone = len(ring) == 1 and ring[0] not in reads[ring[0]]
-        levels = None if alone else _levels([pending[n] for n in ring], layout)
+        levels = None if alone else _levels([pending[n] for n in ring], maker_of)
         for at, number in enumerate(ring):
             _sort(pending[number], None if levels is None else levels[at], borders)
             _place(pending[number], layout)
     groups = []
-    for number, ring in enumerate(rings):
+    for ring in rings:
         found = [each for member in ring for each in _cut(pending[member], layout)]
         groups += sorted(found, key=lambda each: each.level) if len(ring) > 1 else found
     return groups
 
 
-def _wanted(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
-    """Packs of earlier flushes that the pending ops read now."""
-    if not layout.packs or not pending:
-        return []
-    read = torch.cat([item.args.flatten() for item in pending])
-    found = [pack for pack in layout.packs if bool(torch.isin(pack.bases, read).any())]
-    layout.packs = [pack for pack in layout.packs if pack not in found]
+def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
+    """Packs that pending ops (or other such packs) read, as ops."""
+    found: dict[tuple[Spec, int], list[int]] = {}
+    read = [item.args.flatten() for item in pending]
+    while layout.packs and read:
+        known = torch.tensor(list(layout.packs))
+        wanted = known[torch.isin(known, torch.cat(read))].tolist()
+        read = []
+        for number in wanted:
+            spec, values = layout.packs.pop(number)
+            found.setdefault((spec, len(values)), []).append(number)
+            read.append(torch.tensor(values))
+            layout.packed[number] = values
+    made = []
+    for (spec, count), numbers in found.items():
+        cell = pack_cell(spec, count)
+        args = torch.tensor([layout.packed[number] for number in numbers])
+        made.append(Pending(cell, args, torch.tensor(numbers)))
+    return made
+
+
+def _makers(num_values: int, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
+    """For each value the first value of the op that makes it, and its cell (-1: none)."""
+    cell_of = torch.full((num_values,), -1)
+    maker_of = torch.arange(num_values)
+    for width in {len(item.cell.makes) for item in pending}:
+        items = [(n, item) for n, item in enumerate(pending) if len(item.cell.makes) == width]
+        bases = torch.cat([item.bases for _, item in items])
+        counts = torch.tensor([len(item.bases) for _, item in items])
+        cells = torch.repeat_interleave(torch.tensor([n for n, _ in items]), counts)
+        values = bases[:, None] + torch.arange(width)
+        cell_of[values] = cells[:, None]
+        maker_of[values] = bases[:, None]
+    return maker_of, cell_of
+
+
+def _reads(cell_of: Tensor, pending: Sequence[Pending]) -> list[set[int]]:
+    """For each cell the cells whose values it reads."""
+    num = len(pending) + 1
+    counts = torch.tensor([item.args.numel() for item in pending])
+    readers = torch.repeat_interleave(torch.arange(num - 1), counts)
+    makers = cell_of[torch.cat([item.args.flatten() for item in pending])] + 1
+    pairs = torch.bincount(readers * num + makers, minlength=num * num).nonzero().flatten()
+    found: list[set[int]] = [set() for _ in pending]
+    for pair in pairs.tolist():
+        reader, maker = divmod(pair, num)
+        if maker:
+            found[reader].add(maker - 1)
     return found
 
 
-def _kinds(cells: Tensor) -> set[int]:
-    """The cells among these; -1 is none."""
-    counts = torch.bincount(cells.flatten() + 1)[1:]
-    return set(counts.nonzero().flatten().tolist())
-
-
-def _levels(ring: list[Pending], layout: Layout) -> list[Tensor]:
+def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
     """How deep each op stands in its ring; ops come in the order of recording."""
-    inside = torch.zeros(layout.num_values, dtype=torch.bool)
+    inside = torch.zeros(len(maker_of), dtype=torch.bool)
     for item in ring:
         inside[item.bases] = True
-    depth = [0] * layout.num_values
+    depth = [0] * len(maker_of)
     items: list[tuple[int, tuple[int, ...]]] = []
     for item in ring:
-        makers = layout.maker_of[item.args]
+        makers = maker_of[item.args]
         columns = [makers[:, at] for at in range(makers.shape[1])]
         columns = [c for n, c in enumerate(columns) if not any(map(c.equal, columns[:n]))]
         columns = [c for c in columns if bool(inside[c].any())]
-        lists = [column.tolist() for column in columns]
-        items += zip(item.bases.tolist(), zip(*lists, strict=True), strict=True)
+        items += zip(item.bases.tolist(), zip(*[c.tolist() for c in columns], strict=True))
     if len(ring) > 1:
         items.sort()
     for base, makers_of in items:

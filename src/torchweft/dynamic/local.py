@@ -86,6 +86,8 @@ def take(recording: Recording, layout: Layout) -> list[Pending]:
         entry.args.clear()
         entry.bases.clear()
     recording.used.clear()
+    layout.packs.update(recording.packs)
+    recording.packs.clear()
     return found
 
 

@@ -179,7 +179,7 @@ class Dynamic:
             self.pool.stop()
 
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
-        if recording.used or recording.inputs:
+        if recording.used or recording.inputs or recording.packs:
             self._flush(recording, _lazies(outputs), bundles)
         return pytree.tree_map(self.state.real, outputs)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchweft.dynamic.cell import spec_of
+from torchweft.dynamic.cell import Spec, spec_of
 from torchweft.dynamic.lazy import Lazy
 from torchweft.errors import CaptureError
 
@@ -42,6 +42,7 @@ class Recording:
         self.known: dict[int, tuple[Lazy, int]] = {}  # inputs and versions, by identity
         self.kept: list[Tensor] = []
         self.rows_of: dict[int, list[Lazy]] = {}  # rows of values that were taken apart
+        self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
         self.viewed: set[int] = set()
         self.store: Any = None  # where computed rows are; set by the first flush
 
@@ -85,9 +86,7 @@ class Recording:
                 raise IndexError("invalid index of a 0-dim tensor")
             if self.state.recording is not self or shape[0] == 0:
                 return self.at_once(Tensor.__getitem__, (lazy, index), {})
-            row = spec_of(shape[1:], lazy.spec.dtype)
-            cell = self.state.structural("unpack", (lazy.spec,), (row,) * shape[0])
-            rows = self.rows_of[lazy.id] = self.add(cell, [lazy])
+            rows = self.rows_of[lazy.id] = self.add(self.state.unpack(lazy.spec), [lazy])
             self.viewed.add(lazy.id)
             self.viewed.update(each.id for each in rows)
         return rows[index]
@@ -144,11 +143,12 @@ class Recording:
             for item in items
         ]
         spec = values[0].spec
-        if any([value.spec is not spec for value in values]):
+        if any([value.spec is not spec for value in values]):  # a list: this is the hot way
             return None
-        made = spec_of((len(values), *spec.shape), spec.dtype)
-        entry = self.state.structural("pack", (spec,) * len(values), (made,))
-        return self.add(entry, values)[0]
+        made = Lazy(self.next, spec_of((len(values), *spec.shape), spec.dtype), self)
+        self.packs[self.next] = spec, [value.id for value in values]
+        self.next += 1
+        return made
 
     def _value(self, item: Any) -> Lazy:
         return self.input(item.home.real(item) if type(item) is Lazy else item)

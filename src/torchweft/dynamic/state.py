@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.cell import Cell, Spec, unpack_cell
 from torchweft.dynamic.fast import fast_call, fast_row
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
@@ -53,6 +53,7 @@ class State:
         self.weights: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.entries: dict[Any, Entry | str] = {}
+        self.inner: dict[nn.Module, tuple[nn.Module, ...]] = {}
         self.slow: dict[nn.Module, Callable[..., Any]] = {}
         self.fast: dict[nn.Module, tuple[int, dict[Any, Any]]] = {}
         self.recording: Recording | None = None
@@ -128,15 +129,12 @@ class State:
 
     # Calls become ops.
 
-    def structural(self, kind: str, reads: Sequence[Spec], makes: Sequence[Spec]) -> Entry:
-        """The entry of a pack or unpack."""
-        key = kind, len(reads), reads[0], len(makes), makes[0]
-        found = self.entries.get(key)
+    def unpack(self, spec: Spec) -> Entry:
+        """The entry of taking values of a spec apart."""
+        found = self.entries.get(spec)
         if found is None:
-            name = f"{kind}{max(len(reads), len(makes))}.{len(self.entries)}"
-            found = Entry(Cell(name, tuple(reads), tuple(makes), kind=kind))
-            self.entries[key] = found
-        assert isinstance(found, Entry), "packs are never refused"
+            found = self.entries[spec] = Entry(unpack_cell(spec))
+        assert isinstance(found, Entry), "it is never refused"
         return found
 
     def call_function(
@@ -148,7 +146,7 @@ class State:
             return func(*given, **options)
 
         name = getattr(func, "__name__", "function")
-        made = self._op(recording, func, name, call, None, args, kwargs)
+        made = self._op(recording, func, name, call, args, kwargs)
         return recording.at_once(func, args, kwargs) if made is _REFUSED else made
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,12 +154,11 @@ class State:
         recording = self.recording
         if recording is None or self.paused or isinstance(module, self.inline):
             return module._call_impl(*args, **kwargs)
-        inner = tuple(module.modules())
-        if any(getattr(each, hook) for each in inner for hook in _HOOKS):
+        if module not in self.inner:
+            self.inner[module] = tuple(module.modules())
+        inner = self.inner[module]
+        if any([getattr(each, hook) for each in inner for hook in _HOOKS]):
             return module._call_impl(*args, **kwargs)
-        weights = {
-            name: weight for name, weight in (*module.named_parameters(), *module.named_buffers())
-        }
 
         def call(given: Mapping[str, Tensor], args: tuple[Any, ...], options: Any) -> Any:
             with _unchanged(inner), _reparametrize_module(module, dict(given), tie_weights=True):
@@ -172,7 +169,7 @@ class State:
                 return made
 
         key = module, module.training
-        made = self._op(recording, key, self.modules[module], call, weights, args, kwargs)
+        made = self._op(recording, key, self.modules[module], call, args, kwargs)
         if made is _REFUSED:
             return module._call_impl(*args, **kwargs)
         return made
@@ -183,7 +180,6 @@ class State:
         target: Any,
         name: str,
         call: Callable[..., Any],
-        weights: Mapping[str, Tensor] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -195,11 +191,15 @@ class State:
         key = target, pattern, torch.is_autocast_enabled("cpu")
         entry = self.entries.get(key)
         if entry is None:
+            module = target[0] if isinstance(target, tuple) else None
+            weights = (
+                dict((*module.named_parameters(), *module.named_buffers())) if module else None
+            )
             entry = self._trace(name, call, weights, pattern, [value.spec for value in values])
             self.entries[key] = entry
             plain = not kwargs and len(values) == len(args) and isinstance(entry, Entry)
-            if weights is not None and plain and all(type(arg) is Lazy for arg in args):
-                self._speed_up(target[0], entry)
+            if module and plain and all(type(arg) is Lazy for arg in args):
+                self._speed_up(module, entry)  # type: ignore[arg-type]
         if isinstance(entry, str):
             self.reasons[entry] += 1
             return _REFUSED
