@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import torchweft as weft
 from torchweft.bench import dynamic_models as models
@@ -220,7 +220,7 @@ class Code(nn.Module):
         lambda x: {"shape": x.shape, "y": torch.cat([x, x.new_zeros(2)])},
         lambda x: torch.sort(x).values,
         lambda x: (x.unsqueeze(0) @ x.unsqueeze(1)).squeeze(),
-        lambda x: F.one_hot(x.argmax(), 4) + x,
+        lambda x: functional.one_hot(x.argmax(), 4) + x,
         lambda x: (x + 1).add_(2),
         lambda x: x.clone().fill_(3.0),
         lambda x: sum(x),
@@ -263,8 +263,19 @@ def test_input_changed_behind_the_call_is_refused() -> None:
         weft.dynamic(Code(change))(torch.ones(4))
 
 
+def test_change_of_an_input_is_the_callers_too() -> None:
+    class Change(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            return x + 1
+
+    given = torch.ones(3)
+    assert close(weft.dynamic(Change())(given), torch.full((3,), 3.0))
+    assert torch.equal(given, torch.full((3,), 2.0))
+
+
 def test_error_in_user_code_is_the_users_own() -> None:
-    with pytest.raises(RuntimeError, match="size|shape"):
+    with pytest.raises(RuntimeError, match=r"size|shape"):
         weft.dynamic(Code(lambda x: x @ torch.ones(7, 7)))(torch.ones(4))
     with pytest.raises(ZeroDivisionError):
         weft.dynamic(Code(lambda x: 1 // 0))(torch.ones(4))

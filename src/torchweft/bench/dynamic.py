@@ -19,6 +19,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def batched(data: Path | None, *, num_trees: int = 64, repeats: int = 7) -> dict
     rows = {f"{name}_ms": 1e3 * s / len(inputs) for name, s in seconds.items()}
     return {
         "trees": source, "num_trees": len(inputs), "num_threads": torch.get_num_threads(), **rows,
-        "batched_vs_per_node": seconds["per_node"] / seconds["together"], "largest_difference": apart,
+        "batched_vs_per_node": seconds["per_node"] / seconds["together"],
+        "largest_difference": apart,
     }  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def fault(
                 ):
                     wrong += 1
             left = pool.names
-    gaps = [b - a for a, b in zip(seen_s, seen_s[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(seen_s)]
     rest = seen_s[-1] - seen_s[-50]
     return {
         "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),

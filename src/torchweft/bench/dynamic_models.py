@@ -1,6 +1,6 @@
 """Dynamic models to try: ordinary PyTorch whose graph depends on the input.
 
-BinaryTreeLSTM   (Tai et al. 2015), as in DynPartition: a leaf cell, a composer, an output at every node
+BinaryTreeLSTM   (Tai et al. 2015), as in DynPartition: leaf, composer, an output at every node
 ChildSumTreeLSTM (Tai et al. 2015): any number of children
 LatticeLSTM      a DAG: each node joins all its predecessors
 RecursiveNet     (Socher et al. 2011): one product per pair, no modules in between
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Output(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """One row of classes."""
-        return F.log_softmax(self.l1(h), dim=-1)
+        return functional.log_softmax(self.l1(h), dim=-1)
 
 
 class BinaryTreeLSTM(nn.Module):
@@ -175,9 +175,13 @@ class RecursiveNet(nn.Module):
 
     def forward(self, tree: Tree, words: Tensor) -> Tensor:
         """The vector of the root."""
+        return self.visit(tree, functional.embedding(words, self.words))
+
+    def visit(self, tree: Tree, vectors: Tensor) -> Tensor:
+        """The vector of a node."""
         if not tree.children:
-            return self.words[words[tree.word]]
-        both = torch.cat([self.forward(child, words) for child in tree.children])
+            return vectors[tree.word]
+        both = torch.cat([self.visit(child, vectors) for child in tree.children])
         return torch.tanh(self.weight @ both + self.bias)
 
 
@@ -194,7 +198,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, dim] -> [tokens, dim]."""
         heads = self.qkv(self.norm1(x)).view(len(x), 3, self.num_heads, -1).permute(1, 2, 0, 3)
-        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
         x = x + self.out(mixed.transpose(0, 1).reshape(len(x), -1))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
@@ -269,4 +273,4 @@ class CondConv(nn.Module):
         """[channels, height, width] -> the same."""
         weights = torch.sigmoid(self.route(image.mean((1, 2))))
         kernel = torch.einsum("k,kabcd->abcd", weights, self.kernels)
-        return F.conv2d(image[None], kernel, padding=1)[0]
+        return functional.conv2d(image[None], kernel, padding=1)[0]

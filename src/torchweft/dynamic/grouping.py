@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(eq=False)
 class Pending:
-    """The ops of one cell: the values that they read, [ops, arguments], and make from `bases` on."""
+    """The ops of one cell: the values they read, [ops, arguments], and make from `bases` on."""
 
     cell: Cell
     args: Tensor
@@ -159,7 +159,9 @@ def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
         columns = [makers[:, at] for at in range(makers.shape[1])]
         columns = [c for n, c in enumerate(columns) if not any(map(c.equal, columns[:n]))]
         columns = [c for c in columns if bool(inside[c].any())]
-        items += zip(item.bases.tolist(), zip(*[c.tolist() for c in columns], strict=True))
+        items += zip(
+            item.bases.tolist(), zip(*[c.tolist() for c in columns], strict=True), strict=True
+        )
     if len(ring) > 1:
         items.sort()
     for base, makers_of in items:

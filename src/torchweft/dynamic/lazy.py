@@ -97,7 +97,7 @@ class Lazy:
         found = getattr(Tensor, name)
         if callable(found):
             return partial(self._method, name, found)
-        plain = getattr(torch.empty(0, dtype=self.spec.dtype), name, None)
+        plain = getattr(torch.empty(self.spec.shape, dtype=self.dtype, device="meta"), name, None)
         if isinstance(plain, (Tensor, type(None))) and name != "grad":
             return self.home.function(found.__get__, (self,), {})
         return plain

@@ -85,14 +85,14 @@ class Dynamic:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of one input."""
         with self.state.record() as recording:
-            outputs = self.state.model.forward(*args, **kwargs)
-            return self._real(recording, outputs)
+            given, options = recording.inputs_of((args, kwargs))
+            return self._real(recording, self.state.model.forward(*given, **options))
 
     def map(self, inputs: Iterable[Any]) -> list[Any]:
         """The outputs of each input (a tuple is taken as several arguments), in order."""
-        given = [each if isinstance(each, tuple) else (each,) for each in inputs]
         forward = self.state.model.forward
         with self.state.record() as recording:
+            given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
                 outputs = run_in_turns(self.state, [lambda a=a: forward(*a) for a in given])
@@ -126,8 +126,7 @@ class Dynamic:
         with self.state.record() as recording:
             outputs = []
             for each in given:
-                args = each if isinstance(each, tuple) else (each,)
-                outputs.append(self.state.model.forward(*args))
+                outputs.append(self.state.model.forward(*_arguments(recording, each)))
             if not recording.used:
                 return None, recording, outputs
             loaded = load(recording, _lazies(outputs))
@@ -205,6 +204,10 @@ class Dynamic:
 
 def _lazies(outputs: Any) -> list[Lazy]:
     return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
+
+
+def _arguments(recording: Recording, given: Any) -> Any:
+    return recording.inputs_of(given if isinstance(given, tuple) else (given,))
 
 
 def _batches(inputs: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -40,7 +40,7 @@ class Recording:
         self.used: list[Entry] = []  # entries with ops that are pending
         self.inputs: list[tuple[int, Tensor, int]] = []  # pending: number, tensor, its version
         self.known: dict[int, tuple[Lazy, int]] = {}  # inputs and versions, by identity
-        self.kept: list[Tensor] = []
+        self.given: dict[int, Tensor] = {}  # inputs by number; they are kept
         self.rows_of: dict[int, list[Lazy]] = {}  # rows of values that were taken apart
         self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
         self.viewed: set[int] = set()
@@ -93,9 +93,14 @@ class Recording:
 
     def change(self, lazy: Lazy, name: str, args: Any, kwargs: Any) -> Lazy:
         """A change in place: the handle stands for the new value from here on."""
-        if lazy.id in self.viewed or not hasattr(Tensor, name[:-1]):
+        if lazy.id in self.viewed:
             self.refuse_change(lazy, f"{name}()")
-        made = self.function(getattr(Tensor, name[:-1]), (lazy, *args), kwargs)
+        if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
+            made = self.at_once(getattr(Tensor, name), (tensor, *args), kwargs)
+        elif hasattr(Tensor, name[:-1]):
+            made = self.function(getattr(Tensor, name[:-1]), (lazy, *args), kwargs)
+        else:
+            made = self.at_once(getattr(Tensor, name), (self.real(lazy).clone(), *args), kwargs)
         made = made if type(made) is Lazy else self.input(made)
         if made.spec is not lazy.spec:
             self.refuse_change(lazy, f"{name}(), which would change its shape or dtype,")
@@ -131,8 +136,14 @@ class Recording:
             self.next += 1
             self.known[id(tensor)] = found, version
             self.inputs.append((found.id, tensor, version))
-            self.kept.append(tensor)
+            self.given[found.id] = tensor
         return found
+
+    def inputs_of(self, arguments: Any) -> Any:
+        """The arguments of a call with lazy values in the place of tensors."""
+        return pytree.tree_map(
+            lambda item: self.input(item) if isinstance(item, Tensor) else item, arguments
+        )
 
     def _pack(self, items: Any) -> Lazy | None:
         """Rows of one spec as one value, if that is what they are."""
@@ -143,7 +154,7 @@ class Recording:
             for item in items
         ]
         spec = values[0].spec
-        if any([value.spec is not spec for value in values]):  # a list: this is the hot way
+        if any(value.spec is not spec for value in values):
             return None
         made = Lazy(self.next, spec_of((len(values), *spec.shape), spec.dtype), self)
         self.packs[self.next] = spec, [value.id for value in values]
@@ -155,7 +166,10 @@ class Recording:
 
 
 _VIEWS = frozenset(
-    "view reshape squeeze unsqueeze transpose t permute expand expand_as narrow select chunk split "
-    "unbind flatten movedim swapaxes swapdims detach view_as diagonal unfold __getitem__ __get__ "
-    "contiguous to float double real".split()
-)
+    (
+        "view", "reshape", "squeeze", "unsqueeze", "transpose", "t", "permute", "expand",
+        "expand_as", "narrow", "select", "chunk", "split", "unbind", "flatten", "movedim",
+        "swapaxes", "swapdims", "detach", "view_as", "diagonal", "unfold", "__getitem__",
+        "__get__", "contiguous", "to", "float", "double", "real",
+    )
+)  # fmt: skip

@@ -41,7 +41,7 @@ class Entry:
         self.bases: list[int] = []
 
 
-class _OddArgument(Exception):
+class _OddArgumentError(Exception):
     """An argument that is neither a tensor nor a plain constant."""
 
 
@@ -121,6 +121,8 @@ class State:
 
     def fetch(self, recording: Recording, lazy: Lazy) -> Tensor:
         """The tensor of a value; what is pending runs first."""
+        if (given := recording.given.get(lazy.id)) is not None:
+            return given
         if recording.store is None or lazy.id >= recording.store.num_values:
             self.online = self.online or self.recording is recording
             self.flush(recording)
@@ -157,7 +159,7 @@ class State:
         if module not in self.inner:
             self.inner[module] = tuple(module.modules())
         inner = self.inner[module]
-        if any([getattr(each, hook) for each in inner for hook in _HOOKS]):
+        if any(getattr(each, hook) for each in inner for hook in _HOOKS):
             return module._call_impl(*args, **kwargs)
 
         def call(given: Mapping[str, Tensor], args: tuple[Any, ...], options: Any) -> Any:
@@ -186,7 +188,7 @@ class State:
         values: list[Lazy] = []
         try:
             pattern = self._pattern(recording, (args, kwargs), values)
-        except _OddArgument:
+        except _OddArgumentError:
             return _REFUSED
         key = target, pattern, torch.is_autocast_enabled("cpu")
         entry = self.entries.get(key)
@@ -270,7 +272,7 @@ class State:
             return kind, item.start, item.stop, item.step
         if isinstance(item, _PLAIN):
             return kind, item
-        raise _OddArgument
+        raise _OddArgumentError
 
     def _speed_up(self, module: nn.Module, entry: Entry) -> None:
         """Let later calls of this module with these shapes go the fast way."""
