@@ -96,6 +96,9 @@ class Recording:
         if lazy.id in self.viewed:
             self.refuse_change(lazy, f"{name}()")
         if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
+            if self.used or self.packs:
+                self.state.flush(self)  # who read it before sees it as it was
+            self.inputs = [each for each in self.inputs if each[1] is not tensor]
             made = self.at_once(getattr(Tensor, name), (tensor, *args), kwargs)
         elif hasattr(Tensor, name[:-1]):
             made = self.function(getattr(Tensor, name[:-1]), (lazy, *args), kwargs)
