@@ -30,7 +30,7 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
-from torchweft.errors import WeftError
+from torchweft.errors import WeftError, unknown
 
 Input = tuple[Tree, Tensor]
 FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
@@ -243,14 +243,35 @@ def drift(data: Path | None, *, num_inputs: int = 200) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(data: Path | None, only: str = "") -> dict[str, Any]:
-    """All rows of the bench, or one of them."""
+def run(
+    *, data: str = "", only: str = "", progress: Callable[[int, int], None] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name."""
+    folder = data or os.environ.get("WEFT_DATA", "")
+    where = Path(folder) if folder else None
     rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "batched": lambda: batched(data),
-        "placed": lambda: placed(data),
-        "stream": lambda: stream(data),
-        "killed": lambda: fault(data, signal.SIGKILL),
-        "stopped": lambda: fault(data, signal.SIGSTOP),
-        "drift": lambda: drift(data),
+        "batched": lambda: batched(where),
+        "placed": lambda: placed(where),
+        "stream": lambda: stream(where),
+        "killed": lambda: fault(where, signal.SIGKILL),
+        "stopped": lambda: fault(where, signal.SIGSTOP),
+        "drift": lambda: drift(where),
     }
-    return {name: row() for name, row in rows.items() if only in ("", name)}
+    if only and only not in rows:
+        raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
+    found = []
+    wanted = [name for name in rows if only in ("", name)]
+    for number, name in enumerate(wanted):
+        found.append({"row": name, **rows[name]()})
+        if progress is not None:
+            progress(number + 1, len(wanted))
+    summary: dict[str, Any] = {}
+    for row in found:
+        for key in ("batched_vs_per_node", "of_the_sum"):
+            if key in row:
+                summary[key] = row[key]
+        if row["row"] == "placed":
+            summary["simulator_error"] = max(each["simulator_error"] for each in row["rows"])
+        if row["row"] in ("killed", "stopped"):
+            summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
+    return found, summary
