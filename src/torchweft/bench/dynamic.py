@@ -12,11 +12,14 @@ planning are inside every time. One worker is throttled, so its times are emulat
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import signal
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -30,7 +33,8 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError, clip, unknown
+from torchweft.files import write_json
 
 Input = tuple[Tree, Tensor]
 FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
@@ -95,7 +99,32 @@ def median_s(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def batched(data: Path | None, *, num_trees: int = 64, repeats: int = 7) -> dict[str, Any]:
+def dynet_s(
+    python: str, model: BinaryTreeLSTM, inputs: Sequence[Input], repeats: int
+) -> tuple[float, list[Tensor]]:
+    """Seconds of DyNet with autobatching for all trees, and its outputs, by a Python that has it."""
+
+    def plain(tree: Tree, words: list[int]) -> Any:
+        return [plain(child, words) for child in tree.children] or words[tree.word]
+
+    weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
+    trees = [plain(tree, words.tolist()) for tree, words in inputs]
+    task = {"trees": trees, "weights": weights, "repeats": repeats}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.json"
+        write_json(path, task)
+        script = Path(__file__).with_name("dynet_trees.py")
+        command = [python, str(script), str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise WeftError(f"dynet: {python} cannot run it: {clip(found.stderr[-200:])}")
+    answer = json.loads(found.stdout.splitlines()[-1])
+    return answer["seconds"], [torch.tensor(outputs) for outputs in answer["outputs"]]
+
+
+def batched(
+    data: Path | None, *, num_trees: int = 64, repeats: int = 7, dynet: str = ""
+) -> dict[str, Any]:
     """Milliseconds a tree of the ways to run 64 trees on one device, and how far outputs differ."""
     inputs, num_words, source = trees_of(data, num_trees)
     torch.manual_seed(0)
@@ -118,6 +147,11 @@ def batched(data: Path | None, *, num_trees: int = 64, repeats: int = 7) -> dict
                         model.forward(*each)
 
             seconds["recording"] = median_s(record, repeats)
+    if dynet:
+        seconds["dynet"], theirs = dynet_s(dynet, model, inputs, repeats)
+        gaps = [float((a - b).abs().max()) for a, b in zip(theirs, wanted, strict=True)]
+        if max(gaps) > 1e-4:
+            raise WeftError(f"dynet: its outputs differ by {max(gaps):.2g}; is it the same model?")
     apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
     rows = {f"{name}_ms": 1e3 * s / len(inputs) for name, s in seconds.items()}
     return {
@@ -244,13 +278,18 @@ def drift(data: Path | None, *, num_inputs: int = 200) -> dict[str, Any]:
 
 
 def run(
-    *, data: str = "", only: str = "", progress: Callable[[int, int], None] | None = None
+    *,
+    data: str = "",
+    only: str = "",
+    dynet: str = "",
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name."""
+    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
+    Python that has DyNet, to race against its autobatching."""
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
     rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "batched": lambda: batched(where),
+        "batched": lambda: batched(where, dynet=dynet),
         "placed": lambda: placed(where),
         "stream": lambda: stream(where),
         "killed": lambda: fault(where, signal.SIGKILL),
