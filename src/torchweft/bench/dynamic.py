@@ -102,7 +102,7 @@ def median_s(call: Callable[[], Any], repeats: int) -> float:
 def dynet_s(
     python: str, model: BinaryTreeLSTM, inputs: Sequence[Input], repeats: int
 ) -> tuple[float, list[Tensor]]:
-    """Seconds of DyNet with autobatching for all trees, and its outputs, by a Python that has it."""
+    """Seconds of DyNet's autobatching for all trees, and its outputs, in a Python with DyNet."""
 
     def plain(tree: Tree, words: list[int]) -> Any:
         return [plain(child, words) for child in tree.children] or words[tree.word]

@@ -54,7 +54,7 @@ class SocketChannel:
             for row in rows:
                 if row.numel():
                     self.connection.send_bytes(bytes_of(row))
-        except (OSError, ValueError) as cause:
+        except (OSError, ValueError, TypeError) as cause:  # TypeError: closed meanwhile
             raise ChannelError(f"the other side is gone: {cause}") from cause
 
     def receive(self) -> tuple[Message, list[Tensor]]:
@@ -64,7 +64,7 @@ class SocketChannel:
             for row in rows:
                 if row.numel():
                     self.connection.recv_bytes_into(bytes_of(row))
-        except (OSError, ValueError, EOFError) as cause:
+        except (OSError, ValueError, EOFError, TypeError) as cause:
             raise ChannelError(f"the other side is gone: {cause!r}") from cause
         return message, rows
 

@@ -95,9 +95,13 @@ class Executor:
         """Cells, and the weights that they need, to devices that lack them; then measure them."""
         for device in devices:
             mate = self.pool.mates[device]
-            for cell in cells:
-                self._ship(cell, mate)
-                self.prices.measure(cell, device)
+            try:
+                for cell in cells:
+                    self._ship(cell, mate)
+                    self.prices.measure(cell, device)
+            except RunError:
+                if not mate.lost:
+                    raise
 
     def welcome(self, device: str) -> None:
         """Measure a device that has just joined: its links, and every cell that is known."""

@@ -29,11 +29,19 @@ def call({params}, *more, **options):
     number = home.next
     append(number)
     extend(({ids},))
+    one = new(Lazy)
+    one.id = number
+    one.spec = first
+    one.home = home
     if second is None:
         home.next = number + 1
-        return Lazy(number, first, home)
+        return one
     home.next = number + 2
-    return Lazy(number, first, home), Lazy(number + 1, second, home)
+    two = new(Lazy)
+    two.id = number + 1
+    two.spec = second
+    two.home = home
+    return one, two
 """
 
 
@@ -51,7 +59,7 @@ def fast_call(
     )
     space: dict[str, Any] = {
         "table": table, "slow": slow, "state": state, "module": module, "Lazy": Lazy,
-        "missing": object(),
+        "missing": object(), "new": object.__new__,
     }  # fmt: skip
     exec(compile(source, "<weft fast call>", "exec"), space)
     call: Callable[..., Any] = space["call"]

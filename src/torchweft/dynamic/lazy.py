@@ -85,7 +85,8 @@ class Lazy:
 
     def __getitem__(self, index: Any) -> Any:
         if type(index) is int:
-            return self.home.select(self, index)
+            rows = self.home.rows_of.get(self.id)
+            return self.home.select(self, index) if rows is None else rows[index]
         return self.home.function(Tensor.__getitem__, (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:

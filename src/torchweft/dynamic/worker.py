@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, spec_of
 from torchweft.dynamic.channel import Channel, ChannelError, SocketChannel
+from torchweft.dynamic.graphing import HOME
 from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.program import Part, Task
 from torchweft.dynamic.rank_channel import WORKER, RankChannel
@@ -75,7 +76,7 @@ class Worker:
         self.throttle = Throttle(slowness)
         self.driver = driver
         self.peers: dict[str, str] = {}  # addresses
-        self.channels: dict[str, Channel] = {"home": driver}
+        self.channels: dict[str, Channel] = {HOME: driver}
         self.cells: dict[str, Cell] = {}
         self.weights: dict[str, Tensor] = {}
         self.prepared: dict[str, Sequence[Any]] = {}
@@ -114,7 +115,7 @@ class Worker:
             try:
                 message = {**message, "sent_s": time.perf_counter()}
                 if target not in self.channels and target not in self.peers:
-                    target, message = "home", {**message, "relay": target}  # no way but through it
+                    target, message = HOME, {**message, "relay": target}  # no way but through it
                 if target not in self.channels:
                     self.channels[target] = SocketChannel(Client(self.peers[target], "AF_UNIX"))
                 self.channels[target].send(message, tensors)
@@ -123,7 +124,7 @@ class Worker:
 
     def _beat(self) -> None:
         while True:
-            self.outbox.put(("home", {"kind": "alive"}, ()))
+            self.outbox.put((HOME, {"kind": "alive"}, ()))
             time.sleep(BEAT_S)
 
     def on_peers(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -227,7 +228,7 @@ class Worker:
         self.jobs.put(job)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        self.outbox.put(("home", message, ()))
+        self.outbox.put((HOME, message, ()))
 
     # Running.
 
@@ -249,28 +250,35 @@ class Worker:
         call.spans.append((label, lane, message["sent_s"], time.perf_counter()))
 
     def _run(self, call: _Call) -> None:
-        for task in call.part.tasks:
-            if not self._wait(call, task):
-                break
-            began_s = time.perf_counter()
-            call.store.run(task.group, self._prepare)
-            self._synchronize()
-            self.throttle.pay(time.perf_counter() - began_s)
-            call.spans.append((task.label, self.name, began_s, time.perf_counter()))
-            for value, target in task.sends:
-                spec, start, count = call.part.blocks[value]
-                message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
-                rows = call.store.rows[spec][start : start + count]
-                self.outbox.put((target, message, [rows]))
-        else:
-            for at, (spec, rows) in enumerate(call.part.answers):
-                message = {"kind": "rows", "call": call.number, "value": f"answer.{at}"}
-                made = call.store.rows[spec].index_select(0, rows.to(self.device))
-                self.outbox.put(("home", {**message, "source": self.name}, [made]))
-            self._tell({"kind": "done", "call": call.number, "spans": call.spans})
-        with self.news:
-            del self.calls[call.number]
-            self.over.add(call.number)
+        try:
+            if not all(self._task(call, task) for task in call.part.tasks):
+                return  # cancelled
+        finally:
+            with self.news:
+                del self.calls[call.number]
+                self.over.add(call.number)
+        for at, (spec, rows) in enumerate(call.part.answers):
+            made = call.store.rows[spec].index_select(0, rows.to(self.device))
+            self._send_rows(call, f"answer.{at}", HOME, made)
+        self._tell({"kind": "done", "call": call.number, "spans": call.spans})
+
+    def _task(self, call: _Call, task: Task) -> bool:
+        """Run a group and send what others need; False if the call was cancelled."""
+        if not self._wait(call, task):
+            return False
+        began_s = time.perf_counter()
+        call.store.run(task.group, self._prepare)
+        self._synchronize()
+        self.throttle.pay(time.perf_counter() - began_s)
+        call.spans.append((task.label, self.name, began_s, time.perf_counter()))
+        for value, target in task.sends:
+            spec, start, count = call.part.blocks[value]
+            self._send_rows(call, value, target, call.store.rows[spec][start : start + count])
+        return True
+
+    def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
+        message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
+        self.outbox.put((target, message, [rows]))
 
     def _wait(self, call: _Call, task: Task) -> bool:
         """Wait for rows of other devices; False if the call was cancelled meanwhile."""
