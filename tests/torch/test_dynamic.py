@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn import functional
 
 import torchweft as weft
 from torchweft.bench import dynamic_models as models
+from torchweft.bench.dynamic import read_trees
 from torchweft.bench.dynamic_models import Tree
+from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.cell import Cell
 from torchweft.errors import CaptureError
 
@@ -131,6 +134,21 @@ def test_gradients_equal_those_of_plain_pytorch() -> None:
         sum(made.sum() for made in weft.dynamic(model).map(inputs)).backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[name], atol=1e-4), name
+
+
+def test_execution_by_nodes_as_dynpartition_does_gives_the_same() -> None:
+    model, inputs = cases()["binary tree"]
+    for tree, words in inputs:
+        assert close(per_node(model, tree, words.tolist()), model(tree, words))
+
+
+def test_trees_of_a_file_have_their_words(tmp_path: Path) -> None:
+    path = tmp_path / "trees.txt"
+    path.write_text("(3 (2 a) (2 (1 b) (0 a)))\n(2 alone)\n", encoding="utf-8")
+    (first, words), (second, _) = read_trees(path, 5)[0]
+    assert [len(node.children) for node in first.nodes()] == [0, 0, 0, 2, 2]
+    assert words.tolist() == [0, 1, 0]
+    assert second.children == []
 
 
 def test_changed_weights_are_seen() -> None:

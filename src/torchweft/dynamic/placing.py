@@ -145,10 +145,14 @@ class Placer:
         self.backlog_s.pop(id(job), None)
 
     def simulate(self, found: Plan, job: Job) -> Trace:
-        """What the prices, as they are now, say of a plan of a job."""
-        prices = self.executor.prices
+        """What the prices, as they are now, say of a plan of a job; weights are there already."""
+        assert job.drawing is not None, "a job with a plan has a drawing"
+        prices, weights = self.executor.prices, job.drawing.weights
         machine = prices.machine()
-        return simulate(found, Context(), machine, prices.costs(job.drawing, machine))
+        labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
+        steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
+        lean = found.then("weights are resident", steps=steps)
+        return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
 
     def _draw(self, loaded: Load) -> Drawing:
         weights = {each.cell.name: self._weight_bytes(each.cell.weights) for each in loaded.groups}
