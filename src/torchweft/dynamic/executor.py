@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec
@@ -154,7 +155,7 @@ class Executor:
     # What workers say.
 
     def _hear(self, name: str, message: Message, tensors: list[Tensor]) -> None:
-        with self.lock:
+        with self.lock, torch.inference_mode():  # the caller's rows may be inference tensors
             job = self.jobs.get(message.get("call", -1))
             if job is None:
                 return
@@ -183,6 +184,11 @@ class Executor:
     def _done(self, job: Job, name: str, message: Message) -> None:
         part = job.parts[name]
         groups = {task.label: task.group for task in part.tasks}
+        starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
+        if part.tasks and not part.tasks[0].needs:
+            way_s = self.prices.links[HOME, name].latency_s
+            begun_s = max(0.0, min(starts) - job.began_s - way_s)
+            self.prices.started(name, begun_s / len(part.tasks))
         for label, lane, start_s, end_s in message["spans"]:
             job.spans.append((label, lane, name, start_s, end_s))
             if label in groups:

@@ -3,9 +3,9 @@
     (cell, device) -> {rows: seconds}      measured by the worker itself, as it runs groups
     (device, device) -> latency, rate      measured with rows that go there and back
 
-Spans of real runs move the prices: seconds = measured * drift, and every run moves the drift of its
-cell on its device a part of the way to what was seen, so the table follows a device that slows
-down or recovers.
+What it takes to hand a group to a device counts too. Spans of real runs move the prices: seconds =
+measured * drift, and every run moves the drift of its cell on its device a part of the way to what
+was seen, so the table follows a device that slows down or recovers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Prices:
         self.seconds: dict[tuple[str, str], dict[int, float]] = {}
         self.drift: dict[tuple[str, str], float] = {}
         self.links: dict[tuple[str, str], Link] = {}
+        self.start_s: dict[str, float] = {}
         self.epoch = 0  # changes when prices have moved so far that plans should be made anew
         self.settled: dict[tuple[str, str], float] = {}
 
@@ -61,6 +62,11 @@ class Prices:
         if not 1 / MOVED < now / settled < MOVED:
             self.settled[key] = now
             self.epoch += 1
+
+    def started(self, device: str, seconds: float) -> None:
+        """It took so long a group until a device had begun: writing, sending and reading parts."""
+        before_s = self.start_s.get(device, seconds)
+        self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
 
     def measure(self, cell: Cell, device: str) -> None:
         """Measure a cell on a device, once."""
@@ -113,7 +119,8 @@ class Prices:
         for group in drawing.groups.values():
             for device in machine.devices[1:]:
                 seconds = self.of(group.cell, group.num_rows, device.name)
-                measured[body_of(group), device.name] = {0: seconds}
+                start_s = self.start_s.get(device.name, 0.0)
+                measured[body_of(group), device.name] = {0: seconds + start_s}
         return Costs(machine, CostTable.of(measured))
 
     def table(self) -> CostTable:
@@ -129,6 +136,8 @@ class Prices:
         """Forget devices that are gone: a new worker of that name is another one."""
         gone = set(devices)
         self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
+        for name in gone:
+            self.start_s.pop(name, None)
         for known in (self.seconds, self.drift, self.settled):
             for key in [key for key in known if key[1] in gone]:
                 del known[key]  # type: ignore[arg-type]

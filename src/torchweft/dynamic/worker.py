@@ -106,8 +106,11 @@ class Worker:
                 if from_driver:
                     os._exit(0)  # nobody is left to work for
                 return
-            handle = getattr(self, f"on_{message['kind']}")
-            handle(message, tensors)
+            try:
+                with torch.inference_mode():
+                    getattr(self, f"on_{message['kind']}")(message, tensors)
+            except Exception:
+                self._failed(message)
 
     def _send(self) -> None:
         while True:
@@ -221,11 +224,14 @@ class Worker:
                 with torch.inference_mode():
                     work()
             except Exception:
-                text = traceback.format_exc(limit=-3)
-                about = {key: message[key] for key in ("call", "ticket") if key in message}
-                self._tell({"kind": "failed", "error": text, **about})
+                self._failed(message)
 
         self.jobs.put(job)
+
+    def _failed(self, message: Mapping[str, Any]) -> None:
+        """Tell the driver of the error that is being handled."""
+        about = {key: message[key] for key in ("call", "ticket") if key in message}
+        self._tell({"kind": "failed", "error": traceback.format_exc(limit=-3), **about})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         self.outbox.put((HOME, message, ()))
@@ -270,10 +276,10 @@ class Worker:
         call.store.run(task.group, self._prepare)
         self._synchronize()
         self.throttle.pay(time.perf_counter() - began_s)
-        call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         for value, target in task.sends:
             spec, start, count = call.part.blocks[value]
             self._send_rows(call, value, target, call.store.rows[spec][start : start + count])
+        call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
 
     def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
