@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchweft.errors import CaptureError, clip
+from torchweft.errors import CaptureError, clip, unknown
 
 Call = tuple[str, list[Any], dict[str, Any], int]
 _PLAIN = {
@@ -61,6 +61,13 @@ def spec_of(shape: Sequence[int], dtype: torch.dtype) -> Spec:
     return found if found is not None else _SPECS.setdefault(key, Spec(*key))
 
 
+def spec_named(shape: Sequence[int], dtype: str) -> Spec:
+    """The spec of a shape and the name of a dtype. Raises `CaptureError` for an unknown one."""
+    if dtype not in _DTYPES:
+        raise CaptureError(f"spec: {unknown('dtype', dtype, _DTYPES)}")
+    return spec_of(shape, _DTYPES[dtype])
+
+
 @dataclass(frozen=True, eq=False)
 class Cell:
     """Calls on places: first the weights, then the arguments, then what calls make.
@@ -96,7 +103,7 @@ class Cell:
     def from_data(found: dict[str, Any]) -> Cell:
         """The cell of plain data."""
         sides = [
-            tuple(spec_of(shape, _DTYPES[dtype]) for shape, dtype in found[side])
+            tuple(spec_named(shape, dtype) for shape, dtype in found[side])
             for side in ("reads", "makes")
         ]
         calls = tuple((name, args, options, at) for name, args, options, at in found["calls"])

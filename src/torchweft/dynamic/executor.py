@@ -24,13 +24,14 @@ from torchweft.dynamic.graphing import HOME, Drawing
 from torchweft.dynamic.pool import Mate, Pool
 from torchweft.dynamic.prices import Prices
 from torchweft.dynamic.program import Part
+from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.store import Store
 from torchweft.errors import RunError, WeftError
 from torchweft.plan import Plan
 from torchweft.trace import Span, Trace
 
 MAX_TRIES = 5
-Parts = tuple[dict[str, Part], dict[str, list[str]], Plan | None]
+Parts = tuple[Mapping[str, Part | Recorded], dict[str, list[str]], Plan | None]
 
 
 @dataclass(eq=False)
@@ -38,11 +39,13 @@ class Job:
     """One call: how it is planned, what it was given, and what came of it."""
 
     write: Callable[[], Parts]  # (parts, inputs of each device, plan), for the devices alive now
-    inputs: Mapping[str, Tensor]
-    store: Store
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    store: Store | None = None  # where rows go
     drawing: Drawing | None = None
     number: int = 0
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, Part | Recorded] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
+    busy_s: float = 0.0
     plan: Plan | None = None
     waiting: set[str] = field(default_factory=set)
     spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
@@ -135,15 +138,14 @@ class Executor:
         job.number, job.parts, job.waiting = self.last, parts, set(parts)
         job.spans, job.began_s = [], time.perf_counter()
         self.jobs[job.number] = job
-        for part in parts.values():
-            job.blocks.update(part.blocks)
         for device, part in parts.items():
             mate = self.pool.mates[device]
-            for cell in dict.fromkeys(task.group.cell for task in part.tasks):
+            job.blocks |= part.blocks if isinstance(part, Part) else {}
+            for cell in part.cells:
                 self._ship(cell, mate)
             data, rows = part.to_data()
             names = given.get(device, [])
-            message = {"kind": "call", "call": job.number, "part": data, "inputs": names}
+            message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
             mate.send(message, [*rows, *(job.inputs[name] for name in names)])
         return None
 
@@ -163,19 +165,18 @@ class Executor:
                 self._rows(job, name, message, tensors[0])
             elif message["kind"] == "done":
                 self._done(job, name, message)
+            elif message["kind"] == "answer":
+                self._answer(job, name, message, tensors)
             elif message["kind"] == "failed":
                 self._cancel(job, job.waiting)
                 text = f"run: worker {name!r} failed."
                 self._end(job, RunError(text, story=message["error"], lane=name))
 
     def _rows(self, job: Job, name: str, message: Message, rows: Tensor) -> None:
+        assert job.store is not None, "rows come for jobs with a store"
         value = message["value"]
-        if value.startswith("answer."):
-            spec, wanted = job.parts[name].answers[int(value.removeprefix("answer."))]
-            job.store.rows[spec][wanted] = rows
-        else:
-            spec, start, count = job.blocks[value]
-            job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+        spec, start, count = job.blocks[value]
+        job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
         now_s = time.perf_counter()
         job.spans.append(
             (f"copy {value} to {HOME}", f"{name}.to.{HOME}", name, message["sent_s"], now_s)
@@ -183,9 +184,10 @@ class Executor:
 
     def _done(self, job: Job, name: str, message: Message) -> None:
         part = job.parts[name]
+        assert isinstance(part, Part), "other parts answer"
         groups = {task.label: task.group for task in part.tasks}
         starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
-        if part.tasks and not part.tasks[0].needs:
+        if not part.tasks[0].needs:
             way_s = self.prices.links[HOME, name].latency_s
             begun_s = max(0.0, min(starts) - job.began_s - way_s)
             self.prices.started(name, begun_s / len(part.tasks))
@@ -197,6 +199,19 @@ class Executor:
         job.waiting.discard(name)
         if not job.waiting:
             self._end(job)
+
+    def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
+        part = job.parts[name]
+        assert isinstance(part, Recorded), "other parts are done"
+        cells = {cell.name: cell for cell in part.cells}
+        for span, (cell, rows) in zip(message["spans"], message["groups"], strict=True):
+            label, lane, start_s, end_s = span
+            job.spans.append((label, lane, name, start_s, end_s))
+            self.prices.saw(cells[cell], rows, name, end_s - start_s)
+        numbers = [number for number, _ in part.wanted]
+        job.values = dict(zip(numbers, values, strict=True))
+        job.busy_s = message["busy_s"]
+        self._end(job)
 
     def _cancel(self, job: Job, devices: set[str]) -> None:
         for device in devices:

@@ -6,7 +6,7 @@ flush:   inputs into the store  ->  groups of what is pending  ->  run one after
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,11 @@ class Held:
     def __init__(self, device: torch.device, *, grad: bool) -> None:
         self.layout = Layout()
         self.store = Store(device, grad=grad)
-        self.running: Any = None  # the job that brings the rows, if they are computed elsewhere
+        self.first_away, self.brought = 1 << 62, frozenset[int]()
+
+    def stay(self, first: int, brought: Iterable[int]) -> None:
+        """Values from this number on stay on the workers, except those that were brought."""
+        self.first_away, self.brought = first, frozenset(brought)
 
     @property
     def num_values(self) -> int:
@@ -35,8 +39,8 @@ class Held:
 
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""
-        if self.running is not None:
-            self.running.wait()
+        if number >= self.first_away and number not in self.brought:
+            raise away(spec)
         found, rows = self.place(number, spec)
         if found is spec:
             return self.store.rows[spec][int(rows)]
@@ -48,6 +52,29 @@ class Held:
         if isinstance(rows, int):
             return spec, torch.tensor(rows)
         return spec_of(spec.shape[1:], spec.dtype), rows
+
+
+class Brought:
+    """What a recording holds of results of a job that ran elsewhere: the values it wanted."""
+
+    def __init__(self, job: Any, num_values: int) -> None:
+        self.job, self.num_values = job, num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value, when the job is over."""
+        self.job.wait()
+        if number not in self.job.values:
+            raise away(spec)
+        found: Tensor = self.job.values[number]
+        return found
+
+
+def away(spec: Spec) -> CaptureError:
+    """The error for a value that stayed where it was computed."""
+    return CaptureError(
+        f"kept: a value of {spec} was kept by your code and not among the outputs of its call, so "
+        "it stayed on a worker. Return it, or run the model without workers."
+    )
 
 
 class Weights:
@@ -91,22 +118,29 @@ def take(recording: Recording, layout: Layout) -> list[Pending]:
     return found
 
 
-def take_inputs(recording: Recording, layout: Layout) -> list[tuple[Spec, int, list[Tensor]]]:
-    """The pending inputs: (spec, first row, tensors).
+def inputs_in(recording: Recording) -> list[tuple[int, Tensor]]:
+    """The pending inputs by number; they are pending no more.
 
     Raises `CaptureError` if one was changed in place behind the call that uses it.
     """
-    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
-    for number, tensor, version in recording.inputs:
+    for _, tensor, version in recording.inputs:
         if not tensor.is_inference() and tensor._version != version:
             raise CaptureError(
                 f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
                 "call that has not run yet used it. Change a clone() of it."
             )
+    found = [(number, tensor) for number, tensor, _ in recording.inputs]
+    recording.inputs.clear()
+    return found
+
+
+def take_inputs(recording: Recording, layout: Layout) -> list[tuple[Spec, int, list[Tensor]]]:
+    """The pending inputs: (spec, first row, tensors)."""
+    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
+    for number, tensor in inputs_in(recording):
         numbers, tensors = by_spec.setdefault(spec_of(tensor.shape, tensor.dtype), ([], []))
         numbers.append(number)
         tensors.append(tensor)
-    recording.inputs.clear()
     found = []
     for spec, (numbers, tensors) in by_spec.items():
         start = layout.take(spec, len(numbers))

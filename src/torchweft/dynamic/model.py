@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.executor import Executor, Job
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Weights, flush_here
+from torchweft.dynamic.local import Brought, Weights, flush_here
 from torchweft.dynamic.placing import Placer, load
 from torchweft.dynamic.pool import Pool, Spot
+from torchweft.dynamic.recorded import take_all
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
@@ -114,7 +115,7 @@ class Dynamic:
         batch: how many inputs make one job.
         """
         placer, pool = self._workers()
-        under_way: deque[tuple[Job | None, Recording, list[Any]]] = deque()
+        under_way: deque[tuple[Job | None, list[Any]]] = deque()
         for given in _batches(inputs, batch):
             under_way.append(self._start(placer, given))
             while len(under_way) >= (window or 2 * len(pool.names) or 1):
@@ -122,22 +123,23 @@ class Dynamic:
         while under_way:
             yield from self._finish(placer, *under_way.popleft())
 
-    def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, Recording, list[Any]]:
+    def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
         with self.state.record() as recording:
             outputs = []
             for each in given:
                 outputs.append(self.state.model.forward(*_arguments(recording, each)))
-            if not recording.used:
-                return None, recording, outputs
-            loaded = load(recording, _lazies(outputs))
-            job = placer.whole(loaded)
-            recording.store.running = job
-            return placer.executor.submit(job), recording, outputs
+            if recording.store is not None or not recording.used:  # it ran already, in part
+                if recording.used or recording.packs:
+                    self._flush(recording, _lazies(outputs))
+                return None, outputs
+            job = placer.whole(take_all(recording, _lazies(outputs)))
+            recording.store = Brought(job, recording.next)
+            return placer.executor.submit(job), outputs
 
-    def _finish(
-        self, placer: Placer, job: Job | None, recording: Recording, outputs: list[Any]
-    ) -> Iterator[Answer]:
-        error, devices, latency_s = None, (), 0.0
+    def _finish(self, placer: Placer, job: Job | None, outputs: list[Any]) -> Iterator[Answer]:
+        error: WeftError | None = None
+        devices: tuple[str, ...] = ()
+        latency_s = 0.0
         if job is not None:
             job.over.wait()
             placer.over(job)

@@ -10,7 +10,7 @@ and the prices they were made for.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from torchweft.context import Context
-from torchweft.dynamic.cell import Spec
+from torchweft.dynamic.cell import Cell, Spec
 from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Held, take, take_inputs
-from torchweft.dynamic.program import parts_of, whole_part
+from torchweft.dynamic.prices import FOLLOW
+from torchweft.dynamic.program import parts_of
+from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.recording import Recording
 from torchweft.errors import PlacementError
 from torchweft.placement import Planner, as_plan, graph_problem, plan
@@ -53,7 +55,7 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
     if recording.store is None:
         recording.store = Held(state.device, grad=False)
     held: Held = recording.store
-    before = dict(held.layout.num_rows)
+    before, first = dict(held.layout.num_rows), held.num_values
     pending = take(recording, held.layout)
     inputs = take_inputs(recording, held.layout)
     groups = group(held.layout, pending, bundles)
@@ -70,7 +72,11 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
         name: held.store.rows[spec][start : start + count]
         for name, (spec, start, count) in blocks.items()
     }
-    outputs = _all(groups) if wanted is None else _rows(held, wanted, groups)
+    if wanted is None:
+        outputs = _all(groups)
+    else:
+        outputs = _rows(held, wanted, groups)
+        held.stay(first, {lazy.id for lazy in wanted})
     return Load(groups, blocks, tensors, outputs, held)
 
 
@@ -109,15 +115,15 @@ class Placer:
     plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
     num_hits: int = 0
     backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
+    pace: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self, loaded: Load) -> None:
+    def _ship(self, cells: Iterable[Cell]) -> None:
         """New cells go to every device and are measured there, before anything is planned."""
-        cells = list(dict.fromkeys(each.cell for each in loaded.groups))
-        self.executor.ship(cells, self.executor.pool.names)
+        self.executor.ship(list(dict.fromkeys(cells)), self.executor.pool.names)
 
     def planned(self, loaded: Load) -> Job:
         """A job whose groups are placed by the planner."""
-        self.prepare(loaded)
+        self._ship(each.cell for each in loaded.groups)
         structure = structure_of(loaded.groups)
         drawing = self._draw(loaded)
 
@@ -127,22 +133,24 @@ class Placer:
 
         return Job(write, loaded.tensors, loaded.held.store, drawing=drawing)
 
-    def whole(self, loaded: Load) -> Job:
+    def whole(self, recorded: Recorded) -> Job:
         """A job that runs on the one device that would be done with it first."""
-        self.prepare(loaded)
-        part = whole_part(loaded.groups, loaded.blocks, loaded.held.layout.num_rows, loaded.outputs)
+        self._ship(recorded.cells)
 
         def write() -> Parts:
-            device, seconds = self._first_done(loaded)
+            device, seconds = self._first_done(recorded)
             self.backlog_s[id(job)] = device, seconds
-            return {device: part}, {device: list(loaded.tensors)}, None
+            return {device: recorded}, {}, None
 
-        job = Job(write, loaded.tensors, loaded.held.store)
+        job = Job(write)
         return job
 
     def over(self, job: Job) -> None:
-        """A whole job has ended: its device is free of it."""
-        self.backlog_s.pop(id(job), None)
+        """A whole job has ended: its device is free of it, and its pace is known better."""
+        device, seconds = self.backlog_s.pop(id(job), ("", 0.0))
+        if job.busy_s and seconds:
+            pace = self.pace.get(device, 1.0)
+            self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
 
     def simulate(self, found: Plan, job: Job) -> Trace:
         """What the prices, as they are now, say of a plan of a job; weights are there already."""
@@ -176,22 +184,20 @@ class Placer:
             self.plans.popitem(last=False)
         return found
 
-    def _first_done(self, loaded: Load) -> tuple[str, float]:
+    def _first_done(self, recorded: Recorded) -> tuple[str, float]:
         """The device with room that would be done first, and its seconds for this job."""
-        pool, prices = self.executor.pool, self.executor.prices
+        pool = self.executor.pool
         busy_s = dict.fromkeys(pool.names, 0.0)
         for device, seconds in self.backlog_s.values():
             if device in busy_s:
                 busy_s[device] += seconds
-        rows = loaded.held.layout.num_rows
-        need = sum(count * spec.num_bytes for spec, count in rows.items())
-        names = {name for each in loaded.groups for name in each.cell.weights}
-        need += self._weight_bytes(names)
+        names = {name for cell in recorded.cells for name in cell.weights}
+        need = recorded.num_bytes + self._weight_bytes(names)
         found = []
         for name in pool.names:
             room = pool.mates[name].spot.memory_bytes
             if room is None or need <= room:
-                cost = sum(prices.of(g.cell, g.num_rows, name) for g in loaded.groups)
+                cost = self._whole_s(recorded, name)
                 found.append((busy_s[name] + cost, cost, name))
         if not found:
             raise PlacementError(
@@ -201,6 +207,13 @@ class Placer:
             )
         _, cost, name = min(found)
         return name, cost
+
+    def _whole_s(self, recorded: Recorded, device: str) -> float:
+        """Seconds of a recording on one device: its cells as if each ran once, times the pace that
+        was seen for such jobs there."""
+        prices = self.executor.prices
+        seconds = sum(prices.of(item.cell, len(item.bases), device) for item in recorded.pending)
+        return (seconds + 1e-6) * self.pace.get(device, 1.0)
 
     def _weight_bytes(self, names: Mapping[str, Any] | Sequence[str] | set[str]) -> int:
         weights = self.executor.weights

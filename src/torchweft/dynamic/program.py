@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.cell import Cell, Spec, spec_named
 from torchweft.dynamic.graphing import Drawing
 from torchweft.dynamic.grouping import Group
 from torchweft.plan import Plan
@@ -37,7 +37,13 @@ class Part:
     tasks: list[Task] = field(default_factory=list)
     blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)  # first row, rows
     num_rows: dict[Spec, int] = field(default_factory=dict)
-    answers: list[tuple[Spec, Tensor]] = field(default_factory=list)  # rows that go home at the end
+
+    kind = "call"
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells that its device needs."""
+        return list(dict.fromkeys(task.group.cell for task in self.tasks))
 
     def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
         """The part as plain data, and the row numbers of its groups as tensors."""
@@ -54,42 +60,27 @@ class Part:
             for name, (spec, start, count) in self.blocks.items()
         }
         rows = [[list(spec.shape), str(spec.dtype), n] for spec, n in self.num_rows.items()]
-        answers = [specs.index(spec) for spec, _ in self.answers]
-        data = {"tasks": tasks, "blocks": blocks, "num_rows": rows, "answers": answers}
-        wanted = [rows for _, rows in self.answers]
-        return data, [*(task.group.rows for task in self.tasks), *wanted]
+        data = {"tasks": tasks, "blocks": blocks, "num_rows": rows}
+        return data, [task.group.rows for task in self.tasks]
 
     @staticmethod
     def from_data(
-        data: Mapping[str, Any], rows: Sequence[Tensor], cells: Mapping[str, Cell], spec_at: Any
+        data: Mapping[str, Any], rows: Sequence[Tensor], cells: Mapping[str, Cell]
     ) -> Part:
-        """The part of plain data; `spec_at(shape, dtype)` gives specs."""
-        specs = [spec_at(shape, dtype) for shape, dtype, _ in data["num_rows"]]
+        """The part of plain data."""
+        specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
         num_rows = {
             spec: count for spec, (_, _, count) in zip(specs, data["num_rows"], strict=True)
         }
         tasks = []
-        num_tasks = len(data["tasks"])
-        for item, mine in zip(data["tasks"], rows[:num_tasks], strict=True):
+        for item, mine in zip(data["tasks"], rows, strict=True):
             found = Group(cells[item["cell"]], item["rows"], mine, tuple(item["starts"]))
             sends = [(value, device) for value, device in item["sends"]]
             tasks.append(Task(item["label"], found, item["needs"], sends))
         blocks = {
             name: (specs[at], start, count) for name, (at, start, count) in data["blocks"].items()
         }
-        wanted = zip(data["answers"], rows[num_tasks:], strict=True)
-        return Part(tasks, blocks, num_rows, [(specs[at], mine) for at, mine in wanted])
-
-
-def whole_part(
-    groups: Sequence[Group],
-    inputs: Mapping[str, tuple[Spec, int, int]],
-    num_rows: dict[Spec, int],
-    outputs: Mapping[Spec, Tensor],
-) -> Part:
-    """All groups on one device, in their order; the rows that the caller wants go home."""
-    tasks = [Task(f"{group.cell.name}.{at}", group) for at, group in enumerate(groups)]
-    return Part(tasks, dict(inputs), num_rows, list(outputs.items()))
+        return Part(tasks, blocks, num_rows)
 
 
 def parts_of(

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, spec_of
+from torchweft.dynamic.cell import Cell
 from torchweft.dynamic.channel import Channel, ChannelError, SocketChannel
 from torchweft.dynamic.graphing import HOME
 from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.program import Part, Task
 from torchweft.dynamic.rank_channel import WORKER, RankChannel
+from torchweft.dynamic.recorded import Unfolded
 from torchweft.dynamic.store import Store
 
 BEAT_S = 0.1
-_DTYPES = {str(item): item for item in vars(torch).values() if isinstance(item, torch.dtype)}
 
 
 @dataclass
@@ -155,8 +155,8 @@ class Worker:
 
         def begin() -> None:
             number, data = message["call"], message["part"]
-            rows = tensors[: len(data["tasks"]) + len(data["answers"])]
-            part = Part.from_data(data, rows, self.cells, _spec)
+            rows = tensors[: len(data["tasks"])]
+            part = Part.from_data(data, rows, self.cells)
             call = _Call(number, part, Store(self.device))
             call.store.reserve(part.num_rows)
             given = zip(message["inputs"], tensors[len(rows) :], strict=True)
@@ -169,6 +169,29 @@ class Worker:
                     self._note(call, early)
                 call.cancelled = number in self.over
             self._run(call)
+
+        self._job(begin, message)
+
+    def on_recorded(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A whole recording to group and run here."""
+
+        def begin() -> None:
+            number = message["call"]
+            if number in self.over:
+                return
+            began_s = time.perf_counter()
+            found = Unfolded(message["part"], tensors, self.cells, Store(self.device))
+            spans, groups = [], []
+            for at, group in enumerate(found.groups):
+                if number in self.over:
+                    return
+                since_s = self._group(found.store, group)
+                label = f"{group.cell.name}.{at}"
+                spans.append((label, self.name, since_s, time.perf_counter()))
+                groups.append((group.cell.name, group.num_rows))
+            facts = {"kind": "answer", "call": number, "source": self.name, "spans": spans}
+            facts |= {"groups": groups, "busy_s": time.perf_counter() - began_s}
+            self.outbox.put((HOME, facts, found.answers()))
 
         self._job(begin, message)
 
@@ -263,24 +286,26 @@ class Worker:
             with self.news:
                 del self.calls[call.number]
                 self.over.add(call.number)
-        for at, (spec, rows) in enumerate(call.part.answers):
-            made = call.store.rows[spec].index_select(0, rows.to(self.device))
-            self._send_rows(call, f"answer.{at}", HOME, made)
         self._tell({"kind": "done", "call": call.number, "spans": call.spans})
 
     def _task(self, call: _Call, task: Task) -> bool:
         """Run a group and send what others need; False if the call was cancelled."""
         if not self._wait(call, task):
             return False
-        began_s = time.perf_counter()
-        call.store.run(task.group, self._prepare)
-        self._synchronize()
-        self.throttle.pay(time.perf_counter() - began_s)
+        began_s = self._group(call.store, task.group)
         for value, target in task.sends:
             spec, start, count = call.part.blocks[value]
             self._send_rows(call, value, target, call.store.rows[spec][start : start + count])
         call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
+
+    def _group(self, store: Store, group: Group) -> float:
+        """Run a group, as slow as this device is; when it began."""
+        began_s = time.perf_counter()
+        store.run(group, self._prepare)
+        self._synchronize()
+        self.throttle.pay(time.perf_counter() - began_s)
+        return began_s
 
     def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
         message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
@@ -302,10 +327,7 @@ class Worker:
             rows.zero_()
         group, times = part.tasks[0].group, []
         for _ in range(repeats + 2):
-            began_s = time.perf_counter()
-            store.run(group, self._prepare)
-            self._synchronize()
-            self.throttle.pay(time.perf_counter() - began_s)
+            began_s = self._group(store, group)
             times.append(time.perf_counter() - began_s)
         return sorted(times[2:])[repeats // 2]
 
@@ -326,10 +348,6 @@ def _example(cell: Cell, num_rows: int) -> Part:
     rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
     task = Task(cell.name, Group(cell, num_rows, rows, tuple(starts)))
     return Part([task], {}, counts)
-
-
-def _spec(shape: Sequence[int], dtype: str) -> Any:
-    return spec_of(shape, _DTYPES[dtype])
 
 
 def main(config: Mapping[str, Any]) -> None:
