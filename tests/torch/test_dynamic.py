@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,61 @@ def test_changed_weights_are_seen() -> None:
     dynamic.map(inputs)
     model.composer.ilh.weight.mul_(2.0)
     assert close(dynamic.map(inputs), [model(*given) for given in inputs])
+
+
+def test_replaced_weights_and_modules_are_seen() -> None:
+    model, inputs = cases()["binary tree"]
+    dynamic = weft.dynamic(model)
+    dynamic.map(inputs)
+    model.composer.ilh.weight = nn.Parameter(torch.randn(12, 12))
+    assert close(dynamic.map(inputs), [model(*given) for given in inputs])
+    model.output = models.Output(12, 7)
+    assert close(dynamic.map(inputs), [model(*given) for given in inputs])
+
+
+def test_hook_that_comes_later_is_called() -> None:
+    model, inputs = cases()["binary tree"]
+    dynamic, seen = weft.dynamic(model), []
+    dynamic(*inputs[0])
+    model.composer.ilh.register_forward_hook(lambda module, args, made: seen.append(1))
+    dynamic(*inputs[0])
+    inner = [node for node in inputs[0][0].nodes() if node.children]
+    assert len(seen) == len(inner)
+
+
+def test_other_thread_uses_the_model_as_it_is() -> None:
+    found: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.append(linear(torch.ones(3))))
+        thread.start()
+        thread.join()
+        return linear(x)
+
+    model = Code(function)
+    model.linear = linear = nn.Linear(3, 3)
+    weft.dynamic(model)(torch.ones(3))
+    assert type(found[0]) is Tensor
+
+
+class Forgetful(nn.Module):
+    """Sets an attribute, then looks at numbers: cannot be traced, must not leave traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_failed_trace_leaves_the_module_as_it_was() -> None:
+    model = Wrapper(Forgetful())
+    dynamic = weft.dynamic(model)
+    made = dynamic(torch.ones(3))
+    assert close(model.inner.last + 0, model.inner.linear(torch.ones(3)))
+    assert close(made, model(torch.ones(3)))
 
 
 class Counted(nn.Module):

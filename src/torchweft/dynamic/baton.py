@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 class _Turn(threading.Thread):
     """One function; it runs while it has the baton."""
 
-    def __init__(self, function: Callable[[], Any], back: threading.Semaphore) -> None:
+    def __init__(
+        self, state: State, function: Callable[[], Any], back: threading.Semaphore
+    ) -> None:
         super().__init__(name="weft turn", daemon=True)
+        self.state = state
         self.function, self.back = function, back
         self.go = threading.Semaphore(0)
         self.result: Any = None
@@ -33,6 +36,7 @@ class _Turn(threading.Thread):
 
     def run(self) -> None:
         self.go.acquire()
+        self.state.threads.add(threading.get_ident())
         if torch.get_num_threads() != self.num_threads:  # asked first, or the setting is lost
             torch.set_num_threads(self.num_threads)
         try:
@@ -55,7 +59,7 @@ class _Turn(threading.Thread):
 def run_in_turns(state: State, functions: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of all functions; raises the first error, after all others have stopped."""
     back = threading.Semaphore(0)
-    turns = [_Turn(function, back) for function in functions]
+    turns = [_Turn(state, function, back) for function in functions]
     flush, recording = state.flush, state.recording
     assert recording is not None, "turns are taken inside a recording"
 

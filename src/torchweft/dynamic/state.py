@@ -8,6 +8,7 @@ be traced (it looks at numbers) is *inline*: its forward runs in Python and reco
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,9 +62,16 @@ class State:
         self.online = False  # whether a call ever needed numbers before its end
         self.reasons: Counter[str] = Counter()
         self.flush: Callable[[Recording], None] = lambda recording: None
+        self.threads: set[int] = set()  # that record
+        self.slots: list[tuple[dict[str, Tensor | None], str, str]] = []  # where weights are kept
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             self.weights[name] = weight
             self.names[id(weight)] = name
+        for module in model.modules():
+            for kept in (module._parameters, module._buffers):
+                for key, found in kept.items():
+                    if found is not None:
+                        self.slots.append((kept, key, self.names[id(found)]))
         self.device = (
             next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
         )
@@ -96,11 +104,14 @@ class State:
         """A new recording; module calls inside go into it."""
         if self.recording is not None:
             raise CaptureError("dynamic: this model is being recorded already, in another call.")
+        self._refresh()
         recording = self.recording = Recording(self)
+        self.threads = {threading.get_ident()}
         collecting = gc.isenabled()
         gc.disable()  # thousands of small objects would wake it again and again, for nothing
         for parent, name, child in self.children:  # nn.Module finds them slowly
-            vars(parent)[name] = child
+            if parent._modules.get(name) is child:
+                vars(parent)[name] = child
         try:
             yield recording
         finally:
@@ -112,6 +123,25 @@ class State:
             for entry in recording.used:  # pending only if the call failed
                 entry.args.clear()
                 entry.bases.clear()
+
+    def _refresh(self) -> None:
+        """See what was done to the model since: other weights, hooks."""
+        for kept, key, name in self.slots:
+            old, new = self.weights[name], kept.get(key)
+            if new is None or new is old:
+                continue
+            if new.shape != old.shape or new.dtype != old.dtype:
+                self.entries.clear()
+                self._all_slow()
+            del self.names[id(old)]
+            self.weights[name], self.names[id(new)] = new, name
+        if self.fast and any(getattr(m, hook) for m in self.modules for hook in _HOOKS):
+            self._all_slow()  # the fast way does not look for hooks
+
+    def _all_slow(self) -> None:
+        for module in self.fast:
+            module._compiled_call_impl = self.slow[module]
+        self.fast.clear()
 
     # Real tensors.
 
@@ -154,7 +184,8 @@ class State:
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: an op, or its own forward."""
         recording = self.recording
-        if recording is None or self.paused or isinstance(module, self.inline):
+        ours = threading.get_ident() in self.threads
+        if recording is None or self.paused or not ours or isinstance(module, self.inline):
             return module._call_impl(*args, **kwargs)
         if module not in self.inner:
             self.inner[module] = tuple(module.modules())
@@ -325,13 +356,15 @@ def _word(name: str) -> str:
 def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Raise if a module sets attributes inside; they get their old values back."""
     before = [dict(vars(module)) for module in modules]
-    yield
     changed = False
-    for module, old in zip(modules, before, strict=True):
-        now = vars(module)
-        if now.keys() != old.keys() or any(now[key] is not old[key] for key in old):
-            changed = True
-            now.clear()
-            now.update(old)
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            now = vars(module)
+            if now.keys() != old.keys() or any(now[key] is not old[key] for key in old):
+                changed = True
+                now.clear()
+                now.update(old)
     if changed:
         raise CaptureError("it sets attributes of modules.")
