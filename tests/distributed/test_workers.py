@@ -21,6 +21,7 @@ from torchweft.bench.dynamic import drawn_trees
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
+from torchweft.placement import placed
 from torchweft.plan import Plan
 from torchweft.verify import verify
 
@@ -57,8 +58,6 @@ def until(names: list[str], dynamic: Any) -> bool:
 
 def one_by_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
     """Ops on the workers in turn: a planner that sends as much as it can."""
-    from torchweft.placement import placed
-
     devices = [allowed[number % len(allowed)] for number, allowed in enumerate(problem.allowed)]
     return placed(problem, devices, range(problem.num_ops))
 
@@ -200,6 +199,28 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.left(x), self.right(x)
+
+
+def right_on_two(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
+    """One branch on each worker."""
+    devices = [
+        problem.devices.index("two" if name.startswith("right") else "one")
+        if len(allowed) > 1
+        else allowed[0]
+        for name, allowed in zip(problem.ops, problem.allowed, strict=True)
+    ]
+    return placed(problem, devices, range(problem.num_ops))
+
+
+def test_weights_are_only_where_they_are_needed() -> None:
+    model, x = Two().eval(), torch.randn(8)
+    with weft.dynamic(model, workers=TWO, planner=right_on_two) as dynamic:
+        assert close(dynamic(x), model(x))
+        held = {name: set(mate.weights) for name, mate in dynamic.pool.mates.items()}
+    assert held == {
+        "one": {"left.weight", "left.bias"},
+        "two": {"right.weight", "right.bias"},
+    }
 
 
 def test_weights_are_sent_once_and_changed_ones_again() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,26 +95,25 @@ class Executor:
             self._send(job)
         return job
 
-    def ship(self, cells: Sequence[Cell], devices: Sequence[str]) -> None:
-        """Cells, and the weights that they need, to devices that lack them; then measure them."""
-        for device in devices:
-            mate = self.pool.mates[device]
-            try:
-                for cell in cells:
-                    self._ship(cell, mate)
-                    self.prices.measure(cell, device)
-            except RunError:
-                if not mate.lost:
-                    raise
+    def measure(self, cells: Iterable[Cell], devices: Sequence[str]) -> None:
+        """Measure cells on devices, those that have not been."""
+        for cell in cells:
+            self.cells[cell] = None
+            weights = [self.weights[name] for name in cell.weights]
+            for device in devices:
+                try:
+                    self.prices.measure(cell, device, weights)
+                except RunError:
+                    if not self.pool.mates[device].lost:
+                        raise
 
     def welcome(self, device: str) -> None:
         """Measure a device that has just joined: its links, and every cell that is known."""
         self.prices.measure_links()
-        self.ship(list(self.cells), [device])
+        self.measure(list(self.cells), [device])
 
     def _ship(self, cell: Cell, mate: Mate) -> None:
         """A cell, and those of its weights that the worker lacks or has in an older version."""
-        self.cells[cell] = None
         versions = {name: _version(self.weights[name]) for name in cell.weights}
         missing = [name for name, version in versions.items() if mate.weights.get(name) != version]
         if cell.name in mate.cells and not missing:

@@ -117,13 +117,9 @@ class Placer:
     backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=dict)
 
-    def _ship(self, cells: Iterable[Cell]) -> None:
-        """New cells go to every device and are measured there, before anything is planned."""
-        self.executor.ship(list(dict.fromkeys(cells)), self.executor.pool.names)
-
     def planned(self, loaded: Load) -> Job:
         """A job whose groups are placed by the planner."""
-        self._ship(each.cell for each in loaded.groups)
+        self._measure(each.cell for each in loaded.groups)
         structure = structure_of(loaded.groups)
         drawing = self._draw(loaded)
 
@@ -135,7 +131,7 @@ class Placer:
 
     def whole(self, recorded: Recorded) -> Job:
         """A job that runs on the one device that would be done with it first."""
-        self._ship(recorded.cells)
+        self._measure(recorded.cells)
 
         def write() -> Parts:
             device, seconds = self._first_done(recorded)
@@ -161,6 +157,10 @@ class Placer:
         steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
         lean = found.then("weights are resident", steps=steps)
         return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
+
+    def _measure(self, cells: Iterable[Cell]) -> None:
+        """New cells are measured on every device, before anything is planned."""
+        self.executor.measure(dict.fromkeys(cells), self.executor.pool.names)
 
     def _draw(self, loaded: Load) -> Drawing:
         weights = {each.cell.name: self._weight_bytes(each.cell.weights) for each in loaded.groups}

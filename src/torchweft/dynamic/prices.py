@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from torchweft.cost import Costs, CostTable
 from torchweft.dynamic.cell import Cell
@@ -68,13 +69,15 @@ class Prices:
         before_s = self.start_s.get(device, seconds)
         self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
 
-    def measure(self, cell: Cell, device: str) -> None:
-        """Measure a cell on a device, once."""
-        key = cell.name, device
-        if key in self.seconds or cell.kind != "calls":
+    def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
+        """Measure a cell on a device, once, with weights of these shapes; none are sent."""
+        key, room = (cell.name, device), self.pool.mates[device].spot.memory_bytes
+        need = sum(weight.numel() * weight.element_size() for weight in weights)
+        if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
             return
-        ask = {"kind": "measure", "cell": cell.name, "rows": ROWS, "repeats": REPEATS}
-        answer, _ = self.pool.ask(device, ask)
+        shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
+        ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
+        answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
         self.seconds[key] = dict(zip(ROWS, answer["seconds"], strict=True))
 
     def measure_links(self) -> None:

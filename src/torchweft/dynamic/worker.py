@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell
+from torchweft.dynamic.cell import Cell, spec_named
 from torchweft.dynamic.channel import Channel, ChannelError, SocketChannel
 from torchweft.dynamic.graphing import HOME
 from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.program import Part, Task
 from torchweft.dynamic.rank_channel import WORKER, RankChannel
 from torchweft.dynamic.recorded import Unfolded
-from torchweft.dynamic.store import Store
+from torchweft.dynamic.store import Prepared, Store
 
 BEAT_S = 0.1
 
@@ -226,11 +226,15 @@ class Worker:
         self.outbox.put((way[0], {**message, "way": way[1:]}, tensors))
 
     def on_measure(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Time a cell over some numbers of rows."""
+        """Time a cell over some numbers of rows, with weights of zeros."""
 
         def measure() -> None:
-            cell = self.cells[message["cell"]]
-            found = [self._time(cell, rows, message["repeats"]) for rows in message["rows"]]
+            cell = Cell.from_data(message["cell"])
+            specs = [spec_named(*each) for each in message["weights"]]
+            zeros = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in specs]
+            ready = cell.functions[0](self.device, *zeros)
+            repeats = message["repeats"]
+            found = [self._time(cell, ready, rows, repeats) for rows in message["rows"]]
             self._tell({"kind": "measured", "ticket": message["ticket"], "seconds": found})
 
         self._job(measure, message)
@@ -299,10 +303,10 @@ class Worker:
         call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
 
-    def _group(self, store: Store, group: Group) -> float:
+    def _group(self, store: Store, group: Group, prepare: Prepared | None = None) -> float:
         """Run a group, as slow as this device is; when it began."""
         began_s = time.perf_counter()
-        store.run(group, self._prepare)
+        store.run(group, prepare or self._prepare)
         self._synchronize()
         self.throttle.pay(time.perf_counter() - began_s)
         return began_s
@@ -318,7 +322,7 @@ class Worker:
                 self.news.wait()
             return not call.cancelled
 
-    def _time(self, cell: Cell, num_rows: int, repeats: int) -> float:
+    def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
         """Seconds of one run of a cell as a group, the median of several."""
         part = _example(cell, num_rows)
         store = Store(self.device)
@@ -327,7 +331,7 @@ class Worker:
             rows.zero_()
         group, times = part.tasks[0].group, []
         for _ in range(repeats + 2):
-            began_s = self._group(store, group)
+            began_s = self._group(store, group, lambda cell: ready)
             times.append(time.perf_counter() - began_s)
         return sorted(times[2:])[repeats // 2]
 
