@@ -12,6 +12,7 @@ they can be placed on different devices.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,13 @@ class Pending:
     starts: tuple[int, ...] = ()
 
 
+def numbers_of(found: Sequence[int]) -> Tensor:
+    """Python numbers as a tensor; torch.tensor takes five times as long."""
+    return (
+        torch.frombuffer(array("q", found), dtype=torch.int64) if found else torch.empty(0).long()
+    )
+
+
 class Layout:
     """Which row of the store of its spec each value has; it grows with every flush."""
 
@@ -65,7 +73,7 @@ class Layout:
     def rows_of(self, number: int) -> int | Tensor:
         """The row of a value; of a pack that no op read, the rows it consists of."""
         row = int(self.row_of[number])
-        return row if row >= 0 else self.row_of[torch.tensor(self.packs[number][1])]
+        return row if row >= 0 else self.row_of[numbers_of(self.packs[number][1])]
 
     def grow(self, num_values: int) -> None:
         """Room for values up to this number."""
@@ -79,7 +87,7 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
     pending = [*pending, *_packs_read(layout, pending)]
     if not pending:
         return []
-    maker_of, cell_of = _makers(layout.num_values, pending)
+    maker_of, cell_of = _makers(layout, pending)
     reads = _reads(cell_of, pending)
     borders = torch.tensor(bundles[1:]) if len(bundles) > 1 else None
     rings = _rings(reads)
@@ -101,13 +109,13 @@ def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     found: dict[tuple[Spec, int], list[int]] = {}
     read = [item.args.flatten() for item in pending]
     while layout.packs and read:
-        known = torch.tensor(list(layout.packs))
+        known = numbers_of(list(layout.packs))
         wanted = known[torch.isin(known, torch.cat(read))].tolist()
         read = []
         for number in wanted:
             spec, values = layout.packs.pop(number)
             found.setdefault((spec, len(values)), []).append(number)
-            read.append(torch.tensor(values))
+            read.append(numbers_of(values))
             layout.packed[number] = values
     made = []
     for (spec, count), numbers in found.items():
@@ -117,25 +125,24 @@ def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     return made
 
 
-def _makers(num_values: int, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
+def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
     """For each value the first value of the op that makes it, and its cell (-1: none)."""
-    cell_of = torch.full((num_values,), -1)
-    maker_of = torch.arange(num_values)
-    for width in {len(item.cell.makes) for item in pending}:
-        items = [(n, item) for n, item in enumerate(pending) if len(item.cell.makes) == width]
-        bases = torch.cat([item.bases for _, item in items])
-        counts = torch.tensor([len(item.bases) for _, item in items])
-        cells = torch.repeat_interleave(torch.tensor([n for n, _ in items]), counts)
-        values = bases[:, None] + torch.arange(width)
-        cell_of[values] = cells[:, None]
-        maker_of[values] = bases[:, None]
-    return maker_of, cell_of
+    bases = torch.cat([item.bases for item in pending])
+    counts = numbers_of([len(item.bases) for item in pending])
+    first = layout.row_of >= 0  # inputs, and what earlier flushes made
+    first[bases] = True
+    first[numbers_of(list(layout.packs))] = True
+    numbers = torch.arange(layout.num_values)
+    maker_of = torch.where(first, numbers, 0).cummax(0).values  # results follow the first one
+    cells = torch.full((layout.num_values,), -1)
+    cells[bases] = torch.repeat_interleave(torch.arange(len(pending)), counts)
+    return maker_of, cells[maker_of]
 
 
 def _reads(cell_of: Tensor, pending: Sequence[Pending]) -> list[set[int]]:
     """For each cell the cells whose values it reads."""
     num = len(pending) + 1
-    counts = torch.tensor([item.args.numel() for item in pending])
+    counts = numbers_of([item.args.numel() for item in pending])
     readers = torch.repeat_interleave(torch.arange(num - 1), counts)
     makers = cell_of[torch.cat([item.args.flatten() for item in pending])] + 1
     pairs = torch.bincount(readers * num + makers, minlength=num * num).nonzero().flatten()
@@ -166,7 +173,7 @@ def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
         items.sort()
     for base, makers_of in items:
         depth[base] = max([depth[maker] for maker in makers_of]) + 1
-    found = torch.tensor(depth)
+    found = numbers_of(depth)
     return [found[item.bases] for item in ring]
 
 

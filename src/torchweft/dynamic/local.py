@@ -5,7 +5,6 @@ flush:   inputs into the store  ->  groups of what is pending  ->  run one after
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Pending, group
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of
+from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.state import State
 from torchweft.dynamic.store import Store
@@ -45,6 +45,23 @@ class Held:
         if found is spec:
             return self.store.rows[spec][int(rows)]
         return self.store.rows[found].index_select(0, rows)
+
+    def values(self, wanted: Sequence[Lazy]) -> list[Tensor]:
+        """The tensors of many values: packs of one spec in one gather."""
+        packs: dict[Spec, list[int]] = {}
+        for lazy in wanted:
+            if lazy.id in self.layout.packs:
+                packs.setdefault(self.layout.packs[lazy.id][0], []).append(lazy.id)
+        found: dict[int, Tensor] = {}
+        for spec, numbers in packs.items():
+            lists = [self.layout.packs[number][1] for number in numbers]
+            rows = self.layout.row_of[numbers_of([value for each in lists for value in each])]
+            made = self.store.rows[spec].index_select(0, rows)
+            found.update(zip(numbers, made.split([len(each) for each in lists]), strict=True))
+        return [
+            found[lazy.id] if lazy.id in found else self.value(lazy.id, lazy.spec)
+            for lazy in wanted
+        ]
 
     def place(self, number: int, spec: Spec) -> tuple[Spec, Tensor]:
         """The rows of a value, and their spec: its own row, or those a pack consists of."""
@@ -96,11 +113,6 @@ class Weights:
                 found = now, prepare(self.state.device, *weights)
             self.known[cell] = found
         return found[1]
-
-
-def numbers_of(found: Sequence[int]) -> Tensor:
-    """Python numbers as a tensor; torch.tensor takes five times as long."""
-    return torch.frombuffer(array("q", found), dtype=torch.int64)
 
 
 def take(recording: Recording, layout: Layout) -> list[Pending]:

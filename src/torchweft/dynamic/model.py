@@ -182,7 +182,17 @@ class Dynamic:
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
         if recording.used or recording.inputs or recording.packs:
             self._flush(recording, _lazies(outputs), bundles)
-        return pytree.tree_map(self.state.real, outputs)
+        leaves, tree = pytree.tree_flatten(outputs)
+        mine = [
+            number
+            for number, leaf in enumerate(leaves)
+            if type(leaf) is Lazy and leaf.home is recording and leaf.id not in recording.given
+        ]
+        if mine:
+            made = recording.store.values([leaves[number] for number in mine])
+            for number, tensor in zip(mine, made, strict=True):
+                leaves[number] = tensor
+        return pytree.tree_unflatten(map(self.state.real, leaves), tree)
 
     def _flush(
         self,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_named, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Pending, group
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import inputs_in, numbers_of, take
+from torchweft.dynamic.local import inputs_in, take
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.store import Store
 

@@ -144,9 +144,15 @@ class Recording:
 
     def inputs_of(self, arguments: Any) -> Any:
         """The arguments of a call with lazy values in the place of tensors."""
-        return pytree.tree_map(
-            lambda item: self.input(item) if isinstance(item, Tensor) else item, arguments
-        )
+        if isinstance(arguments, Tensor):
+            return self.input(arguments)
+        if type(arguments) is tuple:
+            return tuple([self.inputs_of(each) for each in arguments])
+        if isinstance(arguments, (list, dict, tuple)):
+            return pytree.tree_map(
+                lambda item: self.input(item) if isinstance(item, Tensor) else item, arguments
+            )
+        return arguments
 
     def _pack(self, items: Any) -> Lazy | None:
         """Rows of one spec as one value, if that is what they are."""
