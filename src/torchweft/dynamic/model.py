@@ -62,7 +62,7 @@ class Dynamic:
         workers: Sequence[Spot] = (),
         planner: str | Planner = "portfolio",
         deadline_s: float = 0.01,
-        watchdog_s: float = 5.0,
+        watchdog_s: float = 10.0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise CaptureError(f"dynamic: {clip(model)} is no nn.Module.")

@@ -102,7 +102,7 @@ Listen = Callable[[str, Message, list[Tensor]], None]
 class Pool:
     """Worker processes, started and watched."""
 
-    def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 5.0) -> None:
+    def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 10.0) -> None:
         if not spots:
             raise MachineError("pool: there is no worker in it.")
         self.watchdog_s = watchdog_s
