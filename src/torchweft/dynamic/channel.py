@@ -89,4 +89,6 @@ def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
 def bytes_of(tensor: Tensor) -> Any:
     """The bytes of a contiguous tensor, where they are."""
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    found: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    found.tensor = tensor  # whoever holds the bytes holds the tensor
+    return memoryview(found).cast("B")
