@@ -102,13 +102,13 @@ class Cell:
     @staticmethod
     def from_data(found: dict[str, Any]) -> Cell:
         """The cell of plain data."""
-        sides = [
+        reads, makes = (
             tuple(spec_named(shape, dtype) for shape, dtype in found[side])
             for side in ("reads", "makes")
-        ]
+        )
         calls = tuple((name, args, options, at) for name, args, options, at in found["calls"])
         return Cell(
-            found["name"], *sides, tuple(found["weights"]), calls, tuple(found["outputs"]),
+            found["name"], reads, makes, tuple(found["weights"]), calls, tuple(found["outputs"]),
             found["kind"], found["flops"], found["num_prepared"],
         )  # fmt: skip
 
