@@ -45,7 +45,8 @@ def read_trees(path: Path, count: int) -> tuple[list[Input], int]:
     vocabulary: dict[str, int] = {}
     found = []
     for line in path.read_text(encoding="utf-8").splitlines()[:count]:
-        tokens, words = re.findall(r"[()]|[^\s()]+", line)[::-1], []
+        tokens: list[str] = re.findall(r"[()]|[^\s()]+", line)[::-1]
+        words: list[int] = []
 
         def node(tokens: list[str], words: list[int]) -> Tree:
             tokens.pop(), tokens.pop()  # a bracket and a label
@@ -234,7 +235,9 @@ def fault(
             list(dynamic.stream(inputs[:20]))
             for number, answer in enumerate(dynamic.stream(inputs)):
                 if number == at:
-                    os.kill(pool.mates[spots[0].name].process.pid, how)
+                    process = pool.mates[spots[0].name].process
+                    assert process is not None, "a local worker has a process"
+                    os.kill(process.pid, how)
                 seen_s.append(time.perf_counter())
                 failed += answer.error is not None
                 if answer.error is None and not torch.allclose(

@@ -50,8 +50,10 @@ class Composer(nn.Module):
 
     def __init__(self, mem_dim: int) -> None:
         super().__init__()
-        for name in ("ilh", "irh", "lflh", "lfrh", "rflh", "rfrh", "ulh", "urh"):
-            setattr(self, name, nn.Linear(mem_dim, mem_dim))
+        self.ilh, self.irh = nn.Linear(mem_dim, mem_dim), nn.Linear(mem_dim, mem_dim)
+        self.lflh, self.lfrh = nn.Linear(mem_dim, mem_dim), nn.Linear(mem_dim, mem_dim)
+        self.rflh, self.rfrh = nn.Linear(mem_dim, mem_dim), nn.Linear(mem_dim, mem_dim)
+        self.ulh, self.urh = nn.Linear(mem_dim, mem_dim), nn.Linear(mem_dim, mem_dim)
 
     def forward(self, lc: Tensor, lh: Tensor, rc: Tensor, rh: Tensor) -> tuple[Tensor, Tensor]:
         """(c, h) of a node with two children."""

@@ -149,7 +149,8 @@ def operator_of(name: str) -> Callable[..., Any]:
     """The function behind the name of a call. Raises `CaptureError` if this process has none."""
     space, _, rest = name.partition(".")
     if space == "operator" and rest in _PLAIN:
-        return _PLAIN[rest]
+        plain: Callable[..., Any] = _PLAIN[rest]
+        return plain
     if name == "weft.linear":
         return torch.nn.functional.linear
     found: Any = torch.ops

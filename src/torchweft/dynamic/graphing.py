@@ -77,10 +77,10 @@ def draw(
         for spec, rows in zip(group.cell.reads, group.rows, strict=True):
             for at in torch.unique(owner[spec][rows]).tolist():
                 reads[names[at]] = None
-        makes = tuple(v.name for v in values if v.name.rpartition(".out")[0] == name)
+        made = tuple(v.name for v in values if v.name.rpartition(".out")[0] == name)
         flops = Size.of(group.cell.flops * group.num_rows)
         ops.append(
-            Op(name, tuple(reads), makes, rows="batch-free", body=body_of(group), flops=flops)
+            Op(name, tuple(reads), made, rows="batch-free", body=body_of(group), flops=flops)
         )
     wanted: dict[str, None] = {}
     for spec, rows in outputs.items():

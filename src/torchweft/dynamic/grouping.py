@@ -242,7 +242,7 @@ def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
             elif other in stack:
                 low[node] = min(low[node], index[other])
         if low[node] == index[node]:
-            ring = []
+            ring: list[int] = []
             while not ring or ring[-1] != node:
                 ring.append(stack.pop())
             found.append(sorted(ring))

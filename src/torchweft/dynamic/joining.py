@@ -25,7 +25,8 @@ def join_products(graph: fx.Graph) -> None:
         return  # an order of changes in place must be kept
     for node in list(graph.nodes):
         if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
-            _add_up(graph, *node.args, node)
+            left, right = node.args
+            _add_up(graph, left, right, node)
     by_argument: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_linear(node) and node.users:

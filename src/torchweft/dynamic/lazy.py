@@ -25,6 +25,7 @@ class Lazy:
     """The value `id` of a recording; `spec` is its shape and dtype."""
 
     __slots__ = ("__weakref__", "home", "id", "spec")
+    __class__ = property(lambda self: Tensor)  # so isinstance(x, Tensor) holds
 
     def __init__(self, id: int, spec: Spec, home: Recording) -> None:
         self.id = id
@@ -36,10 +37,6 @@ class Lazy:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _home(args, kwargs or {}).function(func, args, kwargs or {})
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]  # isinstance(x, Tensor) holds
-        return Tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -139,8 +136,8 @@ def _operator(name: str) -> Any:
 
 
 def _number(name: str) -> Any:
-    def method(self: Lazy) -> Any:
-        return getattr(self.home.real(self), name)()
+    def method(self: Lazy, *args: Any) -> Any:
+        return getattr(self.home.real(self), name)(*args)
 
     return method
 

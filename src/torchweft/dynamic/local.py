@@ -57,7 +57,9 @@ class Held:
             lists = [self.layout.packs[number][1] for number in numbers]
             rows = self.layout.row_of[numbers_of([value for each in lists for value in each])]
             made = self.store.rows[spec].index_select(0, rows)
-            found.update(zip(numbers, made.split([len(each) for each in lists]), strict=True))
+            found.update(
+                zip(numbers, torch.split(made, [len(each) for each in lists]), strict=True)
+            )
         return [
             found[lazy.id] if lazy.id in found else self.value(lazy.id, lazy.spec)
             for lazy in wanted

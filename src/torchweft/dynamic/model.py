@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -96,7 +97,7 @@ class Dynamic:
             given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
-                outputs = run_in_turns(self.state, [lambda a=a: forward(*a) for a in given])
+                outputs = run_in_turns(self.state, [partial(forward, *args) for args in given])
             else:
                 outputs = []
                 for args in given:

@@ -68,7 +68,7 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
         blocks[f"in{len(blocks)}"] = spec, start, len(tensors)
     read = {spec for each in groups for spec in each.cell.reads}
     blocks = {name: block for name, block in blocks.items() if block[0] in read}
-    tensors = {
+    sent = {
         name: held.store.rows[spec][start : start + count]
         for name, (spec, start, count) in blocks.items()
     }
@@ -77,7 +77,7 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
     else:
         outputs = _rows(held, wanted, groups)
         held.stay(first, {lazy.id for lazy in wanted})
-    return Load(groups, blocks, tensors, outputs, held)
+    return Load(groups, blocks, sent, outputs, held)
 
 
 def _all(groups: Sequence[Group]) -> dict[Spec, Tensor]:

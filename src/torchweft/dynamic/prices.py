@@ -143,7 +143,7 @@ class Prices:
             self.start_s.pop(name, None)
         for known in (self.seconds, self.drift, self.settled):
             for key in [key for key in known if key[1] in gone]:
-                del known[key]  # type: ignore[arg-type]
+                del known[key]
 
 
 def _between(points: Sequence[tuple[int, float]], rows: int) -> float:

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from torchweft.dynamic.channel import ChannelError, Message, head_of, read_head
 
@@ -29,11 +29,8 @@ class RankChannel:
         host, _, port = address.rpartition(":")
         wait = timedelta(seconds=wait_s)
         try:
-            store = dist.TCPStore(
-                host, int(port), None, rank == DRIVER, wait, wait_for_workers=False
-            )
-            prefixed = dist.PrefixStore(name, store)
-            self.group = dist.ProcessGroupGloo(prefixed, rank, 2, IDLE)
+            store = TCPStore(host, int(port), None, rank == DRIVER, wait, wait_for_workers=False)
+            self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, 2, IDLE)
         except (RuntimeError, ValueError) as cause:
             raise ChannelError(f"no channel over {address}: {cause}") from cause
         self.store, self.peer = store, 1 - rank

@@ -63,7 +63,7 @@ class State:
         self.reasons: Counter[str] = Counter()
         self.flush: Callable[[Recording], None] = lambda recording: None
         self.threads: set[int] = set()  # that record
-        self.slots: list[tuple[dict[str, Tensor | None], str, str]] = []  # where weights are kept
+        self.slots: list[tuple[Mapping[str, Tensor | None], str, str]] = []  # where weights are
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             self.weights[name] = weight
             self.names[id(weight)] = name
@@ -186,16 +186,16 @@ class State:
         recording = self.recording
         ours = threading.get_ident() in self.threads
         if recording is None or self.paused or not ours or isinstance(module, self.inline):
-            return module._call_impl(*args, **kwargs)
+            return _plain(module, args, kwargs)
         if module not in self.inner:
             self.inner[module] = tuple(module.modules())
         inner = self.inner[module]
         if any(getattr(each, hook) for each in inner for hook in _HOOKS):
-            return module._call_impl(*args, **kwargs)
+            return _plain(module, args, kwargs)
 
         def call(given: Mapping[str, Tensor], args: tuple[Any, ...], options: Any) -> Any:
             with _unchanged(inner), _reparametrize_module(module, dict(given), tie_weights=True):
-                made = module._call_impl(*args, **options)
+                made = _plain(module, args, options)
                 now = {*map(id, module.buffers()), *map(id, module.parameters())}
                 if not now <= {*map(id, given.values())}:
                     raise CaptureError("it replaces its buffers or parameters.")
@@ -204,7 +204,7 @@ class State:
         key = module, module.training
         made = self._op(recording, key, self.modules[module], call, args, kwargs)
         if made is _REFUSED:
-            return module._call_impl(*args, **kwargs)
+            return _plain(module, args, kwargs)
         return made
 
     def _op(
@@ -314,6 +314,11 @@ class State:
         table[(*entry.cell.reads, module.training)] = row
         slow = self.slow[module]
         module._compiled_call_impl = fast_call(self, module, slow, table, num_args)
+
+
+def _plain(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A module's own call, with its hooks."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 _REFUSED = object()

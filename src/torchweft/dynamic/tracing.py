@@ -43,7 +43,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         torch._C._functorch.is_batchedtensor(item) for item in (weight, bias) if item is not None
     )
     if shared and input.dim() > 0:
-        return torch.ops.weft.linear(input, weight, bias)
+        made: Tensor = torch.ops.weft.linear(input, weight, bias)
+        return made
     return torch.nn.functional.linear(input, weight, bias)
 
 
@@ -77,8 +78,8 @@ def trace(
     Raises `CaptureError` with the reason if it cannot run over many rows at once.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    num_rows = mode.from_tensor(torch.empty(EXAMPLE_ROWS), symbolic_context=dynamic).shape[0]
+    dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    num_rows: Any = mode.from_tensor(torch.empty(EXAMPLE_ROWS), symbolic_context=dynamic).shape[0]
     fakes = [mode.from_tensor(each.detach(), static_shapes=True) for each in weights.values()]
     device = fakes[0].device if fakes else torch.device("cpu")
     with mode:
@@ -127,11 +128,12 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
             rest.append(node)
     for node in (*first, *rest):
         places[node] = len(places)
-    results = graph.output_node().args[0]
-    results = list(results) if isinstance(results, (list, tuple)) else [results]
+    given_back: Any = graph.output_node().args[0]
+    results = list(given_back) if isinstance(given_back, (list, tuple)) else [given_back]
     if any(not isinstance(node, fx.Node) for node in results):
         raise CaptureError(f"cell: {name} gives something that is no tensor.")
-    makes = tuple(spec_of(map(int, n.meta["val"].shape[1:]), n.meta["val"].dtype) for n in results)
+    values = [node.meta["val"] for node in results]
+    makes = tuple(spec_of([int(dim) for dim in v.shape[1:]], v.dtype) for v in values)
     calls = tuple(_call(node, places) for node in (*first, *rest))
     flops = sum(_flops(node) for node in rest)
     outputs = tuple(places[node] for node in results)
@@ -156,8 +158,8 @@ def _call(node: fx.Node, places: Mapping[fx.Node, int]) -> Call:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = "weft.linear" if is_linear(node) else str(target)
-    elif getattr(operator, getattr(target, "__name__", ""), None) is target:
-        name = f"operator.{target.__name__}"
+    elif getattr(operator, word := getattr(target, "__name__", ""), None) is target:
+        name = f"operator.{word}"
     else:
         raise CaptureError(f"cell: {target} is no operator.")
     args = encode(fx.map_arg(list(node.args), place))
