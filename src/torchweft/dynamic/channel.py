@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchweft.dynamic.cell import spec_named
+
 Message = dict[str, Any]
-_DTYPES = {str(item): item for item in vars(torch).values() if isinstance(item, torch.dtype)}
 
 
 class ChannelError(Exception):
@@ -82,8 +83,8 @@ def head_of(message: Mapping[str, Any], rows: Sequence[Tensor]) -> bytes:
 def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
     """The message of a head, and empty tensors for what follows it."""
     found = json.loads(head)
-    rows = [torch.empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in found["tensors"]]
-    return found["message"], rows
+    specs = [spec_named(shape, dtype) for shape, dtype in found["tensors"]]
+    return found["message"], [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
 def bytes_of(tensor: Tensor) -> Any:
