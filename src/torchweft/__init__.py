@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 # These modules share their name with a function of ours: the module comes first, then the function.
 import torchweft.context
+import torchweft.dynamic
 import torchweft.strategy
 import torchweft.trace  # noqa: F401
 from torchweft.errors import (
@@ -38,11 +39,13 @@ from torchweft.trace import Trace
 if TYPE_CHECKING:
     from torchweft import lab
     from torchweft.api import check, compile, plans, report, warmup
+    from torchweft.dynamic.pool import Spot
     from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path, row_wise
     from torchweft.splitters import Splitter, by_requests, by_rows, shared
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "warmup"),
+    "dynamic.pool": ("Spot",),
     "marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
     "splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
@@ -60,6 +63,7 @@ __all__ = [
     "RunError",
     "SizeError",
     "Splitter",
+    "Spot",
     "StateError",
     "Strategy",
     "StrategyError",
@@ -73,6 +77,7 @@ __all__ = [
     "compile",
     "context",
     "cpu",
+    "dynamic",
     "get_strategy",
     "lab",
     "mark",
@@ -95,6 +100,11 @@ __all__ = [
 def context(**told: Any) -> Any:
     """What the host knows of the calls inside, beyond their shapes; see `session.context`."""
     return import_module("torchweft.session").context(**told)
+
+
+def dynamic(model: Any, **options: Any) -> Any:
+    """A model whose graph depends on its input, batched and placed; see `dynamic.model.Dynamic`."""
+    return import_module("torchweft.dynamic.model").Dynamic(model, **options)
 
 
 def trace(model: Any, *args: Any, **kwargs: Any) -> Trace:

@@ -1,0 +1,319 @@
+"""The dynamic bench: batched execution, two unlike workers, a stream, a drift and a fault.
+
+    batched     64 trees: per node (DynPartition), plain PyTorch, batched one by one, all together
+    workers     measured against simulated makespan, for several planners
+    stream      200 inputs over both workers, against the sum of what each does alone
+    faults      a worker is killed, or stopped, in the middle of a stream
+    drift       a worker becomes half as fast; prices follow
+
+Trees come from SST if there is a data folder, else they are drawn. Recording, grouping and
+planning are inside every time. One worker is throttled, so its times are emulated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
+from torchweft.bench.dynpartition_nodes import per_node
+from torchweft.dynamic.model import Dynamic
+from torchweft.dynamic.pool import Spot
+from torchweft.errors import WeftError, clip, unknown
+from torchweft.files import write_json
+
+Input = tuple[Tree, Tensor]
+FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
+
+
+def read_trees(path: Path, count: int) -> tuple[list[Input], int]:
+    """The first trees of a file of bracketed trees, and how many words they have."""
+    vocabulary: dict[str, int] = {}
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
+        tokens: list[str] = re.findall(r"[()]|[^\s()]+", line)[::-1]
+        words: list[int] = []
+
+        def node(tokens: list[str], words: list[int]) -> Tree:
+            tokens.pop(), tokens.pop()  # a bracket and a label
+            if tokens[-1] != "(":
+                words.append(vocabulary.setdefault(tokens.pop(), len(vocabulary)))
+                tokens.pop()
+                return Tree(word=len(words) - 1)
+            children = []
+            while tokens[-1] == "(":
+                children.append(node(tokens, words))
+            tokens.pop()
+            return Tree(children)
+
+        tree = node(tokens, words)
+        found.append((tree, torch.tensor(words)))
+    return found, len(vocabulary)
+
+
+def drawn_trees(count: int, seed: int = 0) -> tuple[list[Input], int]:
+    """Random binary trees as large as those of SST."""
+    draw, num_words = random.Random(seed), 1000
+    found = []
+    for _ in range(count):
+        nodes = [Tree(word=number) for number in range(draw.randint(5, 33))]
+        words = torch.tensor([draw.randrange(num_words) for _ in nodes])
+        while len(nodes) > 1:
+            at = draw.randrange(len(nodes) - 1)
+            nodes[at : at + 2] = [Tree(nodes[at : at + 2])]
+        found.append((nodes[0], words))
+    return found, num_words
+
+
+def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
+    """Trees, the number of their words, and where they come from."""
+    if data is None:
+        return *drawn_trees(count), "drawn"
+    path = data / "sst" / "dev.txt"
+    if not path.is_file():
+        raise WeftError(f"data: there is no {path}; --data names a folder with sst/dev.txt.")
+    return *read_trees(path, count), "sst"
+
+
+def median_s(call: Callable[[], Any], repeats: int) -> float:
+    """The median of some timings, after one call to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
+
+
+def dynet_s(
+    python: str, model: BinaryTreeLSTM, inputs: Sequence[Input], repeats: int
+) -> tuple[float, list[Tensor]]:
+    """Seconds of DyNet's autobatching for all trees, and its outputs, in a Python with DyNet."""
+
+    def plain(tree: Tree, words: list[int]) -> Any:
+        return [plain(child, words) for child in tree.children] or words[tree.word]
+
+    weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
+    trees = [plain(tree, words.tolist()) for tree, words in inputs]
+    task = {"trees": trees, "weights": weights, "repeats": repeats}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.json"
+        write_json(path, task)
+        script = Path(__file__).with_name("dynet_trees.py")
+        command = [python, str(script), str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise WeftError(f"dynet: {python} cannot run it: {clip(found.stderr[-200:])}")
+    answer = json.loads(found.stdout.splitlines()[-1])
+    return answer["seconds"], [torch.tensor(outputs) for outputs in answer["outputs"]]
+
+
+def batched(
+    data: Path | None, *, num_trees: int = 64, repeats: int = 7, dynet: str = ""
+) -> dict[str, Any]:
+    """Milliseconds a tree of the ways to run 64 trees on one device, and how far outputs differ."""
+    inputs, num_words, source = trees_of(data, num_trees)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words).eval()
+    plain = [(tree, words.tolist()) for tree, words in inputs]
+    with torch.no_grad():
+        wanted = [per_node(model, *each) for each in plain]
+        seconds = {
+            "per_node": median_s(lambda: [per_node(model, *each) for each in plain], repeats)
+        }
+        seconds["plain"] = median_s(lambda: [model(*each) for each in inputs], repeats)
+        with Dynamic(model) as dynamic:
+            found = dynamic.map(inputs)
+            seconds["one_by_one"] = median_s(lambda: [dynamic(*each) for each in inputs], repeats)
+            seconds["together"] = median_s(lambda: dynamic.map(inputs), repeats)
+
+            def record() -> None:
+                with dynamic.state.record():
+                    for each in inputs:
+                        model.forward(*each)
+
+            seconds["recording"] = median_s(record, repeats)
+    if dynet:
+        seconds["dynet"], theirs = dynet_s(dynet, model, inputs, repeats)
+        gaps = [float((a - b).abs().max()) for a, b in zip(theirs, wanted, strict=True)]
+        if max(gaps) > 1e-4:
+            raise WeftError(f"dynet: its outputs differ by {max(gaps):.2g}; is it the same model?")
+    apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    rows = {f"{name}_ms": 1e3 * s / len(inputs) for name, s in seconds.items()}
+    return {
+        "trees": source, "num_trees": len(inputs), "num_threads": torch.get_num_threads(), **rows,
+        "batched_vs_per_node": seconds["per_node"] / seconds["together"],
+        "largest_difference": apart,
+    }  # fmt: skip
+
+
+def placed(
+    data: Path | None, planners: Sequence[Any] = ("single", "heft", "portfolio"), *,
+    num_trees: int = 16, mem_dim: int = 300, repeats: int = 9, spots: Sequence[Spot] = (FAST, SLOW),
+) -> dict[str, Any]:  # fmt: skip
+    """Measured and simulated milliseconds of one call on two unlike workers, a row a planner."""
+    inputs, num_words, source = trees_of(data, num_trees)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
+    rows = []
+    with torch.no_grad(), Dynamic(model, workers=spots) as dynamic:
+        placer, _ = dynamic._workers()
+        wanted = [model(*each) for each in inputs]
+        dynamic.map(inputs)
+        for planner in planners:
+            placer.planner = planner
+            measured, simulated, latency = [], [], []
+            for _ in range(repeats):
+                began_s = time.perf_counter()
+                found = dynamic.map(inputs)
+                latency.append(time.perf_counter() - began_s)
+                job, plan = dynamic.job, dynamic.plan()
+                assert job is not None, "a placed call has a job"
+                measured.append(job.ended_s - job.began_s)
+                simulated.append(placer.simulate(plan, job).makespan_s)
+            errors = [abs(s / m - 1) for s, m in zip(simulated[1:], measured[1:], strict=True)]
+            apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+            rows.append({
+                "planner": str(planner), "measured_ms": 1e3 * statistics.median(measured),
+                "simulated_ms": 1e3 * statistics.median(simulated),
+                "call_ms": 1e3 * statistics.median(latency),
+                "simulator_error": statistics.median(errors), "largest_difference": apart,
+            })  # fmt: skip
+    return {"trees": source, "workers": [spot.label for spot in spots], "rows": rows}
+
+
+def stream(
+    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 4,
+    spots: Sequence[Spot] = (FAST, SLOW),
+) -> dict[str, Any]:  # fmt: skip
+    """Inputs a second of each worker alone and of all together."""
+    inputs, num_words, source = trees_of(data, num_inputs)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
+
+    def rate(workers: Sequence[Spot]) -> float:
+        with torch.no_grad(), Dynamic(model, workers=workers) as dynamic:
+            seconds = median_s(lambda: list(dynamic.stream(inputs, batch=batch)), 3)
+        return len(inputs) / seconds
+
+    alone = {spot.name: rate([spot]) for spot in spots}
+    together = rate(spots)
+    return {
+        "trees": source, "workers": [spot.label for spot in spots], "alone_per_s": alone,
+        "together_per_s": together, "of_the_sum": together / sum(alone.values()),
+    }  # fmt: skip
+
+
+def fault(
+    data: Path | None, how: int = signal.SIGKILL, *, num_inputs: int = 200, at: int = 60,
+    watchdog_s: float = 1.0, spots: Sequence[Spot] = (FAST, SLOW),
+) -> dict[str, Any]:  # fmt: skip
+    """A worker is killed or stopped in the middle of a stream: what became of every input."""
+    inputs, num_words, source = trees_of(data, num_inputs)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words).eval()
+    wanted, seen_s, wrong, failed = [], [], 0, 0
+    with torch.no_grad():
+        wanted = [model(*each) for each in inputs]
+        with Dynamic(model, workers=spots, watchdog_s=watchdog_s) as dynamic:
+            _, pool = dynamic._workers()
+            list(dynamic.stream(inputs[:20]))
+            for number, answer in enumerate(dynamic.stream(inputs)):
+                if number == at:
+                    process = pool.mates[spots[0].name].process
+                    assert process is not None, "a local worker has a process"
+                    os.kill(process.pid, how)
+                seen_s.append(time.perf_counter())
+                failed += answer.error is not None
+                if answer.error is None and not torch.allclose(
+                    answer.outputs, wanted[number], atol=1e-5
+                ):
+                    wrong += 1
+            left = pool.names
+    gaps = [b - a for a, b in pairwise(seen_s)]
+    rest = seen_s[-1] - seen_s[-50]
+    return {
+        "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
+        "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,
+        "longest_gap_s": max(gaps), "rate_after_per_s": 49 / rest,
+    }  # fmt: skip
+
+
+def drift(data: Path | None, *, num_inputs: int = 200) -> dict[str, Any]:
+    """A worker becomes half as fast while it serves: rates before, right after, and adapted."""
+    inputs, num_words, source = trees_of(data, num_inputs)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words, mem_dim=300).eval()
+    with torch.no_grad(), Dynamic(model, workers=(FAST, Spot("other", cores=(1,)))) as dynamic:
+        placer, pool = dynamic._workers()
+
+        def rate(given: Sequence[Input]) -> float:
+            began_s = time.perf_counter()
+            list(dynamic.stream(given, batch=4))
+            return len(given) / (time.perf_counter() - began_s)
+
+        rate(inputs)
+        before = rate(inputs)
+        pool.mates["other"].send({"kind": "throttle", "slowness": 2.0})
+        first, after = rate(inputs[:16]), rate(inputs)
+        factors = [
+            f for (_, device), f in placer.executor.prices.drift.items() if device == "other"
+        ]
+    return {
+        "trees": source, "before_per_s": before, "first_per_s": first, "after_per_s": after,
+        "drift_of_other": statistics.median(factors),
+    }  # fmt: skip
+
+
+def run(
+    *,
+    data: str = "",
+    only: str = "",
+    dynet: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
+    Python that has DyNet, to race against its autobatching."""
+    folder = data or os.environ.get("WEFT_DATA", "")
+    where = Path(folder) if folder else None
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        "batched": lambda: batched(where, dynet=dynet),
+        "placed": lambda: placed(where),
+        "stream": lambda: stream(where),
+        "killed": lambda: fault(where, signal.SIGKILL),
+        "stopped": lambda: fault(where, signal.SIGSTOP),
+        "drift": lambda: drift(where),
+    }
+    if only and only not in rows:
+        raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
+    found = []
+    wanted = [name for name in rows if only in ("", name)]
+    for number, name in enumerate(wanted):
+        found.append({"row": name, **rows[name]()})
+        if progress is not None:
+            progress(number + 1, len(wanted))
+    summary: dict[str, Any] = {}
+    for row in found:
+        for key in ("batched_vs_per_node", "of_the_sum"):
+            if key in row:
+                summary[key] = row[key]
+        if row["row"] == "placed":
+            summary["simulator_error"] = max(each["simulator_error"] for each in row["rows"])
+        if row["row"] in ("killed", "stopped"):
+            summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
+    return found, summary

@@ -1,0 +1,234 @@
+"""The `Executor`: sends calls to the workers of a pool and brings their rows home.
+
+    submit:  cells and weights that are missing there  ->  each device its part  ->  Job
+    rows come home while others compute; the job is over when every part is done
+
+When a worker is lost, every job that needs it is cancelled on the others, planned anew for the
+devices that are left, and sent again; its inputs are kept until it is answered. A job fails (with
+the reason) only if no device is left, or its ops themselves fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.channel import Message
+from torchweft.dynamic.graphing import HOME, Drawing
+from torchweft.dynamic.pool import Mate, Pool
+from torchweft.dynamic.prices import Prices
+from torchweft.dynamic.program import Part
+from torchweft.dynamic.recorded import Recorded
+from torchweft.dynamic.store import Store
+from torchweft.errors import RunError, WeftError
+from torchweft.plan import Plan
+from torchweft.trace import Span, Trace
+
+MAX_TRIES = 5
+Parts = tuple[Mapping[str, Part | Recorded], dict[str, list[str]], Plan | None]
+
+
+@dataclass(eq=False)
+class Job:
+    """One call: how it is planned, what it was given, and what came of it."""
+
+    write: Callable[[], Parts]  # (parts, inputs of each device, plan), for the devices alive now
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    store: Store | None = None  # where rows go
+    drawing: Drawing | None = None
+    number: int = 0
+    parts: Mapping[str, Part | Recorded] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
+    busy_s: float = 0.0
+    plan: Plan | None = None
+    waiting: set[str] = field(default_factory=set)
+    spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
+    blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)
+    tries: int = 0
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    error: WeftError | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        """Wait for the end. Raises the job's error if it failed."""
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def trace(self) -> Trace:
+        """What happened when, on every device."""
+        spans = []
+        for label, lane, device, start_s, end_s in self.spans:
+            copy = label.startswith("copy ")
+            where = ("copy" if copy else "run"), label, lane, device, "io" if copy else "compute"
+            op = "" if copy else label
+            times = start_s - self.began_s, end_s - self.began_s
+            spans.append(Span(*where, op, None, *times, end_s - start_s))
+        spans.sort(key=lambda span: (span.start_s, span.end_s))
+        return Trace("dynamic", tuple(spans))
+
+
+class Executor:
+    """Jobs on the workers of a pool."""
+
+    def __init__(self, pool: Pool, weights: Mapping[str, Tensor]) -> None:
+        self.pool, self.weights = pool, weights
+        self.prices = Prices(pool)
+        self.jobs: dict[int, Job] = {}
+        self.cells: dict[Cell, None] = {}
+        self.last = 0
+        self.num_replanned = 0
+        self.lock = threading.RLock()
+        pool.listen, pool.on_lost = self._hear, self._lost
+        self.prices.measure_links()
+
+    def submit(self, job: Job) -> Job:
+        """Send a job to its devices."""
+        with self.lock:
+            self._send(job)
+        return job
+
+    def measure(self, cells: Iterable[Cell], devices: Sequence[str]) -> None:
+        """Measure cells on devices, those that have not been."""
+        for cell in cells:
+            self.cells[cell] = None
+            weights = [self.weights[name] for name in cell.weights]
+            for device in devices:
+                try:
+                    self.prices.measure(cell, device, weights)
+                except RunError:
+                    if not self.pool.mates[device].lost:
+                        raise
+
+    def welcome(self, device: str) -> None:
+        """Measure a device that has just joined: its links, and every cell that is known."""
+        self.prices.measure_links()
+        self.measure(list(self.cells), [device])
+
+    def _ship(self, cell: Cell, mate: Mate) -> None:
+        """A cell, and those of its weights that the worker lacks or has in an older version."""
+        versions = {name: _version(self.weights[name]) for name in cell.weights}
+        missing = [name for name, version in versions.items() if mate.weights.get(name) != version]
+        if cell.name in mate.cells and not missing:
+            return
+        tensors = [self.weights[name] for name in missing]
+        mate.send({"kind": "cell", "cell": cell.to_data(), "weights": missing}, tensors)
+        mate.cells.add(cell.name)
+        mate.weights.update(versions)
+
+    def _send(self, job: Job) -> None:
+        """Plan a job for the devices that are alive, and send the parts."""
+        job.tries += 1
+        if not self.pool.names or job.tries > MAX_TRIES:
+            why = "no worker is left" if not self.pool.names else f"it was lost {MAX_TRIES} times"
+            return self._end(job, RunError(f"run: {why}; join one and call again."))
+        try:
+            parts, given, job.plan = job.write()
+        except WeftError as error:
+            return self._end(job, error)
+        self.last += 1
+        job.number, job.parts, job.waiting = self.last, parts, set(parts)
+        job.spans, job.began_s = [], time.perf_counter()
+        self.jobs[job.number] = job
+        for device, part in parts.items():
+            mate = self.pool.mates[device]
+            job.blocks |= part.blocks if isinstance(part, Part) else {}
+            for cell in part.cells:
+                self._ship(cell, mate)
+            data, rows = part.to_data()
+            names = given.get(device, [])
+            message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
+            mate.send(message, [*rows, *(job.inputs[name] for name in names)])
+        return None
+
+    def _end(self, job: Job, error: WeftError | None = None) -> None:
+        self.jobs.pop(job.number, None)
+        job.ended_s, job.error = time.perf_counter(), error
+        job.over.set()
+
+    # What workers say.
+
+    def _hear(self, name: str, message: Message, tensors: list[Tensor]) -> None:
+        with self.lock, torch.inference_mode():  # the caller's rows may be inference tensors
+            job = self.jobs.get(message.get("call", -1))
+            if job is None:
+                return
+            if message["kind"] == "rows":
+                self._rows(job, name, message, tensors[0])
+            elif message["kind"] == "done":
+                self._done(job, name, message)
+            elif message["kind"] == "answer":
+                self._answer(job, name, message, tensors)
+            elif message["kind"] == "failed":
+                self._cancel(job, job.waiting)
+                text = f"run: worker {name!r} failed."
+                self._end(job, RunError(text, story=message["error"], lane=name))
+
+    def _rows(self, job: Job, name: str, message: Message, rows: Tensor) -> None:
+        assert job.store is not None, "rows come for jobs with a store"
+        value = message["value"]
+        spec, start, count = job.blocks[value]
+        job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+        now_s = time.perf_counter()
+        job.spans.append(
+            (f"copy {value} to {HOME}", f"{name}.to.{HOME}", name, message["sent_s"], now_s)
+        )
+
+    def _done(self, job: Job, name: str, message: Message) -> None:
+        part = job.parts[name]
+        assert isinstance(part, Part), "other parts answer"
+        groups = {task.label: task.group for task in part.tasks}
+        starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
+        if not part.tasks[0].needs:
+            way_s = self.prices.links[HOME, name].latency_s
+            begun_s = max(0.0, min(starts) - job.began_s - way_s)
+            self.prices.started(name, begun_s / len(part.tasks))
+        for label, lane, start_s, end_s in message["spans"]:
+            job.spans.append((label, lane, name, start_s, end_s))
+            if label in groups:
+                group = groups[label]
+                self.prices.saw(group.cell, group.num_rows, name, end_s - start_s)
+        job.waiting.discard(name)
+        if not job.waiting:
+            self._end(job)
+
+    def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
+        part = job.parts[name]
+        assert isinstance(part, Recorded), "other parts are done"
+        cells = {cell.name: cell for cell in part.cells}
+        for span, (cell, rows) in zip(message["spans"], message["groups"], strict=True):
+            label, lane, start_s, end_s = span
+            job.spans.append((label, lane, name, start_s, end_s))
+            self.prices.saw(cells[cell], rows, name, end_s - start_s)
+        numbers = [number for number, _ in part.wanted]
+        job.values = dict(zip(numbers, values, strict=True))
+        job.busy_s = message["busy_s"]
+        self._end(job)
+
+    def _cancel(self, job: Job, devices: set[str]) -> None:
+        for device in devices:
+            if not self.pool.mates[device].lost:
+                self.pool.mates[device].send({"kind": "cancel", "call": job.number})
+
+    def _lost(self, name: str, reason: str) -> None:
+        """Plan anew what the lost worker had not done."""
+        with self.lock:
+            self.prices.forget([name])
+            hit = [job for job in self.jobs.values() if name in job.parts]
+            for job in hit:
+                if name in job.waiting or not job.waiting:
+                    self._cancel(job, job.waiting - {name})
+                    del self.jobs[job.number]
+                    self.num_replanned += 1
+                    self._send(job)
+
+
+def _version(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

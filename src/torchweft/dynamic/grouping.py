@@ -1,0 +1,253 @@
+"""Grouping: the pending ops of a recording become groups, each one run of a cell over many rows.
+
+    1. which cell reads what which cell makes
+    2. cells that feed each other (a cell over trees feeds itself) are one *ring*
+    3. rings in order; a cell outside of a ring is one group, whatever the depth of its ops;
+       in a ring, ops of one cell and one depth are one group
+    4. every value gets a row of the store of its spec; what a group reads is a list of rows
+
+With `bundles` (the first value of each bundle of inputs) groups are kept apart by bundle, so that
+they can be placed on different devices.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, Spec, pack_cell
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Group:
+    """One run of a cell. rows: of each argument in turn, [arguments, ops]; starts: the first row
+    of each result (of an unpack: of all of them, op after op)."""
+
+    cell: Cell
+    num_rows: int
+    rows: Tensor
+    starts: tuple[int, ...]
+    level: int = 0
+    bundle: int = 0
+
+
+@dataclass(eq=False)
+class Pending:
+    """The ops of one cell: the values they read, [ops, arguments], and make from `bases` on."""
+
+    cell: Cell
+    args: Tensor
+    bases: Tensor
+    order: Tensor | None = None
+    bounds: Sequence[tuple[int, int, int, int]] = ()  # (level, bundle, first op, last op + 1)
+    starts: tuple[int, ...] = ()
+
+
+def numbers_of(found: Sequence[int]) -> Tensor:
+    """Python numbers as a tensor; torch.tensor takes five times as long."""
+    return (
+        torch.frombuffer(array("q", found), dtype=torch.int64) if found else torch.empty(0).long()
+    )
+
+
+class Layout:
+    """Which row of the store of its spec each value has; it grows with every flush."""
+
+    def __init__(self) -> None:
+        self.num_rows: dict[Spec, int] = {}
+        self.row_of = torch.empty(0, dtype=torch.int64)
+        self.num_values = 0
+        self.packs: dict[int, tuple[Spec, list[int]]] = {}  # put together when they are asked for
+        self.packed: dict[int, list[int]] = {}  # put together for an op that reads them
+
+    def take(self, spec: Spec, count: int) -> int:
+        """The first of `count` new rows."""
+        start = self.num_rows.get(spec, 0)
+        self.num_rows[spec] = start + count
+        return start
+
+    def rows_of(self, number: int) -> int | Tensor:
+        """The row of a value; of a pack that no op read, the rows it consists of."""
+        row = int(self.row_of[number])
+        return row if row >= 0 else self.row_of[numbers_of(self.packs[number][1])]
+
+    def grow(self, num_values: int) -> None:
+        """Room for values up to this number."""
+        more = torch.full((num_values - self.num_values,), -1)
+        self.row_of = torch.cat([self.row_of, more])
+        self.num_values = num_values
+
+
+def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
+    """The groups of the pending ops, in an order in which they can run."""
+    pending = [*pending, *_packs_read(layout, pending)]
+    if not pending:
+        return []
+    maker_of, cell_of = _makers(layout, pending)
+    reads = _reads(cell_of, pending)
+    borders = torch.tensor(bundles[1:]) if len(bundles) > 1 else None
+    rings = _rings(reads)
+    for ring in rings:
+        alone = len(ring) == 1 and ring[0] not in reads[ring[0]]
+        levels = None if alone else _levels([pending[n] for n in ring], maker_of)
+        for at, number in enumerate(ring):
+            _sort(pending[number], None if levels is None else levels[at], borders)
+            _place(pending[number], layout)
+    groups = []
+    for ring in rings:
+        found = [each for member in ring for each in _cut(pending[member], layout)]
+        groups += sorted(found, key=lambda each: each.level) if len(ring) > 1 else found
+    return groups
+
+
+def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
+    """Packs that pending ops (or other such packs) read, as ops."""
+    found: dict[tuple[Spec, int], list[int]] = {}
+    read = [item.args.flatten() for item in pending]
+    while layout.packs and read:
+        known = numbers_of(list(layout.packs))
+        wanted = known[torch.isin(known, torch.cat(read))].tolist()
+        read = []
+        for number in wanted:
+            spec, values = layout.packs.pop(number)
+            found.setdefault((spec, len(values)), []).append(number)
+            read.append(numbers_of(values))
+            layout.packed[number] = values
+    made = []
+    for (spec, count), numbers in found.items():
+        cell = pack_cell(spec, count)
+        args = torch.tensor([layout.packed[number] for number in numbers])
+        made.append(Pending(cell, args, torch.tensor(numbers)))
+    return made
+
+
+def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
+    """For each value the first value of the op that makes it, and its cell (-1: none)."""
+    bases = torch.cat([item.bases for item in pending])
+    counts = numbers_of([len(item.bases) for item in pending])
+    first = layout.row_of >= 0  # inputs, and what earlier flushes made
+    first[bases] = True
+    first[numbers_of(list(layout.packs))] = True
+    numbers = torch.arange(layout.num_values)
+    maker_of = torch.where(first, numbers, 0).cummax(0).values  # results follow the first one
+    cells = torch.full((layout.num_values,), -1)
+    cells[bases] = torch.repeat_interleave(torch.arange(len(pending)), counts)
+    return maker_of, cells[maker_of]
+
+
+def _reads(cell_of: Tensor, pending: Sequence[Pending]) -> list[set[int]]:
+    """For each cell the cells whose values it reads."""
+    num = len(pending) + 1
+    counts = numbers_of([item.args.numel() for item in pending])
+    readers = torch.repeat_interleave(torch.arange(num - 1), counts)
+    makers = cell_of[torch.cat([item.args.flatten() for item in pending])] + 1
+    pairs = torch.bincount(readers * num + makers, minlength=num * num).nonzero().flatten()
+    found: list[set[int]] = [set() for _ in pending]
+    for pair in pairs.tolist():
+        reader, maker = divmod(pair, num)
+        if maker:
+            found[reader].add(maker - 1)
+    return found
+
+
+def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
+    """How deep each op stands in its ring; ops come in the order of recording."""
+    inside = torch.zeros(len(maker_of), dtype=torch.bool)
+    for item in ring:
+        inside[item.bases] = True
+    depth = [0] * len(maker_of)
+    items: list[tuple[int, tuple[int, ...]]] = []
+    for item in ring:
+        makers = maker_of[item.args]
+        columns = [makers[:, at] for at in range(makers.shape[1])]
+        columns = [c for n, c in enumerate(columns) if not any(map(c.equal, columns[:n]))]
+        columns = [c for c in columns if bool(inside[c].any())]
+        items += zip(
+            item.bases.tolist(), zip(*[c.tolist() for c in columns], strict=True), strict=True
+        )
+    if len(ring) > 1:
+        items.sort()
+    for base, makers_of in items:
+        depth[base] = max([depth[maker] for maker in makers_of]) + 1
+    found = numbers_of(depth)
+    return [found[item.bases] for item in ring]
+
+
+def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
+    """The ops of a cell by level and bundle, and where each group of them starts and ends."""
+    count = len(item.bases)
+    if levels is None and borders is None:
+        item.bounds = [(0, 0, 0, count)]
+        return
+    level = torch.zeros(count, dtype=torch.int64) if levels is None else levels
+    num = 1 if borders is None else len(borders) + 1
+    bundle = None if borders is None else torch.bucketize(item.bases, borders, right=True)
+    keys = level * num if bundle is None else level * num + bundle
+    keys, item.order = torch.sort(keys, stable=True)
+    kinds, counts = torch.unique_consecutive(keys, return_counts=True)
+    ends = torch.cumsum(counts, 0).tolist()
+    starts = [0, *ends[:-1]]
+    item.bounds = [
+        (kind // num, kind % num, start, end)
+        for kind, start, end in zip(kinds.tolist(), starts, ends, strict=True)
+    ]
+    item.bases, item.args = item.bases[item.order], item.args[item.order]
+
+
+def _place(item: Pending, layout: Layout) -> None:
+    """Rows for what the ops of a cell make: one after another, in their order."""
+    count, makes = len(item.bases), item.cell.makes
+    if item.cell.kind == "unpack":
+        start = layout.take(makes[0], count * len(makes))
+        values = item.bases[:, None] + torch.arange(len(makes))
+        layout.row_of[values] = torch.arange(start, start + values.numel()).view(values.shape)
+        item.starts = (start,)
+        return
+    starts = []
+    for at, spec in enumerate(makes):
+        starts.append(layout.take(spec, count))
+        layout.row_of[item.bases + at] = torch.arange(starts[-1], starts[-1] + count)
+    item.starts = tuple(starts)
+
+
+def _cut(item: Pending, layout: Layout) -> list[Group]:
+    rows = layout.row_of[item.args].t().contiguous()
+    scale = len(item.cell.makes) if item.cell.kind == "unpack" else 1
+    found = []
+    for level, bundle, first, last in item.bounds:
+        mine = rows if len(item.bounds) == 1 else rows[:, first:last]
+        starts = tuple(start + first * scale for start in item.starts)
+        found.append(Group(item.cell, last - first, mine, starts, level, bundle))
+    return found
+
+
+def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
+    """Cells that feed each other, makers before readers (Tarjan)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    found: list[list[int]] = []
+
+    def visit(node: int) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(reads[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            ring: list[int] = []
+            while not ring or ring[-1] != node:
+                ring.append(stack.pop())
+            found.append(sorted(ring))
+
+    for node in range(len(reads)):
+        if node not in index:
+            visit(node)
+    return found

@@ -1,0 +1,182 @@
+"""Running a recording here: on the caller's device, group by group.
+
+flush:   inputs into the store  ->  groups of what is pending  ->  run one after another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, Spec, spec_of
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of
+from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.state import State
+from torchweft.dynamic.store import Store
+from torchweft.errors import CaptureError
+
+
+class Held:
+    """What a recording holds of its results: the layout, and the store here."""
+
+    def __init__(self, device: torch.device, *, grad: bool) -> None:
+        self.layout = Layout()
+        self.store = Store(device, grad=grad)
+        self.first_away, self.brought = 1 << 62, frozenset[int]()
+
+    def stay(self, first: int, brought: Iterable[int]) -> None:
+        """Values from this number on stay on the workers, except those that were brought."""
+        self.first_away, self.brought = first, frozenset(brought)
+
+    @property
+    def num_values(self) -> int:
+        """Values below this number are computed."""
+        return self.layout.num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value."""
+        if number >= self.first_away and number not in self.brought:
+            raise away(spec)
+        found, rows = self.place(number, spec)
+        if found is spec:
+            return self.store.rows[spec][int(rows)]
+        return self.store.rows[found].index_select(0, rows)
+
+    def values(self, wanted: Sequence[Lazy]) -> list[Tensor]:
+        """The tensors of many values: packs of one spec in one gather."""
+        packs: dict[Spec, list[int]] = {}
+        for lazy in wanted:
+            if lazy.id in self.layout.packs:
+                packs.setdefault(self.layout.packs[lazy.id][0], []).append(lazy.id)
+        found: dict[int, Tensor] = {}
+        for spec, numbers in packs.items():
+            lists = [self.layout.packs[number][1] for number in numbers]
+            rows = self.layout.row_of[numbers_of([value for each in lists for value in each])]
+            made = self.store.rows[spec].index_select(0, rows)
+            found.update(
+                zip(numbers, torch.split(made, [len(each) for each in lists]), strict=True)
+            )
+        return [
+            found[lazy.id] if lazy.id in found else self.value(lazy.id, lazy.spec)
+            for lazy in wanted
+        ]
+
+    def place(self, number: int, spec: Spec) -> tuple[Spec, Tensor]:
+        """The rows of a value, and their spec: its own row, or those a pack consists of."""
+        rows = self.layout.rows_of(number)
+        if isinstance(rows, int):
+            return spec, torch.tensor(rows)
+        return spec_of(spec.shape[1:], spec.dtype), rows
+
+
+class Brought:
+    """What a recording holds of results of a job that ran elsewhere: the values it wanted."""
+
+    def __init__(self, job: Any, num_values: int) -> None:
+        self.job, self.num_values = job, num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value, when the job is over."""
+        self.job.wait()
+        if number not in self.job.values:
+            raise away(spec)
+        found: Tensor = self.job.values[number]
+        return found
+
+
+def away(spec: Spec) -> CaptureError:
+    """The error for a value that stayed where it was computed."""
+    return CaptureError(
+        f"kept: a value of {spec} was kept by your code and not among the outputs of its call, so "
+        "it stayed on a worker. Return it, or run the model without workers."
+    )
+
+
+class Weights:
+    """What cells make of weights alone, computed once while the weights stay the same."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.known: dict[Cell, tuple[Any, Sequence[Any]]] = {}
+
+    def __call__(self, cell: Cell) -> Sequence[Any]:
+        weights = [self.state.weights[name] for name in cell.weights]
+        prepare = cell.functions[0]
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return prepare(self.state.device, *weights)  # type: ignore[no-any-return]
+        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        found = self.known.get(cell)
+        if found is None or found[0] != now:
+            with torch.no_grad():
+                found = now, prepare(self.state.device, *weights)
+            self.known[cell] = found
+        return found[1]
+
+
+def take(recording: Recording, layout: Layout) -> list[Pending]:
+    """The pending ops of a recording as tensors; they are pending no more."""
+    layout.grow(recording.next)
+    found = []
+    for entry in recording.used:
+        args = numbers_of(entry.args).view(len(entry.bases), len(entry.cell.reads))
+        found.append(Pending(entry.cell, args, numbers_of(entry.bases)))
+        entry.args.clear()
+        entry.bases.clear()
+    recording.used.clear()
+    layout.packs.update(recording.packs)
+    recording.packs.clear()
+    return found
+
+
+def inputs_in(recording: Recording) -> list[tuple[int, Tensor]]:
+    """The pending inputs by number; they are pending no more.
+
+    Raises `CaptureError` if one was changed in place behind the call that uses it.
+    """
+    for _, tensor, version in recording.inputs:
+        if not tensor.is_inference() and tensor._version != version:
+            raise CaptureError(
+                f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
+                "call that has not run yet used it. Change a clone() of it."
+            )
+    found = [(number, tensor) for number, tensor, _ in recording.inputs]
+    recording.inputs.clear()
+    return found
+
+
+def take_inputs(recording: Recording, layout: Layout) -> list[tuple[Spec, int, list[Tensor]]]:
+    """The pending inputs: (spec, first row, tensors)."""
+    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
+    for number, tensor in inputs_in(recording):
+        numbers, tensors = by_spec.setdefault(spec_of(tensor.shape, tensor.dtype), ([], []))
+        numbers.append(number)
+        tensors.append(tensor)
+    found = []
+    for spec, (numbers, tensors) in by_spec.items():
+        start = layout.take(spec, len(numbers))
+        layout.row_of[numbers_of(numbers)] = torch.arange(start, start + len(numbers))
+        found.append((spec, start, tensors))
+    return found
+
+
+def flush_here(recording: Recording, prepared: Weights) -> list[Group]:
+    """Run what is pending, in this process."""
+    state = recording.state
+    if recording.store is None:
+        grad = torch.is_grad_enabled() and any(w.requires_grad for w in state.weights.values())
+        recording.store = Held(state.device, grad=grad)
+    held: Held = recording.store
+    pending = take(recording, held.layout)
+    inputs = take_inputs(recording, held.layout)
+    groups = group(held.layout, pending)
+    held.store.reserve(held.layout.num_rows)
+    with torch.autocast(state.device.type, enabled=False):
+        for spec, start, tensors in inputs:
+            held.store.write(spec, start, torch.stack(tensors))
+        for each in groups:
+            held.store.run(each, prepared)
+    return groups

@@ -1,0 +1,234 @@
+"""`Dynamic`: a model whose graph depends on its input, run batch by batch of equal ops.
+
+    model = weft.dynamic(model)
+    y = model(tree)                      one input: equal ops of one depth run together
+    ys = model.map(trees)                many inputs: over all of them
+
+    with weft.dynamic(model, workers=[Spot("fast", cores=(0,)), Spot("slow", cores=(1,))]) as model:
+        y = model(tree)                  groups are placed over the workers, by a plan
+        for answer in model.stream(trees): ...      inputs in turn, all workers busy
+
+The user's code is ordinary PyTorch with Python recursion and control flow. Where it needs numbers
+(an early exit, a router), inputs of a `map` wait for each other, each in a thread of its own of
+which one runs at a time, so that what they ask for still runs together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torchweft.dynamic.baton import run_in_turns
+from torchweft.dynamic.executor import Executor, Job
+from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.local import Brought, Weights, flush_here
+from torchweft.dynamic.placing import Placer, load
+from torchweft.dynamic.pool import Pool, Spot
+from torchweft.dynamic.recorded import take_all
+from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.state import State
+from torchweft.errors import CaptureError, MachineError, WeftError, clip
+from torchweft.placement import Planner
+from torchweft.plan import Plan
+from torchweft.trace import Trace
+
+BUNDLES = 4  # bundles of inputs for each worker, in a map
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one input of a stream: its outputs, or why it failed; where and how fast."""
+
+    outputs: Any
+    error: WeftError | None
+    devices: tuple[str, ...]
+    latency_s: float
+
+
+class Dynamic:
+    """A dynamic model: call it with one input, or `map` it over many."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        inline: Iterable[type[nn.Module]] = (),
+        workers: Sequence[Spot] = (),
+        planner: str | Planner = "portfolio",
+        deadline_s: float = 0.01,
+        watchdog_s: float = 10.0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"dynamic: {clip(model)} is no nn.Module.")
+        self.state = State(model, tuple(inline))
+        self.weights = Weights(self.state)
+        self.num_groups = self.num_ops = 0
+        self.state.flush = self._flush
+        self.pool = Pool(workers, watchdog_s=watchdog_s) if workers else None
+        self.placer: Placer | None = None
+        if self.pool is not None:
+            executor = Executor(self.pool, self.state.weights)
+            self.placer = Placer(executor, planner, deadline_s)
+        self.job: Job | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of one input."""
+        with self.state.record() as recording:
+            given, options = recording.inputs_of((args, kwargs))
+            return self._real(recording, self.state.model.forward(*given, **options))
+
+    def map(self, inputs: Iterable[Any]) -> list[Any]:
+        """The outputs of each input (a tuple is taken as several arguments), in order."""
+        forward = self.state.model.forward
+        with self.state.record() as recording:
+            given = [_arguments(recording, each) for each in inputs]
+            bundles: list[int] = []
+            if self.state.online and len(given) > 1:
+                outputs = run_in_turns(self.state, [partial(forward, *args) for args in given])
+            else:
+                outputs = []
+                for args in given:
+                    bundles.append(recording.next)
+                    outputs.append(forward(*args))
+            if self.placer is not None:
+                num = min(len(bundles), BUNDLES * len(self.placer.executor.pool.names))
+                bundles = [bundles[len(bundles) * at // num] for at in range(num)]
+            return self._real(recording, outputs, bundles)  # type: ignore[no-any-return]
+
+    def stream(
+        self, inputs: Iterable[Any], *, window: int | None = None, batch: int = 1
+    ) -> Iterator[Answer]:
+        """An answer for each input, in order; inputs run whole, each on the worker that would be
+        done with it first. window: how many jobs are under way at once, by default two a worker.
+        batch: how many inputs make one job.
+        """
+        placer, pool = self._workers()
+        under_way: deque[tuple[Job | None, list[Any]]] = deque()
+        for given in _batches(inputs, batch):
+            under_way.append(self._start(placer, given))
+            while len(under_way) >= (window or 2 * len(pool.names) or 1):
+                yield from self._finish(placer, *under_way.popleft())
+        while under_way:
+            yield from self._finish(placer, *under_way.popleft())
+
+    def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
+        with self.state.record() as recording:
+            outputs = []
+            for each in given:
+                outputs.append(self.state.model.forward(*_arguments(recording, each)))
+            if recording.store is not None or not recording.used:  # it ran already, in part
+                if recording.used or recording.packs:
+                    self._flush(recording, _lazies(outputs))
+                return None, outputs
+            job = placer.whole(take_all(recording, _lazies(outputs)))
+            recording.store = Brought(job, recording.next)
+            return placer.executor.submit(job), outputs
+
+    def _finish(self, placer: Placer, job: Job | None, outputs: list[Any]) -> Iterator[Answer]:
+        error: WeftError | None = None
+        devices: tuple[str, ...] = ()
+        latency_s = 0.0
+        if job is not None:
+            job.over.wait()
+            placer.over(job)
+            self.job = job
+            error, devices = job.error, tuple(job.parts)
+            latency_s = job.ended_s - job.began_s
+        for each in outputs:
+            found = None if error else pytree.tree_map(self.state.real, each)
+            yield Answer(found, error, devices, latency_s)
+
+    def join(self, spot: Spot) -> None:
+        """Bring in a new worker: it is measured, and takes part from the next plan on."""
+        placer, pool = self._workers()
+        pool.join(spot)
+        placer.executor.welcome(spot.name)
+
+    def plan(self) -> Plan:
+        """The plan of the last call that was placed."""
+        if self.job is None or self.job.plan is None:
+            raise WeftError("plan: no call has been placed by a planner yet.", rule="plan")
+        return self.job.plan
+
+    def trace(self) -> Trace:
+        """What happened in the last call on the workers."""
+        if self.job is None:
+            raise WeftError("trace: no call has run on workers yet.", rule="trace")
+        return self.job.trace()
+
+    def _workers(self) -> tuple[Placer, Pool]:
+        if self.placer is None or self.pool is None:
+            raise MachineError("dynamic: there are no workers; give workers=[Spot(...), ...].")
+        return self.placer, self.pool
+
+    def close(self) -> None:
+        """Give the model's modules back as they were, and send the workers home."""
+        self.state.close()
+        if self.pool is not None:
+            self.pool.stop()
+
+    def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
+        if recording.used or recording.inputs or recording.packs:
+            self._flush(recording, _lazies(outputs), bundles)
+        leaves, tree = pytree.tree_flatten(outputs)
+        mine = [
+            number
+            for number, leaf in enumerate(leaves)
+            if type(leaf) is Lazy and leaf.home is recording and leaf.id not in recording.given
+        ]
+        if mine:
+            made = recording.store.values([leaves[number] for number in mine])
+            for number, tensor in zip(mine, made, strict=True):
+                leaves[number] = tensor
+        return pytree.tree_unflatten(map(self.state.real, leaves), tree)
+
+    def _flush(
+        self,
+        recording: Recording,
+        wanted: Sequence[Lazy] | None = None,
+        bundles: Sequence[int] = (),
+    ) -> None:
+        grad = torch.is_grad_enabled() and any(
+            weight.requires_grad for weight in self.state.weights.values()
+        )
+        if self.placer is None or grad or not recording.used:
+            groups = flush_here(recording, self.weights)
+        else:
+            loaded = load(recording, wanted, bundles)
+            groups = loaded.groups
+            self.job = self.placer.executor.submit(self.placer.planned(loaded))
+            self.job.wait()
+        self.num_groups += len(groups)
+        self.num_ops += sum(group.num_rows for group in groups)
+
+
+def _lazies(outputs: Any) -> list[Lazy]:
+    return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
+
+
+def _arguments(recording: Recording, given: Any) -> Any:
+    return recording.inputs_of(given if isinstance(given, tuple) else (given,))
+
+
+def _batches(inputs: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    found: list[Any] = []
+    for each in inputs:
+        found.append(each)
+        if len(found) == size:
+            yield found
+            found = []
+    if found:
+        yield found

@@ -1,0 +1,220 @@
+"""Placing: the pending groups of a recording become a `Job` on the workers.
+
+    planned    groups -> Graph -> planner -> Placement -> Plan -> verified -> parts of devices
+    whole      all groups on the one device that would be done first: streams of inputs
+
+Plans are cached by canonical structure (cells and rows of all groups), the devices that are alive
+and the prices they were made for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.context import Context
+from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.executor import Executor, Job, Parts
+from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
+from torchweft.dynamic.grouping import Group, group
+from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.local import Held, take, take_inputs
+from torchweft.dynamic.prices import FOLLOW
+from torchweft.dynamic.program import parts_of
+from torchweft.dynamic.recorded import Recorded
+from torchweft.dynamic.recording import Recording
+from torchweft.errors import PlacementError
+from torchweft.placement import Planner, as_plan, graph_problem, plan
+from torchweft.plan import Plan
+from torchweft.runtimes.simulator import simulate
+from torchweft.trace import Trace
+from torchweft.verify import verify
+
+MAX_PLANS = 256
+
+
+@dataclass(eq=False)
+class Load:
+    """What a flush has to run: groups, input blocks with their rows, and the rows wanted."""
+
+    groups: list[Group]
+    blocks: dict[str, Block]
+    tensors: dict[str, Tensor]
+    outputs: dict[Spec, Tensor]
+    held: Held
+
+
+def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[int] = ()) -> Load:
+    """Take what is pending; `wanted` None: the caller may ask for anything later."""
+    state = recording.state
+    if recording.store is None:
+        recording.store = Held(state.device, grad=False)
+    held: Held = recording.store
+    before, first = dict(held.layout.num_rows), held.num_values
+    pending = take(recording, held.layout)
+    inputs = take_inputs(recording, held.layout)
+    groups = group(held.layout, pending, bundles)
+    held.store.reserve(held.layout.num_rows)
+    blocks: dict[str, Block] = {}
+    for spec, count in before.items():  # what earlier flushes made and these groups read
+        blocks[f"in{len(blocks)}"] = spec, 0, count
+    for spec, start, tensors in inputs:
+        held.store.write(spec, start, torch.stack(tensors))
+        blocks[f"in{len(blocks)}"] = spec, start, len(tensors)
+    read = {spec for each in groups for spec in each.cell.reads}
+    blocks = {name: block for name, block in blocks.items() if block[0] in read}
+    sent = {
+        name: held.store.rows[spec][start : start + count]
+        for name, (spec, start, count) in blocks.items()
+    }
+    if wanted is None:
+        outputs = _all(groups)
+    else:
+        outputs = _rows(held, wanted, groups)
+        held.stay(first, {lazy.id for lazy in wanted})
+    return Load(groups, blocks, sent, outputs, held)
+
+
+def _all(groups: Sequence[Group]) -> dict[Spec, Tensor]:
+    rows: dict[Spec, list[Tensor]] = {}
+    for each in groups:
+        makes = each.cell.makes
+        count = each.num_rows
+        if each.cell.kind == "unpack":
+            makes, count = makes[:1], count * len(makes)
+        for spec, start in zip(makes, each.starts, strict=True):
+            rows.setdefault(spec, []).append(torch.arange(start, start + count))
+    return {spec: torch.cat(found) for spec, found in rows.items()}
+
+
+def _rows(held: Held, wanted: Sequence[Lazy], groups: Sequence[Group]) -> dict[Spec, Tensor]:
+    """The rows behind lazy values, of those that groups make."""
+    rows: dict[Spec, list[Tensor]] = {}
+    for lazy in wanted:
+        spec, found = held.place(lazy.id, lazy.spec)
+        rows.setdefault(spec, []).append(found.reshape(-1))
+    made = _all(groups)
+    asked = {spec: torch.unique(torch.cat(found)) for spec, found in rows.items()}
+    return {
+        spec: found[torch.isin(found, made[spec])] for spec, found in asked.items() if spec in made
+    }
+
+
+@dataclass(eq=False)
+class Placer:
+    """Decides where jobs run, for one executor."""
+
+    executor: Executor
+    planner: str | Planner = "portfolio"
+    deadline_s: float = 0.01
+    plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
+    num_hits: int = 0
+    backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
+    pace: dict[str, float] = field(default_factory=dict)
+
+    def planned(self, loaded: Load) -> Job:
+        """A job whose groups are placed by the planner."""
+        self._measure(each.cell for each in loaded.groups)
+        structure = structure_of(loaded.groups)
+        drawing = self._draw(loaded)
+
+        def write() -> Parts:
+            found = self._plan(structure, drawing)
+            return *parts_of(found, drawing, HOME), found
+
+        return Job(write, loaded.tensors, loaded.held.store, drawing=drawing)
+
+    def whole(self, recorded: Recorded) -> Job:
+        """A job that runs on the one device that would be done with it first."""
+        self._measure(recorded.cells)
+
+        def write() -> Parts:
+            device, seconds = self._first_done(recorded)
+            self.backlog_s[id(job)] = device, seconds
+            return {device: recorded}, {}, None
+
+        job = Job(write)
+        return job
+
+    def over(self, job: Job) -> None:
+        """A whole job has ended: its device is free of it, and its pace is known better."""
+        device, seconds = self.backlog_s.pop(id(job), ("", 0.0))
+        if job.busy_s and seconds:
+            pace = self.pace.get(device, 1.0)
+            self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
+
+    def simulate(self, found: Plan, job: Job) -> Trace:
+        """What the prices, as they are now, say of a plan of a job; weights are there already."""
+        assert job.drawing is not None, "a job with a plan has a drawing"
+        prices, weights = self.executor.prices, job.drawing.weights
+        machine = prices.machine()
+        labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
+        steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
+        lean = found.then("weights are resident", steps=steps)
+        return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
+
+    def _measure(self, cells: Iterable[Cell]) -> None:
+        """New cells are measured on every device, before anything is planned."""
+        self.executor.measure(dict.fromkeys(cells), self.executor.pool.names)
+
+    def _draw(self, loaded: Load) -> Drawing:
+        weights = {each.cell.name: self._weight_bytes(each.cell.weights) for each in loaded.groups}
+        rows = loaded.held.layout.num_rows
+        return draw(loaded.groups, loaded.blocks, rows, loaded.outputs, weights)
+
+    def _plan(self, structure: str, drawing: Drawing) -> Plan:
+        prices, pool = self.executor.prices, self.executor.pool
+        key = structure, tuple(pool.names), prices.epoch, str(self.planner)
+        if (known := self.plans.get(key)) is not None:
+            self.num_hits += 1
+            return known
+        machine = prices.machine()
+        problem = graph_problem(
+            drawing.graph, machine, prices.costs(drawing, machine), home=HOME,
+            resident=drawing.weights,
+        )  # fmt: skip
+        found = as_plan(problem, plan(problem, self.planner, deadline_s=self.deadline_s))
+        self.plans[key] = verify(found)
+        while len(self.plans) > MAX_PLANS:
+            self.plans.popitem(last=False)
+        return found
+
+    def _first_done(self, recorded: Recorded) -> tuple[str, float]:
+        """The device with room that would be done first, and its seconds for this job."""
+        pool = self.executor.pool
+        busy_s = dict.fromkeys(pool.names, 0.0)
+        for device, seconds in self.backlog_s.values():
+            if device in busy_s:
+                busy_s[device] += seconds
+        names = {name for cell in recorded.cells for name in cell.weights}
+        need = recorded.num_bytes + self._weight_bytes(names)
+        found = []
+        for name in pool.names:
+            room = pool.mates[name].spot.memory_bytes
+            if room is None or need <= room:
+                cost = self._whole_s(recorded, name)
+                found.append((busy_s[name] + cost, cost, name))
+        if not found:
+            raise PlacementError(
+                f"memory: this input needs {need} bytes on one device, and none has room for them. "
+                "Raise memory_bytes, or let a planner spread it: call the model without stream().",
+                rule="memory",
+            )
+        _, cost, name = min(found)
+        return name, cost
+
+    def _whole_s(self, recorded: Recorded, device: str) -> float:
+        """Seconds of a recording on one device: its cells as if each ran once, times the pace that
+        was seen for such jobs there."""
+        prices = self.executor.prices
+        seconds = sum(prices.of(item.cell, len(item.bases), device) for item in recorded.pending)
+        return (seconds + 1e-6) * self.pace.get(device, 1.0)
+
+    def _weight_bytes(self, names: Mapping[str, Any] | Sequence[str] | set[str]) -> int:
+        weights = self.executor.weights
+        return sum(weights[n].numel() * weights[n].element_size() for n in dict.fromkeys(names))

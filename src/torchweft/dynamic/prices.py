@@ -1,0 +1,159 @@
+"""`Prices`: what cells cost on each device and values on each link, measured, and kept up to date.
+
+    (cell, device) -> {rows: seconds}      measured by the worker itself, as it runs groups
+    (device, device) -> latency, rate      measured with rows that go there and back
+
+What it takes to hand a group to a device counts too. Spans of real runs move the prices: seconds =
+measured * drift, and every run moves the drift of its cell on its device a part of the way to what
+was seen, so the table follows a device that slows down or recovers.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchweft.cost import Costs, CostTable
+from torchweft.dynamic.cell import Cell
+from torchweft.dynamic.graphing import HOME, Drawing, body_of
+from torchweft.dynamic.pool import Pool
+from torchweft.machine import Device, Lane, Link, Machine
+
+ROWS = (1, 8, 64)
+REPEATS = 5
+MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
+FOLLOW = 0.3  # how far one run moves the drift
+MOVED = 1.25  # a price that moved by this factor makes plans anew
+PROBE_BYTES = (1_000, 1_000_000)
+
+
+class Prices:
+    """Measured seconds of cells and links, with their drift."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.seconds: dict[tuple[str, str], dict[int, float]] = {}
+        self.drift: dict[tuple[str, str], float] = {}
+        self.links: dict[tuple[str, str], Link] = {}
+        self.start_s: dict[str, float] = {}
+        self.epoch = 0  # changes when prices have moved so far that plans should be made anew
+        self.settled: dict[tuple[str, str], float] = {}
+
+    def of(self, cell: Cell, num_rows: int, device: str) -> float:
+        """Seconds of one run of a cell over so many rows."""
+        points = self.seconds.get((cell.name, device))
+        if points is None:  # gathers, and cells that nobody has measured
+            moved = num_rows * sum(spec.num_bytes for spec in (*cell.reads, *cell.makes))
+            slowness = self.pool.mates[device].spot.slowness
+            base = (OVERHEAD_S + moved / MEMORY_BYTES_PER_S) * slowness
+        else:
+            base = _between(sorted(points.items()), num_rows)
+        return base * self.drift.get((cell.name, device), 1.0)
+
+    def saw(self, cell: Cell, num_rows: int, device: str, seconds: float) -> None:
+        """A run took so long: the drift follows."""
+        ratio = max(1e-3, min(1e3, seconds / self.of(cell, num_rows, device)))
+        key = cell.name, device
+        self.drift[key] = now = self.drift.get(key, 1.0) * ratio**FOLLOW
+        settled = self.settled.setdefault(key, 1.0)
+        if not 1 / MOVED < now / settled < MOVED:
+            self.settled[key] = now
+            self.epoch += 1
+
+    def started(self, device: str, seconds: float) -> None:
+        """It took so long a group until a device had begun: writing, sending and reading parts."""
+        before_s = self.start_s.get(device, seconds)
+        self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
+
+    def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
+        """Measure a cell on a device, once, with weights of these shapes; none are sent."""
+        key, room = (cell.name, device), self.pool.mates[device].spot.memory_bytes
+        need = sum(weight.numel() * weight.element_size() for weight in weights)
+        if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
+            return
+        shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
+        ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
+        answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
+        self.seconds[key] = dict(zip(ROWS, answer["seconds"], strict=True))
+
+    def measure_links(self) -> None:
+        """Measure every link that is not known yet, over its real way."""
+        names = self.pool.names
+        for name in names:
+            small, large = (self._around([name], size) / 2 for size in PROBE_BYTES)
+            for pair in ((HOME, name), (name, HOME)):
+                self.links.setdefault(pair, _link(*pair, small, large))
+        for one in names:
+            for other in names:
+                if one != other and (one, other) not in self.links:
+                    times = []
+                    for size in PROBE_BYTES:
+                        known = self.links[HOME, one], self.links[other, HOME]
+                        legs = sum(link.latency_s + size / link.bytes_per_s for link in known)
+                        times.append(max(1e-6, self._around([one, other], size) - legs))
+                    self.links[one, other] = _link(one, other, *times)
+
+    def _around(self, way: Sequence[str], num_bytes: int) -> float:
+        """Seconds of rows from home over these devices and back, the median of several."""
+        rows, times = torch.zeros(num_bytes, dtype=torch.uint8), []
+        for _ in range(9):
+            began_s = time.perf_counter()
+            self.pool.ask(way[0], {"kind": "echo", "way": [*way[1:], HOME]}, [rows])
+            times.append(time.perf_counter() - began_s)
+        return sorted(times)[len(times) // 2]
+
+    def machine(self) -> Machine:
+        """The devices that are alive, the caller's first, and their links."""
+        names = self.pool.names
+        spots = [self.pool.mates[name].spot for name in names]
+        devices = (Device(HOME), *(Device(s.name, memory_bytes=s.memory_bytes) for s in spots))
+        lanes = (Lane(HOME, HOME, ("io",)), *(Lane(name, name) for name in names))
+        alive = {HOME, *names}
+        links = tuple(link for pair, link in self.links.items() if alive.issuperset(pair))
+        return Machine("workers", devices, lanes, links)
+
+    def costs(self, drawing: Drawing, machine: Machine) -> Costs:
+        """What the ops of a drawing cost on the devices of a machine."""
+        measured: dict[tuple[str, str], Mapping[int, float]] = {("answer", HOME): {0: 1e-6}}
+        for group in drawing.groups.values():
+            for device in machine.devices[1:]:
+                seconds = self.of(group.cell, group.num_rows, device.name)
+                start_s = self.start_s.get(device.name, 0.0)
+                measured[body_of(group), device.name] = {0: seconds + start_s}
+        return Costs(machine, CostTable.of(measured))
+
+    def table(self) -> CostTable:
+        """All that was measured, with its drift, as a cost table."""
+        return CostTable.of(
+            {
+                key: {rows: s * self.drift.get(key, 1.0) for rows, s in points.items()}
+                for key, points in self.seconds.items()
+            }
+        )
+
+    def forget(self, devices: Iterable[str]) -> None:
+        """Forget devices that are gone: a new worker of that name is another one."""
+        gone = set(devices)
+        self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
+        for name in gone:
+            self.start_s.pop(name, None)
+        for known in (self.seconds, self.drift, self.settled):
+            for key in [key for key in known if key[1] in gone]:
+                del known[key]
+
+
+def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
+    """Linear between measured points and beyond the last."""
+    at = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
+    (low, low_s), (high, high_s) = points[at - 1], points[at]
+    return max(min(low_s, high_s), low_s + (high_s - low_s) * (rows - low) / (high - low))
+
+
+def _link(source: str, target: str, small_s: float, large_s: float) -> Link:
+    small, large = PROBE_BYTES
+    rate = (large - small) / max(1e-7, large_s - small_s)
+    return Link(source, target, rate, max(1e-6, small_s - small / rate))

@@ -1,0 +1,117 @@
+"""A `Part`: what one device has to do of a plan, as plain data; and how a worker reads it back.
+
+    Plan, groups --parts_of--> {device: Part} --to_data--> message, tensors --> Part
+
+A part is the lane of its device: the groups in the plan's order, what each waits for from other
+devices, and where its results go (the copy steps of the lanes of its links).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, Spec, spec_named
+from torchweft.dynamic.graphing import Drawing
+from torchweft.dynamic.grouping import Group
+from torchweft.plan import Plan
+
+
+@dataclass(eq=False)
+class Task:
+    """One group on a device: values it waits for, and (value, device) it sends when it is done."""
+
+    label: str
+    group: Group
+    needs: list[str] = field(default_factory=list)
+    sends: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Part:
+    """The lane of one device in one call; `blocks` says where the values are that it touches."""
+
+    tasks: list[Task] = field(default_factory=list)
+    blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)  # first row, rows
+    num_rows: dict[Spec, int] = field(default_factory=dict)
+
+    kind = "call"
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells that its device needs."""
+        return list(dict.fromkeys(task.group.cell for task in self.tasks))
+
+    def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """The part as plain data, and the row numbers of its groups as tensors."""
+        specs = list(self.num_rows)
+        tasks = [
+            {
+                "label": task.label, "cell": task.group.cell.name, "rows": task.group.num_rows,
+                "starts": task.group.starts, "needs": task.needs, "sends": task.sends,
+            }
+            for task in self.tasks
+        ]  # fmt: skip
+        blocks = {
+            name: [specs.index(spec), start, count]
+            for name, (spec, start, count) in self.blocks.items()
+        }
+        rows = [[list(spec.shape), str(spec.dtype), n] for spec, n in self.num_rows.items()]
+        data = {"tasks": tasks, "blocks": blocks, "num_rows": rows}
+        return data, [task.group.rows for task in self.tasks]
+
+    @staticmethod
+    def from_data(
+        data: Mapping[str, Any], rows: Sequence[Tensor], cells: Mapping[str, Cell]
+    ) -> Part:
+        """The part of plain data."""
+        specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
+        num_rows = {
+            spec: count for spec, (_, _, count) in zip(specs, data["num_rows"], strict=True)
+        }
+        tasks = []
+        for item, mine in zip(data["tasks"], rows, strict=True):
+            found = Group(cells[item["cell"]], item["rows"], mine, tuple(item["starts"]))
+            sends = [(value, device) for value, device in item["sends"]]
+            tasks.append(Task(item["label"], found, item["needs"], sends))
+        blocks = {
+            name: (specs[at], start, count) for name, (at, start, count) in data["blocks"].items()
+        }
+        return Part(tasks, blocks, num_rows)
+
+
+def parts_of(
+    plan: Plan, drawing: Drawing, home: str
+) -> tuple[dict[str, Part], dict[str, list[str]]]:
+    """What each device does, and the inputs that the home sends to each of them."""
+    parts: dict[str, Part] = {}
+    task_of: dict[str, Task] = {}
+    inputs: dict[str, list[str]] = {}
+    for step in plan.steps:
+        device = plan.lane[step.lane].device
+        if step.kind == "run" and device != home:
+            name = step.names[0]
+            task_of[name] = Task(name, drawing.groups[name])
+            part = parts.setdefault(device, Part(num_rows=drawing.num_rows))
+            part.tasks.append(task_of[name])
+            for value in plan.graph.op[name].makes:
+                part.blocks[value] = drawing.blocks[value]
+    for step in plan.steps:
+        if step.kind != "copy" or step.on is None or step.names[0] in drawing.weights:
+            continue
+        value, target = step.names[0], step.on
+        if target in parts:
+            parts[target].blocks[value] = drawing.blocks[value]
+        maker = plan.graph.maker.get(value)
+        if maker is None:
+            inputs.setdefault(target, []).append(value)
+        else:
+            task_of[maker.name].sends.append((value, target))
+        for reader in plan.graph.readers[value]:
+            task = task_of.get(reader.name)
+            if task is not None and task in parts.get(target, Part()).tasks:
+                task.needs.append(value)
+    return parts, inputs

@@ -1,0 +1,184 @@
+"""A `Recording`: what one call of a dynamic model (or one over many inputs) asked for.
+
+    module called with lazy values  ->  one op of the module's cell
+    torch function on lazy values   ->  one op of the function's cell
+    stack of rows, row of a value   ->  pack and unpack: gathers, no cell is traced
+    numbers are needed (item, bool) ->  all that is pending runs, then the code goes on
+
+What cannot be a cell (random numbers, changes in place, shapes that depend on data) runs at once
+on real tensors: always right, never batched, and counted with its reason.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchweft.dynamic.cell import Spec, spec_of
+from torchweft.dynamic.lazy import Lazy
+from torchweft.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torchweft.dynamic.state import Entry, State
+
+_NUMBERS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__str__, Tensor.data_ptr,
+    Tensor.__format__, Tensor.__array__, Tensor.untyped_storage, torch.equal, torch.allclose,
+    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.__dlpack__, Tensor.is_nonzero,
+}  # fmt: skip
+
+
+class Recording:
+    """Values by number, ops by cell, and the inputs that are real tensors."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.next = 0  # the number of the next value
+        self.used: list[Entry] = []  # entries with ops that are pending
+        self.inputs: list[tuple[int, Tensor, int]] = []  # pending: number, tensor, its version
+        self.known: dict[int, tuple[Lazy, int]] = {}  # inputs and versions, by identity
+        self.given: dict[int, Tensor] = {}  # inputs by number; they are kept
+        self.rows_of: dict[int, list[Lazy]] = {}  # rows of values that were taken apart
+        self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
+        self.viewed: set[int] = set()
+        self.store: Any = None  # where computed rows are; set by the first flush
+
+    # What user code asks for.
+
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function with lazy values among its arguments."""
+        state = self.state
+        if state.recording is not self or state.paused or func in _NUMBERS:
+            return self.at_once(func, args, kwargs)
+        if func is torch.stack and not kwargs and len(args) == 1:
+            packed = self._pack(args[0])
+            if packed is not None:
+                return packed
+        made = state.call_function(self, func, args, kwargs)
+        if getattr(func, "__name__", "") in _VIEWS:  # none of them may be changed in place now
+            items = (*args, *made) if isinstance(made, (list, tuple)) else (*args, made)
+            self.viewed.update(item.id for item in items if type(item) is Lazy)
+        return made
+
+    def at_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function on real tensors now; what is pending and needed runs before."""
+        given, options = pytree.tree_map(self.state.real, (args, kwargs))
+        was, self.state.paused = self.state.paused, True
+        try:
+            return func(*given, **options)
+        finally:
+            self.state.paused = was
+
+    def real(self, lazy: Lazy) -> Tensor:
+        """The tensor behind a lazy value; runs what is pending if it must."""
+        assert lazy.home is self, "a value belongs to its recording"
+        return self.state.fetch(self, lazy)
+
+    def select(self, lazy: Lazy, index: int) -> Any:
+        """One row of a value: all its rows are taken apart together, once."""
+        rows = self.rows_of.get(lazy.id)
+        if rows is None:
+            shape = lazy.spec.shape
+            if not shape:
+                raise IndexError("invalid index of a 0-dim tensor")
+            if self.state.recording is not self or shape[0] == 0:
+                return self.at_once(Tensor.__getitem__, (lazy, index), {})
+            rows = self.rows_of[lazy.id] = self.add(self.state.unpack(lazy.spec), [lazy])
+            self.viewed.add(lazy.id)
+            self.viewed.update(each.id for each in rows)
+        return rows[index]
+
+    def change(self, lazy: Lazy, name: str, args: Any, kwargs: Any) -> Lazy:
+        """A change in place: the handle stands for the new value from here on."""
+        if lazy.id in self.viewed:
+            self.refuse_change(lazy, f"{name}()")
+        if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
+            if self.used or self.packs:
+                self.state.flush(self)  # who read it before sees it as it was
+            self.inputs = [each for each in self.inputs if each[1] is not tensor]
+            made = self.at_once(getattr(Tensor, name), (tensor, *args), kwargs)
+        elif hasattr(Tensor, name[:-1]):
+            made = self.function(getattr(Tensor, name[:-1]), (lazy, *args), kwargs)
+        else:
+            made = self.at_once(getattr(Tensor, name), (self.real(lazy).clone(), *args), kwargs)
+        made = made if type(made) is Lazy else self.input(made)
+        if made.spec is not lazy.spec:
+            self.refuse_change(lazy, f"{name}(), which would change its shape or dtype,")
+        lazy.id = made.id
+        return lazy
+
+    def refuse_change(self, lazy: Lazy, what: str) -> NoReturn:
+        """Raise: views of the value would have to change with it."""
+        raise CaptureError(
+            f"change: {what} on {lazy.spec}, which has views or is one, would change them too. "
+            "Make a new value instead (y = x + 1, torch.where), or clone() it before."
+        )
+
+    # What goes into the recording.
+
+    def add(self, entry: Entry, values: list[Lazy]) -> list[Lazy]:
+        """One op of a cell on these values."""
+        if not entry.bases:
+            self.used.append(entry)
+        entry.args += [value.id for value in values]
+        number = self.next
+        entry.bases.append(number)
+        makes = entry.cell.makes
+        self.next = number + len(makes)
+        return [Lazy(number + at, spec, self) for at, spec in enumerate(makes)]
+
+    def input(self, tensor: Tensor) -> Lazy:
+        """A real tensor as a value; the same tensor, unchanged, is the same value."""
+        version = 0 if tensor.is_inference() else tensor._version
+        found, old = self.known.get(id(tensor), (None, version))
+        if found is None or old != version:
+            found = Lazy(self.next, spec_of(tensor.shape, tensor.dtype), self)
+            self.next += 1
+            self.known[id(tensor)] = found, version
+            self.inputs.append((found.id, tensor, version))
+            self.given[found.id] = tensor
+        return found
+
+    def inputs_of(self, arguments: Any) -> Any:
+        """The arguments of a call with lazy values in the place of tensors."""
+        if isinstance(arguments, Tensor):
+            return self.input(arguments)
+        if type(arguments) is tuple:
+            return tuple([self.inputs_of(each) for each in arguments])
+        if isinstance(arguments, (list, dict, tuple)):
+            return pytree.tree_map(
+                lambda item: self.input(item) if isinstance(item, Tensor) else item, arguments
+            )
+        return arguments
+
+    def _pack(self, items: Any) -> Lazy | None:
+        """Rows of one spec as one value, if that is what they are."""
+        if not isinstance(items, (list, tuple)) or not items:
+            return None
+        values = [
+            item if type(item) is Lazy and item.home is self else self._value(item)
+            for item in items
+        ]
+        spec = values[0].spec
+        if any(value.spec is not spec for value in values):
+            return None
+        made = Lazy(self.next, spec_of((len(values), *spec.shape), spec.dtype), self)
+        self.packs[self.next] = spec, [value.id for value in values]
+        self.next += 1
+        return made
+
+    def _value(self, item: Any) -> Lazy:
+        return self.input(item.home.real(item) if type(item) is Lazy else item)
+
+
+_VIEWS = frozenset(
+    (
+        "view", "reshape", "squeeze", "unsqueeze", "transpose", "t", "permute", "expand",
+        "expand_as", "narrow", "select", "chunk", "split", "unbind", "flatten", "movedim",
+        "swapaxes", "swapdims", "detach", "view_as", "diagonal", "unfold", "__getitem__",
+        "__get__", "contiguous", "to", "float", "double", "real",
+    )
+)  # fmt: skip

@@ -1,0 +1,387 @@
+"""A worker: the process behind one device. It runs its parts of plans, one call after another.
+
+    main thread    runs groups in the order of the part; waits for rows of other devices
+    readers        one a channel: rows go straight to where they belong
+    sender         results leave beside compute, each value once to each device
+    heart          tells the driver ten times a second that this process is alive
+
+`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON. A *throttled*
+worker sleeps after each group, in proportion to the time it took: an emulated slow device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.dynamic.cell import Cell, spec_named
+from torchweft.dynamic.channel import Channel, ChannelError, SocketChannel
+from torchweft.dynamic.graphing import HOME
+from torchweft.dynamic.grouping import Group
+from torchweft.dynamic.program import Part, Task
+from torchweft.dynamic.rank_channel import WORKER, RankChannel
+from torchweft.dynamic.recorded import Unfolded
+from torchweft.dynamic.store import Prepared, Store
+
+BEAT_S = 0.1
+
+
+@dataclass
+class Throttle:
+    """Sleeps so that work takes `slowness` times as long; what it overslept counts."""
+
+    slowness: float = 1.0
+    debt_s: float = 0.0
+
+    def pay(self, worked_s: float) -> None:
+        """Sleep for work that took so long."""
+        if self.slowness <= 1:
+            return
+        self.debt_s += worked_s * (self.slowness - 1)
+        if self.debt_s > 0:
+            began_s = time.perf_counter()
+            time.sleep(self.debt_s)
+            self.debt_s -= time.perf_counter() - began_s
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call under way: its part, its rows, what has arrived."""
+
+    number: int
+    part: Part
+    store: Store
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)
+    cancelled: bool = False
+
+
+class Worker:
+    """One device's process."""
+
+    def __init__(self, name: str, device: str, slowness: float, driver: Channel) -> None:
+        self.name, self.device = name, torch.device(device)
+        self.throttle = Throttle(slowness)
+        self.driver = driver
+        self.peers: dict[str, str] = {}  # addresses
+        self.channels: dict[str, Channel] = {HOME: driver}
+        self.cells: dict[str, Cell] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.prepared: dict[str, Sequence[Any]] = {}
+        self.calls: dict[int, _Call] = {}
+        self.early: dict[int, list[tuple[Mapping[str, Any], Tensor]]] = {}
+        self.over: set[int] = set()  # calls that have ended, or that nobody waits for
+        self.news = threading.Condition()
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Work until the driver says stop, or is gone."""
+        for target in (self._send, self._beat):
+            threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=self.read, args=(self.driver, True), daemon=True).start()
+        while (job := self.jobs.get()) is not None:
+            job()
+
+    # Messages.
+
+    def read(self, channel: Channel, from_driver: bool = False) -> None:
+        """Handle the messages of a channel until its other side is gone."""
+        while True:
+            try:
+                message, tensors = channel.receive()
+            except ChannelError:
+                if from_driver:
+                    os._exit(0)  # nobody is left to work for
+                return
+            try:
+                with torch.inference_mode():
+                    getattr(self, f"on_{message['kind']}")(message, tensors)
+            except Exception:
+                self._failed(message)
+
+    def _send(self) -> None:
+        while True:
+            target, message, tensors = self.outbox.get()
+            try:
+                message = {**message, "sent_s": time.perf_counter()}
+                if target not in self.channels and target not in self.peers:
+                    target, message = HOME, {**message, "relay": target}  # no way but through it
+                if target not in self.channels:
+                    self.channels[target] = SocketChannel(Client(self.peers[target], "AF_UNIX"))
+                self.channels[target].send(message, tensors)
+            except (ChannelError, OSError, KeyError):
+                self.channels.pop(target, None)  # the driver will notice, and plan anew
+
+    def _beat(self) -> None:
+        while True:
+            self.outbox.put((HOME, {"kind": "alive"}, ()))
+            time.sleep(BEAT_S)
+
+    def on_peers(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Who else is there."""
+        for name in set(self.peers) - set(message["peers"]):
+            self.channels.pop(name, None)
+        self.peers = message["peers"]
+
+    def on_cell(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A cell, and those of its weights that are not here yet."""
+
+        def define() -> None:
+            cell = Cell.from_data(message["cell"])
+            for name, weight in zip(message["weights"], tensors, strict=True):
+                self.weights[name] = weight.to(self.device)
+            self.cells[cell.name] = cell
+            new = set(message["weights"])
+            for name in [name for name in self.prepared if new & set(self.cells[name].weights)]:
+                del self.prepared[name]
+
+        self._job(define, message)
+
+    def on_call(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A part of a plan to run, with the inputs that come from home."""
+
+        def begin() -> None:
+            number, data = message["call"], message["part"]
+            rows = tensors[: len(data["tasks"])]
+            part = Part.from_data(data, rows, self.cells)
+            call = _Call(number, part, Store(self.device))
+            call.store.reserve(part.num_rows)
+            given = zip(message["inputs"], tensors[len(rows) :], strict=True)
+            with self.news:
+                self.calls[number] = call
+                for name, tensor in given:
+                    self._write(call, name, tensor)
+                for early, tensor in self.early.pop(number, ()):
+                    self._write(call, early["value"], tensor)
+                    self._note(call, early)
+                call.cancelled = number in self.over
+            self._run(call)
+
+        self._job(begin, message)
+
+    def on_recorded(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A whole recording to group and run here."""
+
+        def begin() -> None:
+            number = message["call"]
+            if number in self.over:
+                return
+            began_s = time.perf_counter()
+            found = Unfolded(message["part"], tensors, self.cells, Store(self.device))
+            spans, groups = [], []
+            for at, group in enumerate(found.groups):
+                if number in self.over:
+                    return
+                since_s = self._group(found.store, group)
+                label = f"{group.cell.name}.{at}"
+                spans.append((label, self.name, since_s, time.perf_counter()))
+                groups.append((group.cell.name, group.num_rows))
+            facts = {"kind": "answer", "call": number, "source": self.name, "spans": spans}
+            facts |= {"groups": groups, "busy_s": time.perf_counter() - began_s}
+            self.outbox.put((HOME, facts, found.answers()))
+
+        self._job(begin, message)
+
+    def on_rows(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Rows that another device made."""
+        with self.news:
+            call = self.calls.get(message["call"])
+            if call is None:
+                if message["call"] not in self.over:
+                    self.early.setdefault(message["call"], []).append((message, tensors[0]))
+                return
+            self._write(call, message["value"], tensors[0])
+            self._note(call, message)
+            self.news.notify_all()
+
+    def on_cancel(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """A call that nobody waits for any more."""
+        with self.news:
+            self.over.add(message["call"])
+            self.early.pop(message["call"], None)
+            if (call := self.calls.get(message["call"])) is not None:
+                call.cancelled = True
+                self.news.notify_all()
+
+    def on_throttle(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Be slower, or as fast as can be, from now on."""
+        self.throttle = Throttle(message["slowness"])
+
+    def on_echo(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Rows to be sent on, or back: what links are measured with."""
+        way = message["way"]
+        self.outbox.put((way[0], {**message, "way": way[1:]}, tensors))
+
+    def on_measure(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Time a cell over some numbers of rows, with weights of zeros."""
+
+        def measure() -> None:
+            cell = Cell.from_data(message["cell"])
+            specs = [spec_named(*each) for each in message["weights"]]
+            zeros = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in specs]
+            ready = cell.functions[0](self.device, *zeros)
+            repeats = message["repeats"]
+            found = [self._time(cell, ready, rows, repeats) for rows in message["rows"]]
+            self._tell({"kind": "measured", "ticket": message["ticket"], "seconds": found})
+
+        self._job(measure, message)
+
+    def on_stop(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Go home."""
+        self.jobs.put(None)
+
+    def _job(self, work: Any, message: Mapping[str, Any]) -> None:
+        """Work for the main thread; its failure is the driver's news."""
+
+        def job() -> None:
+            try:
+                with torch.inference_mode():
+                    work()
+            except Exception:
+                self._failed(message)
+
+        self.jobs.put(job)
+
+    def _failed(self, message: Mapping[str, Any]) -> None:
+        """Tell the driver of the error that is being handled."""
+        about = {key: message[key] for key in ("call", "ticket") if key in message}
+        self._tell({"kind": "failed", "error": traceback.format_exc(limit=-3), **about})
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        self.outbox.put((HOME, message, ()))
+
+    # Running.
+
+    def _prepare(self, cell: Cell) -> Sequence[Any]:
+        """What a cell makes of weights alone, computed once."""
+        if cell.name not in self.prepared:
+            weights = [self.weights[name] for name in cell.weights]
+            self.prepared[cell.name] = cell.functions[0](self.device, *weights)
+        return self.prepared[cell.name]
+
+    def _write(self, call: _Call, value: str, rows: Tensor) -> None:
+        spec, start, count = call.part.blocks[value]
+        call.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+        call.arrived.add(value)
+
+    def _note(self, call: _Call, message: Mapping[str, Any]) -> None:
+        label = f"copy {message['value']} to {self.name}"
+        lane = f"{message['source']}.to.{self.name}"
+        call.spans.append((label, lane, message["sent_s"], time.perf_counter()))
+
+    def _run(self, call: _Call) -> None:
+        try:
+            if not all(self._task(call, task) for task in call.part.tasks):
+                return  # cancelled
+        finally:
+            with self.news:
+                del self.calls[call.number]
+                self.over.add(call.number)
+        self._tell({"kind": "done", "call": call.number, "spans": call.spans})
+
+    def _task(self, call: _Call, task: Task) -> bool:
+        """Run a group and send what others need; False if the call was cancelled."""
+        if not self._wait(call, task):
+            return False
+        began_s = self._group(call.store, task.group)
+        for value, target in task.sends:
+            spec, start, count = call.part.blocks[value]
+            self._send_rows(call, value, target, call.store.rows[spec][start : start + count])
+        call.spans.append((task.label, self.name, began_s, time.perf_counter()))
+        return True
+
+    def _group(self, store: Store, group: Group, prepare: Prepared | None = None) -> float:
+        """Run a group, as slow as this device is; when it began."""
+        began_s = time.perf_counter()
+        store.run(group, prepare or self._prepare)
+        self._synchronize()
+        self.throttle.pay(time.perf_counter() - began_s)
+        return began_s
+
+    def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
+        message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
+        self.outbox.put((target, message, [rows]))
+
+    def _wait(self, call: _Call, task: Task) -> bool:
+        """Wait for rows of other devices; False if the call was cancelled meanwhile."""
+        with self.news:
+            while not call.cancelled and not call.arrived.issuperset(task.needs):
+                self.news.wait()
+            return not call.cancelled
+
+    def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
+        """Seconds of one run of a cell as a group, the median of several."""
+        part = _example(cell, num_rows)
+        store = Store(self.device)
+        store.reserve(part.num_rows)
+        for rows in store.rows.values():
+            rows.zero_()
+        group, times = part.tasks[0].group, []
+        for _ in range(repeats + 2):
+            began_s = self._group(store, group, lambda cell: ready)
+            times.append(time.perf_counter() - began_s)
+        return sorted(times[2:])[repeats // 2]
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _example(cell: Cell, num_rows: int) -> Part:
+    """A part with one group of a cell, on rows of zeros."""
+    counts: dict[Any, int] = {}
+    for spec in cell.reads:
+        counts[spec] = num_rows
+    starts = []
+    for spec in cell.makes if cell.kind != "unpack" else cell.makes[:1]:
+        starts.append(counts.get(spec, 0))
+        counts[spec] = starts[-1] + num_rows * (len(cell.makes) if cell.kind == "unpack" else 1)
+    rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
+    task = Task(cell.name, Group(cell, num_rows, rows, tuple(starts)))
+    return Part([task], {}, counts)
+
+
+def main(config: Mapping[str, Any]) -> None:
+    """Set the process up as the config says, and serve."""
+    if config.get("cores"):
+        os.sched_setaffinity(0, config["cores"])
+    torch.set_num_threads(config.get("num_threads", 1))
+    driver: Channel
+    if "store" in config:
+        driver = RankChannel(config["store"], config["name"], WORKER)
+    else:
+        driver = SocketChannel(Client(config["driver"], "AF_UNIX"))
+    facts = config.get("device", "cpu"), config.get("slowness", 1.0)
+    worker = Worker(config["name"], *facts, driver)
+    if "address" in config:
+        listener = Listener(config["address"], "AF_UNIX", backlog=16)
+        threading.Thread(target=_accept, args=(worker, listener), daemon=True).start()
+    driver.send({"kind": "hello", "name": config["name"], "pid": os.getpid()})
+    worker.serve()
+
+
+def _accept(worker: Worker, listener: Listener) -> None:
+    """Rows from other workers of this box come over channels of their own."""
+    while True:
+        try:
+            channel = SocketChannel(listener.accept())
+        except OSError:
+            return
+        threading.Thread(target=worker.read, args=(channel,), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,327 @@
+"""Dynamic models over worker processes: placed, streamed, killed, stopped, joined, drifting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweft as weft
+from torchweft.bench.dynamic import drawn_trees
+from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
+from torchweft.dynamic.model import Dynamic
+from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
+from torchweft.placement import placed
+from torchweft.plan import Plan
+from torchweft.verify import verify
+
+TOLERANCE = 1e-5
+LOST_S, CALM_S = 5.0, 60.0  # a loaded machine starves workers for seconds
+TWO = (weft.Spot("one"), weft.Spot("two", slowness=2.0))
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def a_model(count: int = 12) -> tuple[BinaryTreeLSTM, list[Any], list[Tensor]]:
+    inputs, num_words = drawn_trees(count)
+    model = BinaryTreeLSTM(num_words, 24, 16).eval()
+    return model, inputs, [model(*each) for each in inputs]
+
+
+def close(found: Any, wanted: Any) -> bool:
+    return all(
+        bool(torch.allclose(a, b, atol=TOLERANCE)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def until(names: list[str], dynamic: Any) -> bool:
+    """Whether these workers are left, soon."""
+    ends_s = time.monotonic() + 4 * LOST_S
+    while dynamic.pool.names != names and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    return bool(dynamic.pool.names == names)
+
+
+def one_by_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
+    """Ops on the workers in turn: a planner that sends as much as it can."""
+    devices = [allowed[number % len(allowed)] for number, allowed in enumerate(problem.allowed)]
+    return placed(problem, devices, range(problem.num_ops))
+
+
+@pytest.mark.parametrize("planner", ["single", "heft", "portfolio", one_by_one])
+def test_placed_calls_equal_plain_pytorch(planner: Any) -> None:
+    model, inputs, wanted = a_model()
+    with weft.dynamic(model, workers=TWO, planner=planner, watchdog_s=CALM_S) as dynamic:
+        assert close(dynamic.map(inputs), wanted)
+        assert close([dynamic(*each) for each in inputs[:3]], wanted[:3])
+        plan = dynamic.plan()
+        assert Plan.parse(str(plan)).bind(plan.graph) == verify(plan)
+        ran = {span.op for span in dynamic.trace().spans if span.kind == "run"}
+        assert ran == {op.name for op in plan.graph.ops if op.name != "answer"}
+
+
+def test_value_goes_once_to_each_device() -> None:
+    model, inputs, wanted = a_model()
+    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=CALM_S) as dynamic:
+        assert close(dynamic.map(inputs), wanted)
+        copies = [span.label for span in dynamic.trace().spans if span.kind == "copy"]
+        assert copies, "this planner sends"
+        assert len(set(copies)) == len(copies)
+
+
+def test_equal_structure_is_planned_once() -> None:
+    model, inputs, _ = a_model()
+    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
+        dynamic.placer.executor.prices.saw = lambda *facts: None  # prices stand still
+        for _ in range(3):
+            dynamic.map(inputs)
+        assert dynamic.placer.num_hits == 2
+        assert len(dynamic.placer.plans) == 1
+
+
+def test_model_that_needs_numbers_runs_on_workers_too() -> None:
+    model = Routed().eval()
+    inputs = [torch.randn(3, 12) for _ in range(3)]
+    wanted = [model(each) for each in inputs]
+    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
+        assert close([dynamic(each) for each in inputs], wanted)
+        assert close(dynamic.map(inputs), wanted)
+
+
+def test_stream_answers_in_order_and_uses_both_workers() -> None:
+    model, inputs, wanted = a_model(30)
+    with weft.dynamic(model, workers=TWO, watchdog_s=CALM_S) as dynamic:
+        answers = list(dynamic.stream(inputs))
+        assert close([answer.outputs for answer in answers], wanted)
+        assert {device for answer in answers for device in answer.devices} == {"one", "two"}
+        batched = list(dynamic.stream(inputs, batch=7))
+        assert close([answer.outputs for answer in batched], wanted)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_worker_in_a_stream_loses_no_input(how: int) -> None:
+    model, inputs, wanted = a_model(40)
+    with weft.dynamic(model, workers=TWO, watchdog_s=LOST_S) as dynamic:
+        list(dynamic.stream(inputs[:8]))
+        answers = []
+        for answer in dynamic.stream(inputs):
+            answers.append(answer)
+            if len(answers) == 10:
+                os.kill(dynamic.pool.mates["one"].process.pid, how)
+        assert all(answer.error is None for answer in answers)
+        assert close([answer.outputs for answer in answers], wanted)
+        assert until(["two"], dynamic)
+        assert {answer.devices for answer in dynamic.stream(inputs)} == {("two",)}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_worker_in_a_placed_call_is_planned_around(how: int) -> None:
+    model, inputs, wanted = a_model()
+    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=LOST_S) as dynamic:
+        dynamic.map(inputs)
+        os.kill(dynamic.pool.mates["two"].process.pid, how)
+        assert close(dynamic.map(inputs), wanted)
+        assert until(["one"], dynamic)
+
+
+def test_without_workers_left_every_input_is_reported_failed() -> None:
+    model, inputs, _ = a_model(10)
+    with weft.dynamic(model, workers=TWO[:1], watchdog_s=LOST_S) as dynamic:
+        list(dynamic.stream(inputs))
+        os.kill(dynamic.pool.mates["one"].process.pid, signal.SIGKILL)
+        answers = list(dynamic.stream(inputs))
+        assert len(answers) == 10
+        assert all(isinstance(answer.error, RunError) for answer in answers)
+        with pytest.raises(RunError, match="no worker is left"):
+            dynamic(*inputs[0])
+
+
+def test_worker_that_joins_is_used() -> None:
+    model, inputs, wanted = a_model(30)
+    with weft.dynamic(model, workers=TWO[1:], watchdog_s=CALM_S) as dynamic:
+        list(dynamic.stream(inputs))
+        dynamic.join(weft.Spot("new"))
+        answers = list(dynamic.stream(inputs))
+        assert close([answer.outputs for answer in answers], wanted)
+        assert {device for answer in answers for device in answer.devices} == {"two", "new"}
+
+
+def test_name_of_a_lost_worker_can_be_used_again() -> None:
+    model, inputs, wanted = a_model(10)
+    with weft.dynamic(model, workers=TWO, watchdog_s=LOST_S) as dynamic:
+        list(dynamic.stream(inputs))
+        os.kill(dynamic.pool.mates["one"].process.pid, signal.SIGKILL)
+        assert until(["two"], dynamic)
+        dynamic.join(TWO[0])
+        assert close([answer.outputs for answer in dynamic.stream(inputs)], wanted)
+        assert set(dynamic.pool.names) == {"one", "two"}
+
+
+def test_memory_limit_is_refused_before_anything_runs() -> None:
+    model, inputs, _ = a_model()
+    small = [weft.Spot("one", memory_bytes=1000), weft.Spot("two", memory_bytes=1000)]
+    with weft.dynamic(model, workers=small, planner="heft", watchdog_s=CALM_S) as dynamic:
+        with pytest.raises(PlacementError):
+            dynamic.map(inputs)
+        answers = list(dynamic.stream(inputs[:2]))
+        assert all(isinstance(answer.error, PlacementError) for answer in answers)
+        assert dynamic.job.spans == []
+
+
+def test_memory_limit_sends_work_where_there_is_room() -> None:
+    model, inputs, wanted = a_model()
+    unlike = [weft.Spot("one", memory_bytes=1000), TWO[1]]
+    with weft.dynamic(model, workers=unlike, planner="heft", watchdog_s=CALM_S) as dynamic:
+        assert close(dynamic.map(inputs), wanted)
+        assert {span.device for span in dynamic.trace().spans if span.kind == "run"} == {"two"}
+
+
+class Two(nn.Module):
+    """Two branches with weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def right_on_two(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
+    """One branch on each worker."""
+    devices = [
+        problem.devices.index("two" if name.startswith("right") else "one")
+        if len(allowed) > 1
+        else allowed[0]
+        for name, allowed in zip(problem.ops, problem.allowed, strict=True)
+    ]
+    return placed(problem, devices, range(problem.num_ops))
+
+
+def test_weights_are_only_where_they_are_needed() -> None:
+    model, x = Two().eval(), torch.randn(8)
+    with weft.dynamic(model, workers=TWO, planner=right_on_two, watchdog_s=CALM_S) as dynamic:
+        assert close(dynamic(x), model(x))
+        held = {name: set(mate.weights) for name, mate in dynamic.pool.mates.items()}
+    assert held == {
+        "one": {"left.weight", "left.bias"},
+        "two": {"right.weight", "right.bias"},
+    }
+
+
+def test_weights_are_sent_once_and_changed_ones_again() -> None:
+    model = Two().eval()
+    x = torch.randn(8)
+    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
+        assert close(dynamic(x), model(x))
+        model.left.weight.mul_(3.0)
+        assert close(dynamic(x), model(x))
+
+
+def test_failing_op_is_one_clean_error_and_the_workers_go_on() -> None:
+    model, inputs, wanted = a_model()
+    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
+        tree, words = inputs[0]
+        dynamic(tree, words)
+        with pytest.raises(RunError, match="failed"):
+            dynamic(tree, words + 10_000)
+        assert close(dynamic.map(inputs), wanted)
+
+
+def test_prices_follow_a_worker_that_slows_down() -> None:
+    model, inputs, _ = a_model(30)
+    with weft.dynamic(model, workers=TWO[:1], watchdog_s=CALM_S) as dynamic:
+        list(dynamic.stream(inputs))
+        prices = dynamic.placer.executor.prices
+        cells = [key for key in prices.seconds if key[0].startswith("composer")]
+        before, epoch = {key: prices.drift[key] for key in cells}, prices.epoch
+        dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 20.0})
+        list(dynamic.stream(inputs))
+        assert all(prices.drift[key] > 3 * before[key] for key in cells)
+        assert prices.epoch > epoch
+        table = prices.table()
+        assert table.seconds[cells[0]][0][1] > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
+
+
+def test_worker_over_torch_distributed() -> None:
+    model, inputs, wanted = a_model()
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    config = json.dumps({"name": "far", "store": address})
+    source = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchweft.dynamic.worker", config],
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    try:
+        spots = [TWO[0], weft.Spot("far", address=address)]
+        with weft.dynamic(model, workers=spots, planner=one_by_one, watchdog_s=LOST_S) as dynamic:
+            assert close(dynamic.map(inputs), wanted)
+            devices = {span.device for span in dynamic.trace().spans if span.kind == "run"}
+            assert devices == {"one", "far"}
+            process.kill()
+            assert close(dynamic.map(inputs), wanted)
+            assert until(["one"], dynamic)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_mistakes_of_workers_are_named() -> None:
+    with pytest.raises(MachineError, match="home"):
+        weft.Spot("home")
+    with pytest.raises(MachineError, match="slower"):
+        weft.Spot("one", slowness=0.5)
+    with pytest.raises(MachineError, match="core"):
+        weft.Spot("one", cores=(9999,))
+    with pytest.raises(MachineError, match="no workers"):
+        list(Dynamic(Two()).stream([torch.ones(8)]))
+
+
+def test_stopped_pool_leaves_no_process() -> None:
+    model, inputs, _ = a_model(3)
+    dynamic = weft.dynamic(model, workers=TWO, watchdog_s=CALM_S)
+    dynamic.map(inputs)
+    processes = [mate.process for mate in dynamic.pool.mates.values()]
+    folder = dynamic.pool.folder
+    dynamic.close()
+    assert all(process.poll() is not None for process in processes)
+    assert not folder.exists()
+
+
+class Keeps(nn.Module):
+    """Keeps a value that it does not give back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.linear(x))
+        return self.linear(self.kept[-1])
+
+
+def test_value_that_stayed_on_a_worker_says_so() -> None:
+    model = Keeps().eval()
+    with weft.dynamic(model, workers=TWO[:1], planner="heft", watchdog_s=CALM_S) as dynamic:
+        dynamic(torch.ones(8))
+        list(dynamic.stream([torch.ones(8)]))
+        for kept in model.kept:
+            with pytest.raises(CaptureError, match="Return it"):
+                kept + 1
