@@ -46,7 +46,7 @@ def graph_problem(
     if extra := sorted(set(resident) - set(graph.inputs)):
         raise PlacementError(f"resident: {unknown('input', extra[0], graph.inputs)}")
     devices = tuple(machine.device)
-    latency_s, byte_s = _links(machine)
+    latency_s, byte_s = links(machine)
     fixed = _changed_inputs(graph)
     seconds = tuple(
         tuple(
@@ -80,7 +80,7 @@ def _takes(machine: Machine, device: str, op: Op) -> bool:
     return any(lane.device == device and op.uses in lane.uses for lane in machine.lanes)
 
 
-def _links(machine: Machine) -> tuple[Matrix, Matrix]:
+def links(machine: Machine) -> tuple[Matrix, Matrix]:
     """Latencies and seconds a byte; a pair that nothing joins is an error of the machine."""
     latency: list[tuple[float, ...]] = []
     byte: list[tuple[float, ...]] = []

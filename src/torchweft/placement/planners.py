@@ -35,6 +35,11 @@ PLANNERS: Mapping[str, tuple[str, str]] = {
     "cpop": (f"{HOUSE}.lists:cpop", "the critical path on one device, the rest as heft"),
     "peft": (f"{HOUSE}.lists:peft", "where it and all behind it would end first"),
     "critical-path": (f"{HOUSE}.lists:critical_path", "ready ops, longest way to the end first"),
+    "annealing": (f"{HOUSE}.annealing:annealing", "the best of these, improved by random moves"),
+    "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
+    "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),
+    "exhaustive": (f"{HOUSE}.exhaustive:exhaustive", "tiny graphs: everything is tried"),
+    "portfolio": (f"{HOUSE}.portfolio:portfolio", "all of these within the time given"),
 }
 """Name -> (module:function, what it does)."""
 
@@ -61,7 +66,7 @@ def get_planner(name: str) -> Planner:
 
 def plan(
     problem: Problem,
-    planner: str | Planner = "heft",
+    planner: str | Planner = "portfolio",
     *,
     deadline_s: float | None = None,
     seed: int = 0,

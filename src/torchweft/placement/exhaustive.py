@@ -1,0 +1,123 @@
+"""Exhaustive search, for tiny problems: every device for every op, every order of the ops.
+
+It tries all assignments within the memory limits. For each, ops start one after another (no start
+before the last one), each as early as it can: every placement worth having is among these. A branch
+ends where it cannot beat the best one. Nothing is shared with the other exact planners, which it
+is there to check.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import product
+
+from torchweft.errors import PlacementError
+from torchweft.placement.draft import Room, period_s
+from torchweft.placement.placement import Placement, placed
+from torchweft.placement.problem import INF, Problem
+
+MAX_TRIED = 3_000_000
+MAX_LATENCY_OPS = 10
+
+
+def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
+    """The best placement of all, proven unless the deadline passed first.
+
+    Raises `PlacementError` for a problem that is not tiny, or that has no legal placement.
+    """
+    choices = [problem.allowed[group[0]] for group in problem.groups]
+    tiny = problem.objective == "throughput" or problem.num_ops <= MAX_LATENCY_OPS
+    if not tiny or math.prod(map(len, choices)) > MAX_TRIED:
+        raise PlacementError(
+            f"size: exhaustive takes at most {MAX_LATENCY_OPS} ops and {MAX_TRIED} assignments; "
+            f"{problem} is larger. Use cp-sat, or portfolio.",
+            rule="size",
+        )
+    ends_s = INF if deadline_s is None else time.perf_counter() + deadline_s
+    search, proven = _Search(problem), True
+    for chosen in product(*choices):
+        if time.perf_counter() > ends_s and search.best is not None:
+            proven = False
+            break
+        devices = _within(problem, chosen)
+        if devices is not None:
+            search.assignment(devices)
+    if search.best is None:
+        raise PlacementError(
+            f"memory: no assignment of {problem.name!r} keeps the memory limits.", rule="memory"
+        )
+    return placed(problem, *search.best, bound_s=search.best_s if proven else None)
+
+
+def _within(problem: Problem, chosen: Sequence[int]) -> list[int] | None:
+    """A device for each op, or None where memory runs out."""
+    devices, room = [0] * problem.num_ops, Room(problem)
+    for group, device in zip(problem.groups, chosen, strict=True):
+        if device not in room.open(group[0]):
+            return None
+        room.take(group[0], device)
+        for op in group:
+            devices[op] = device
+    return devices
+
+
+class _Search:
+    """The best assignment and order so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.best: tuple[list[int], list[int]] | None = None
+        self.best_s = INF
+
+    def assignment(self, devices: list[int]) -> None:
+        """Look for the best order of one assignment."""
+        problem, self.devices = self.problem, devices
+        if problem.objective == "throughput":
+            score_s = period_s(problem, devices)
+            if score_s < self.best_s:
+                self.best, self.best_s = (devices, list(range(problem.num_ops))), score_s
+            return
+        # Seconds from an op's start to the end of the graph, if it never has to wait.
+        self.rest_s = [0.0] * problem.num_ops
+        for op in reversed(range(problem.num_ops)):
+            behind = [
+                seconds[devices[op]][devices[target]] + self.rest_s[target]
+                for target, seconds in problem.succs[op]
+            ]
+            self.rest_s[op] = problem.seconds[op][devices[op]] + max(behind, default=0.0)
+        busy_s = [0.0] * problem.num_devices
+        for op, device in enumerate(devices):
+            busy_s[device] += problem.seconds[op][device]
+        if max(*busy_s, *self.rest_s) < self.best_s:
+            self.finish_s = [0.0] * problem.num_ops
+            self.waiting = [len(preds) for preds in problem.preds]
+            self._order([], [0.0] * problem.num_devices, 0.0)
+
+    def _order(self, order: list[int], free_s: list[float], last_s: float) -> None:
+        """Try every next op that starts no earlier than the last one did."""
+        problem, devices = self.problem, self.devices
+        if len(order) == problem.num_ops:
+            if max(free_s) < self.best_s:
+                self.best, self.best_s = (list(devices), list(order)), max(free_s)
+            return
+        for op in range(problem.num_ops):
+            if self.waiting[op] or op in order:
+                continue
+            device = devices[op]
+            arrivals = [
+                self.finish_s[source] + seconds[devices[source]][device]
+                for source, seconds in problem.preds[op]
+            ]
+            start_s = max([free_s[device], problem.ready_s[op][device], *arrivals])
+            if start_s < last_s or start_s + self.rest_s[op] >= self.best_s:
+                continue
+            before_s, end_s = free_s[device], start_s + problem.seconds[op][device]
+            free_s[device] = self.finish_s[op] = end_s
+            for target, _ in problem.succs[op]:
+                self.waiting[target] -= 1
+            self._order([*order, op], free_s, start_s)
+            for target, _ in problem.succs[op]:
+                self.waiting[target] += 1
+            free_s[device] = before_s
