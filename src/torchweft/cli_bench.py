@@ -19,7 +19,9 @@ from typing import Any, get_type_hints
 from torchweft.cli_text import printable, read_literal, say, say_json
 from torchweft.errors import WeftError, clip, unknown
 
-BENCHES = ("ablation", "depth", "dispatch", "memory", "overlap", "stream", "verify", "zoo")
+BENCHES = (
+    "ablation", "depth", "dispatch", "memory", "overlap", "placement", "stream", "verify", "zoo",
+)  # fmt: skip
 MAX_ROWS = 40
 MAX_CELL = 60
 Row = Mapping[str, Any]

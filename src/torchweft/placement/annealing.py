@@ -7,7 +7,8 @@ having (each device runs its ops in that order, as early as it can). Moves:
     sweep    an op and all it needs to one device              shift   an op to another turn
 
 A worse state is taken with a chance that falls with the time left. What a move may cost is drawn
-first, so that a bad one is given up as soon as one op would end too late (`tails`).
+first, so that a bad one is given up as soon as one op would end too late (`tails`). The walk ends
+early where the bound is met.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from torchweft.placement.bounds import tails
+from torchweft.placement.bounds import bound_s, tails
 from torchweft.placement.draft import period_s
 from torchweft.placement.lists import critical_path, heft, peft
 from torchweft.placement.placement import Placement, placed
@@ -41,18 +42,18 @@ def annealing(
         (planner(problem) for planner in (single, heft, peft, critical_path)),
         key=lambda item: item.score_s,
     )
+    least_s = bound_s(problem) * (1 + 1e-9)
     state = _State(problem, first, random.Random(seed))
     began_s = time.perf_counter()
     total = MOVES_PER_OP * problem.num_ops
     done, share = 0, 0.0
-    while share < 1:
+    while share < 1 and state.best_s > least_s:
         state.step(HEAT * first.score_s * (1 - share))
         done += 1
         if deadline_s is None:
             share = done / total
-        elif done % 8 == 0:
-            now_s = time.perf_counter()
-            share = (now_s - began_s) / max(1e-9, ends_s - began_s)
+        else:
+            share = (time.perf_counter() - began_s) / max(1e-9, ends_s - began_s)
     found = placed(problem, *state.best)
     return found if found.score_s < first.score_s else first
 

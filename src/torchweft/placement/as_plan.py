@@ -126,14 +126,17 @@ def _inputs_sent(problem: Problem, graph: Graph, placement: Placement) -> Iterat
 def _lanes(
     problem: Problem, graph: Graph, sent: Sequence[Sent]
 ) -> tuple[tuple[Lane, ...], list[str]]:
-    """A lane for each device, the home first, and enough for each link; the lane of each copy."""
-    used: dict[str, set[str]] = {name: {"compute", "memory"} for name in problem.devices}
-    for uses in used.values():
-        uses |= {op.uses for op in graph.ops}
+    """A lane for each device, the home first, and those of the links; the lane of each copy."""
+    uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
     ordered = sorted(problem.devices, key=lambda name: name != problem.devices[problem.home])
-    lanes = [Lane(name, name, tuple(sorted(used[name]))) for name in ordered]
+    links, lane_of = link_lanes(problem, sent)
+    return (*(Lane(name, name, uses) for name in ordered), *links), lane_of
+
+
+def link_lanes(problem: Problem, sent: Sequence[Sent]) -> tuple[list[Lane], list[str]]:
+    """Enough lanes for each link that none has two copies at once; the lane of each copy."""
     free_s: dict[tuple[int, int], list[float]] = {}
-    lane_of = []
+    lanes, lane_of = [], []
     for item in sent:
         ends = free_s.setdefault((item.source, item.target), [])
         source, target = problem.devices[item.source], problem.devices[item.target]
@@ -144,7 +147,7 @@ def _lanes(
             lanes.append(Lane(name, source, ("io",)))
         ends[number] = item.end_s
         lane_of.append(name)
-    return tuple(lanes), lane_of
+    return lanes, lane_of
 
 
 def stand_in(problem: Problem) -> tuple[Graph, Machine, Costs]:

@@ -64,12 +64,10 @@ def cp_sat(
     solver.parameters.num_workers = max(2, min(8, os.cpu_count() or 1))
     solver.parameters.random_seed = seed
     status = solver.solve(model)
-    if status == cp_model.INFEASIBLE:  # nothing is better than what was known
-        return placed(problem, first.device, first.order, bound_s=first.score_s)
-    found = first
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = placed(problem, *writer.answer(solver))
-        found = min(found, first, key=lambda item: item.score_s)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return first  # not even the hint was taken in within the time
+    found = placed(problem, *writer.answer(solver))
+    found = min(found, first, key=lambda item: item.score_s)
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
     return placed(problem, found.device, found.order, bound_s=min(bound_s, found.score_s))
 
@@ -84,7 +82,7 @@ def _equal(problem: Problem) -> bool:
     """Whether it does not matter which device runs an op."""
     free = not any(any(map(any, m)) for preds in problem.preds for _, m in preds)
     alike = all(len(set(row)) == 1 for row in (*problem.seconds, *problem.ready_s))
-    return free and alike and not problem.limited and len(problem.groups) == problem.num_ops
+    return free and alike and problem.free
 
 
 class _Devices:
@@ -162,11 +160,11 @@ class _Unlike:
             ]
             model.add(sum(loads) <= makespan)  # load cut
         for op, preds in enumerate(small.preds):
-            for source, seconds in preds:
+            for source, ways in preds:
                 model.add(self.start[op] >= ends[source])
                 for device, on in self.where.on[source].items():
-                    if any(seconds[device]):
-                        way = pick(op, seconds[device])
+                    if any(ways[device]):
+                        way = pick(op, ways[device])
                         model.add(self.start[op] >= ends[source] + way).only_enforce_if(on)
 
     def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:

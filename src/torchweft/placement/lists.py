@@ -6,7 +6,7 @@
     critical_path  rank: least seconds to the end, transfers left out; behind what is there, no gaps
 
 Topcuoglu et al. 2002 (HEFT, CPOP), Arabnejad and Barbosa 2014 (PEFT). Where memory runs out for an
-op, the same order is put on devices that `pack` found.
+op, the same order is put on devices that `pack` found. The first op of a group decides for all.
 """
 
 from __future__ import annotations
@@ -17,24 +17,41 @@ from collections.abc import Callable, Sequence
 from torchweft.placement.bounds import tails
 from torchweft.placement.draft import Draft, pack
 from torchweft.placement.placement import Placement, finished
-from torchweft.placement.problem import Matrix, Problem
+from torchweft.placement.problem import INF, Matrix, Problem
 
 Choose = Callable[[Draft, int, Sequence[int]], tuple[int, float]]  # device, start
 
 
-def earliest_end(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
-    """The device where the op ends first, and its start there."""
-    best = devices[0], draft.begin_s(op, devices[0])
-    seconds = draft.problem.seconds[op]
-    end_s = best[1] + seconds[best[0]]
-    for device in devices[1:]:
-        start_s = draft.begin_s(op, device)
-        if start_s + seconds[device] < end_s:
-            best, end_s = (device, start_s), start_s + seconds[device]
+def best_of(
+    draft: Draft,
+    op: int,
+    devices: Sequence[int],
+    behind: Sequence[float] = (),
+    *,
+    gaps: bool = True,
+) -> tuple[int, float]:
+    """The device where the op ends first, what is `behind` it counted, and its start there.
+
+    The first op of a group decides for all of it: the others' seconds there count too.
+    """
+    seconds, others = draft.problem.seconds[op], draft.problem.others_s[op]
+    best, best_s = (-1, 0.0), INF
+    for device in devices:
+        if gaps:
+            start_s = draft.begin_s(op, device)
+        else:
+            start_s = max(draft.free_s(device), draft.ready_s(op, device))
+        score_s = start_s + seconds[device]
+        if behind:
+            score_s += behind[device]
+        if others and len(devices) > 1:
+            score_s += others[device]
+        if score_s < best_s:
+            best, best_s = (device, start_s), score_s
     return best
 
 
-def put_all(problem: Problem, order: Sequence[int], choose: Choose = earliest_end) -> Placement:
+def put_all(problem: Problem, order: Sequence[int], choose: Choose = best_of) -> Placement:
     """The placement of the ops put in this order, where `choose` says.
 
     Raises `PlacementError` if there is no room for them.
@@ -128,10 +145,7 @@ def peft(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) ->
     every = problem.num_devices
 
     def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
-        seconds, behind = problem.seconds[op], table[op]
-        starts = [(draft.begin_s(op, device), device) for device in devices]
-        _, start_s, device = min((s + seconds[d] + behind[d], s, d) for s, d in starts)
-        return device, start_s
+        return best_of(draft, op, devices, table[op])
 
     return put_all(problem, ranked(problem, [sum(row) / every for row in table]), choose)
 
@@ -152,7 +166,7 @@ def cpop(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) ->
     def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
         if op in on_path and best in devices:
             return best, draft.begin_s(op, best)
-        return earliest_end(draft, op, devices)
+        return best_of(draft, op, devices)
 
     return put_all(problem, ranked(problem, priority), choose)
 
@@ -166,9 +180,6 @@ def critical_path(problem: Problem, *, deadline_s: float | None = None, seed: in
         rank[op] = least[op] + max((rank[target] for target, _ in problem.succs[op]), default=0.0)
 
     def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
-        seconds = problem.seconds[op]
-        starts = [(max(draft.free_s(d), draft.ready_s(op, d)), d) for d in devices]
-        _, start_s, device = min((s + seconds[d], s, d) for s, d in starts)
-        return device, start_s
+        return best_of(draft, op, devices, gaps=False)
 
     return put_all(problem, ranked(problem, rank), choose)

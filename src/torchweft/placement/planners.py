@@ -8,7 +8,9 @@
 
 `plan` stamps the planner's name, the seconds that planning took and the best bound known, and
 checks the result: no planner is trusted. A planner that needs a heavy library is loaded on its
-first use, so a learned one is one more line of the table.
+first use. A learned one is one more line of the table; `torchweft bench placement` has rows for
+every line, and fills its summary from the names `learned` (one pass, no search), `guarded` (the
+better of it, single, heft and peft) and `guided` (search led by it).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ PLANNERS: Mapping[str, tuple[str, str]] = {
     "cpop": (f"{HOUSE}.lists:cpop", "the critical path on one device, the rest as heft"),
     "peft": (f"{HOUSE}.lists:peft", "where it and all behind it would end first"),
     "critical-path": (f"{HOUSE}.lists:critical_path", "ready ops, longest way to the end first"),
+    "stages": (f"{HOUSE}.stages:stages", "consecutive ops on one device, then the next one"),
     "annealing": (f"{HOUSE}.annealing:annealing", "the best of these, improved by random moves"),
     "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
     "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),

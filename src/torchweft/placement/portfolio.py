@@ -1,11 +1,11 @@
 """The portfolio: several planners within one deadline; the best placement of all of them.
 
-    1  single, heft, peft, critical-path, greedy, cpop: always, whatever the deadline, so that it
-       is never worse than any of them
-    2  done if the best one meets the bound
-    3  annealing, for a part of the time
-    4  small trees: tree-dp, for a part of the time
-    5  cp-sat, if ortools is there, the problem is not too large and enough time is left; else more
+    1  single, heft, peft: always, whatever the deadline, so it is never worse than any of them
+    2  critical-path, greedy, cpop; for streams, memory limits and groups: stages
+    3  done if the best one meets the bound
+    4  annealing, for a part of the time
+    5  small trees: tree-dp, for a part of the time
+    6  cp-sat, if ortools is there, the problem is not too large and enough time is left; else more
        annealing
 
 The bound that comes with the answer is the best that any of them proved.
@@ -13,6 +13,7 @@ The bound that comes with the answer is the best that any of them proved.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,42 +23,59 @@ from torchweft.placement.bounds import bound_s
 from torchweft.placement.cp_sat import cp_sat
 from torchweft.placement.lists import cpop, critical_path, heft, peft
 from torchweft.placement.placement import Placement
-from torchweft.placement.problem import Problem
+from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import greedy, single
+from torchweft.placement.stages import stages
 from torchweft.placement.tree_dp import fits, tree_dp
 
-DEFAULT_S = 1.0
-QUICK = (single, heft, peft, critical_path, greedy, cpop)
-SOLVER_S = 0.5  # less is not enough to load and start the solver
-SOLVER_SIZE = 60_000  # (ops + edges) * devices
+DEFAULT_S = 2.0
+GUARD, QUICK = (single, heft, peft), (critical_path, greedy, cpop)
+LOAD_S, START_S = 1.2, 0.3  # to load the solver, once a process, and to start it
+SIZE_S = 2e-5  # to write one variable or constraint of it
+STAGES_S = 3e-5  # for an op and a device
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
 
 
 def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
-    """The best placement found by the deadline (1 s if there is none); never worse than the best of
+    """The best placement found by the deadline (2 s if there is none); never worse than the best of
     single, heft and peft."""
     ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
-    best = min((planner(problem) for planner in QUICK), key=lambda item: item.score_s)
+    best = min((planner(problem) for planner in GUARD), key=lambda item: item.score_s)
     best = replace(best, bound_s=bound_s(problem))
-    size = (problem.num_ops + len(problem.edges)) * problem.num_devices
 
-    def left_s() -> float:
-        return ends_s - time.perf_counter()
+    def left_s(need_s: float = LEAST_S) -> float:
+        """Seconds left; 0 if they are fewer than needed, or nothing is left to find."""
+        seconds = ends_s - time.perf_counter()
+        return seconds if seconds > need_s and not best.optimal else 0.0
 
     def better(found: Placement) -> Placement:
         proven_s = max(best.bound_s or 0.0, found.bound_s or 0.0)
         return replace(min(best, found, key=lambda item: item.score_s), bound_s=proven_s)
 
-    solve = left_s() > SOLVER_S and size <= SOLVER_SIZE and find_spec("ortools") is not None
+    for planner in QUICK:
+        if left_s():
+            best = better(planner(problem))
+    hard = problem.objective == "throughput" or not problem.free
+    if hard and left_s(LEAST_S + STAGES_S * problem.num_ops * problem.num_devices):
+        best = better(stages(problem))
+    solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
-    if left_s() > LEAST_S and not best.optimal:
-        share = 0.25 if solve or small else 1.0
-        best = better(annealing(problem, deadline_s=share * left_s(), seed=seed, start=best))
-    if left_s() > LEAST_S and not best.optimal and small:
-        best = better(
-            tree_dp(problem, deadline_s=(0.3 if solve else 1.0) * left_s(), seed=seed, start=best)
-        )
-    if solve and left_s() > LEAST_S and not best.optimal:
-        best = better(cp_sat(problem, deadline_s=left_s(), seed=seed, start=best))
+    if seconds := left_s():
+        seconds *= 0.25 if solve or small else 1.0
+        best = better(annealing(problem, deadline_s=seconds, seed=seed, start=best))
+    if small and (seconds := left_s()):
+        seconds *= 0.3 if solve else 1.0
+        best = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=best))
+    if solve and (seconds := left_s()):
+        best = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=best))
     return best
+
+
+def _solver_s(problem: Problem) -> float:
+    """Seconds below which it is of no use to start the solver; inf if it is not installed."""
+    loaded = "ortools.sat.python.cp_model" in sys.modules
+    if not loaded and find_spec("ortools") is None:
+        return INF
+    size = (problem.num_ops + len(problem.edges)) * problem.num_devices
+    return START_S + (0.0 if loaded else LOAD_S) + SIZE_S * size

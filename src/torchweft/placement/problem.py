@@ -170,6 +170,18 @@ class Problem:
         return tuple(found[group] for group in self.group)
 
     @cached_property
+    def others_s(self) -> tuple[tuple[float, ...], ...]:
+        """For each op and device the seconds of all that must be with the op; () if nothing must.
+
+        The first op of a group decides for all of it, so a planner weighs these too.
+        """
+        found: list[tuple[float, ...]] = []
+        for op, group in enumerate(self.group):
+            columns = zip(*(self.seconds[other] for other in group if other != op), strict=True)
+            found.append(tuple(map(sum, columns)))
+        return tuple(found)
+
+    @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """For each op the numbers of the holds that it needs."""
         found: list[list[int]] = [[] for _ in self.ops]
@@ -182,6 +194,11 @@ class Problem:
     def limited(self) -> bool:
         """Whether any device has a memory limit."""
         return any(room < INF for room in self.room_bytes)
+
+    @cached_property
+    def free(self) -> bool:
+        """Whether each op may go where it likes: no memory limits, no groups."""
+        return not self.limited and len(self.groups) == self.num_ops
 
     def __str__(self) -> str:
         size = f"{self.num_ops} ops, {len(self.edges)} edges, {self.num_devices} devices"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 from torchweft.context import Context
@@ -34,7 +33,8 @@ TREE_SLOWNESS = (1.0, 1.6, 4.0)
 @dataclass(frozen=True)
 class Wanted:
     """What is said beside the file. ratio: transfer seconds of a value over the mean seconds of an
-    op, where a file has no transfers; tree: which one of a file with several."""
+    op, where a file has no transfers; tree: which one of a file with several; weights_resident:
+    inputs of our graphs without a batch are wherever they are read."""
 
     machine: Machine | None = None
     slowness: Sequence[float] = ()
@@ -42,7 +42,7 @@ class Wanted:
     tree: int = 0
     context: Context = field(default_factory=Context)
     table: CostTable = field(default_factory=CostTable)
-    resident: Sequence[str] = ()
+    weights_resident: bool = False
     objective: str = "latency"
 
 
@@ -82,22 +82,24 @@ def _from_json(path: str | Path, name: str, wanted: Wanted) -> Problem:
         )
     if wanted.slowness or wanted.ratio is not None:
         raise PlacementError("devices: with a graph of ours, the machine says devices and links.")
+    weights = [name for name in graph.inputs if graph.value[name].batch is None]
     return graph_problem(
         graph,
         wanted.machine,
         Costs(wanted.machine, wanted.table),
         wanted.context,
-        resident=wanted.resident,
+        resident=weights if wanted.weights_resident else (),
         objective=wanted.objective,
     )
 
 
 def _from_trees(text: str, name: str, wanted: Wanted) -> Problem:
-    tree = next(islice(read_trees(text), wanted.tree, None), None) if wanted.tree >= 0 else None
-    if tree is None:
-        raise PlacementError(f"tree: the file has no tree number {wanted.tree} (from 0).")
+    trees = list(read_trees(text))
+    if not 0 <= wanted.tree < len(trees):
+        known = f"it has {len(trees)}, from 0"
+        raise PlacementError(f"tree: the file has no tree number {wanted.tree}: {known}.")
     pool = _pool(wanted, TREE_SLOWNESS)
-    work = tree_work(tree, f"{name}.{wanted.tree}", 0.0)
+    work = tree_work(trees[wanted.tree], f"{name}.{wanted.tree}", 0.0)
     ratio = 0.3 if wanted.ratio is None else wanted.ratio
     return on_pool(_with_ratio(work, pool, ratio), pool, objective=wanted.objective)
 

@@ -89,14 +89,14 @@ class _Reader:
         places = {number: at for at, number in enumerate(rows)}
         edges = []
         for at, row in enumerate(rows.values()):
-            for number, seconds in row.before:
+            for number, cost in row.before:
                 if number not in places or number == row.number:
                     raise PlacementError(
                         f"file: STG task {row.number} has predecessor {number}, "
                         f"{'which is itself' if number == row.number else 'which is missing'}.",
                         rule="file",
                     )
-                edges.append((places[number], at, seconds))
+                edges.append((places[number], at, cost))
         seconds = tuple(row.seconds for row in rows.values())
         ops = tuple(f"t{number}" for number in rows)
         return Work(name, ops, {"cpu": seconds}, tuple(edges)), processors

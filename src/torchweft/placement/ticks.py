@@ -1,7 +1,7 @@
 """Ticks: the seconds of a problem as whole numbers, for a solver that knows no others.
 
 If all its seconds are multiples of one decimal or binary unit, nothing is lost. Else every time is
-rounded down to a ten-millionth of the horizon: then an optimum in ticks is a lower bound in
+rounded down to a billionth of the horizon: then an optimum in ticks is a lower bound in
 seconds, and an answer in ticks is timed again in seconds.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torchweft.placement.problem import INF, Problem
 
-FINE, MOST = 1e7, 1e9
+MOST = 1e9
 UNITS = (*(10.0**-k for k in range(10)), *(2.0**-k for k in range(1, 31)))
 
 
@@ -24,7 +24,7 @@ def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
     """
     tick_s = next(
         (u for u in UNITS if horizon_s / u <= MOST and all(_fits(t, u) for t in _times(problem))),
-        horizon_s / FINE if horizon_s > 0 else 1.0,
+        horizon_s / MOST if horizon_s > 0 else 1.0,
     )
 
     def ticks(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:

@@ -10,7 +10,7 @@ In a tree each op is read once, so what a state must remember is short: that is 
 trees and not for graphs. States that cannot beat the best placement known are dropped (`tails` and
 loads); if none is left, that one is optimal. The number of states still grows fast, so passes of
 growing width keep only the most promising ones; the last pass keeps all, and its answer is proven.
-The better the placement known at the start, the fewer states: a quarter of the time is annealing.
+The better the placement known at the start, the fewer states: it begins with a little annealing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchweft.placement.problem import INF, Problem
 
 WIDTHS = (4, 16, 64, 256, 1024)
 DEFAULT_S = 1.0
+WARM_S = 2e-3  # an op
 MAX_STATES = 200_000
 
 
@@ -51,9 +52,8 @@ class _OutOfTimeError(Exception):
 
 def fits(problem: Problem) -> bool:
     """Whether this is a tree (every op is read once at most) without limits, for latency."""
-    alone = len(problem.groups) == problem.num_ops and not problem.limited
     tree = all(len(succs) <= 1 for succs in problem.succs)
-    return tree and alone and problem.objective == "latency"
+    return tree and problem.free and problem.objective == "latency"
 
 
 def tree_dp(
@@ -75,7 +75,8 @@ def tree_dp(
         )
     deadline_s = DEFAULT_S if deadline_s is None else deadline_s
     ends_s = time.perf_counter() + deadline_s
-    best = start or annealing(problem, deadline_s=deadline_s / 4, seed=seed)
+    warm_s = min(deadline_s / 4, WARM_S * problem.num_ops)
+    best = start or annealing(problem, deadline_s=warm_s, seed=seed)
     search = _Search(problem, best.score_s, ends_s)
     proven = False
     try:

@@ -1,0 +1,270 @@
+"""The placement bench: every planner on many graphs and machines, against the best plan known.
+
+    torchweft bench placement --data FOLDER --json
+
+Graphs: sentences of the Stanford Sentiment Treebank, random trees and graphs, networks with
+branches, DNN graphs and STG graphs with proven optima; without data the generated ones alone.
+Machines of 2, 3 and 5 devices of unlike speed; transfers of 0.05 to 3 mean ops. For each planner:
+
+    over_best, worst_over_best     its score over the best that any planner found
+    over_bound                     over the bound that CP-SAT proved
+    plan_ms                        planning alone; with_planning: score and planning over the best
+
+An op takes 1 ms on average on the fastest device, so planning time weighs as it would for small
+networks. Planners that search have `--search-ms`, the solver `--solver-s` a case.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchweft.errors import PlacementError, WeftError
+from torchweft.placement import Placement, Problem, plan, planner_names
+from torchweft.placement.cases import (
+    MACHINES,
+    RATIOS,
+    case,
+    layered,
+    random_dag,
+    random_tree,
+    scaled,
+    sst_trees,
+    stg_optima,
+    tree_case,
+)
+from torchweft.placement.read_any import Wanted, read_problem
+
+Progress = Callable[[int, int], None]
+Row = dict[str, Any]
+SEARCH = ("annealing", "tree-dp", "portfolio", "guided")
+SKIPPED = ("exhaustive", "cp-sat")  # cp-sat runs anyway, for the bound
+EQUAL = ("stg", "equal processors")
+STG_PROCESSORS = (2, 4, 8, 16)
+COLUMNS = ("family", "devices", "ratio", "planner", "cases", "over_best", "worst_over_best",
+           "over_bound", "plan_ms", "with_planning")  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A problem with the group of rows it belongs to; `optimum_s` where it is known."""
+
+    family: str
+    ratio: float | None
+    problem: Problem
+    optimum_s: float | None = None
+
+
+class Result(NamedTuple):
+    """What every planner found for a case."""
+
+    case: Case
+    found: dict[str, Placement]
+    best_s: float
+    bound_s: float
+    proven: bool
+
+
+def run(
+    *,
+    data: str = "",
+    num_cases: int = 2,
+    num_stg: int = 8,
+    num_ops: int = 40,
+    search_ms: float = 100.0,
+    solver_s: float = 2.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[list[Row], Row]:
+    """A row for each family, machine, ratio and planner, and the summary.
+
+    data: a folder with sst, dnn-partitioning or stg50 in it; by default WEFT_DATA.
+    """
+    folder = _folder(data or os.environ.get("WEFT_DATA", ""))
+    cases = list(_drawn(folder, num_cases, num_ops, seed))
+    cases += [*_dnn(folder), *_stg(folder, num_stg, num_ops, seed)]
+    _warm(cases[0].problem)
+    results = []
+    for number, item in enumerate(cases):
+        results.append(_plan(item, search_ms / 1e3, solver_s, seed))
+        if progress is not None:
+            progress(number + 1, len(cases))
+    return list(_rows(results)), _summary(results)
+
+
+def _folder(data: str) -> Path | None:
+    if not data:
+        return None
+    if not (folder := Path(data)).is_dir():
+        raise WeftError(f"data: there is no folder {data}.", rule="data")
+    return folder
+
+
+def _drawn(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[Case]:
+    """Trees and graphs on every machine, with every ratio."""
+    draw = random.Random(seed)
+    sentences = [tree for tree in sst_trees(folder) if len(tree) >= 15] if folder else []
+    for slowness in MACHINES:
+        for ratio in RATIOS:
+            for _ in range(num_cases):
+                number = draw.randrange(10**6)
+                works = {
+                    "random tree": random_tree(num_ops, number),
+                    "random graph": random_dag(num_ops, number),
+                    "branches": layered(num_ops, number),
+                }
+                if sentences:
+                    works["sst"] = tree_case(draw.choice(sentences), "sst")
+                for family, work in works.items():
+                    yield Case(family, ratio, case(work, slowness, ratio))
+
+
+def _dnn(folder: Path | None) -> Iterator[Case]:
+    """DNN graphs with the devices, transfers and memory limits of their files."""
+    for path in sorted((folder / "dnn-partitioning").rglob("*.json")) if folder else ():
+        if "throughput" in str(path):
+            problem = read_problem(path, Wanted(objective="throughput"))
+            yield Case("dnn throughput", None, scaled(problem))
+        else:
+            yield Case("dnn latency", None, scaled(read_problem(path)))
+
+
+def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[Case]:
+    """Equal processors, no transfers: STG files with a proven optimum, else generated graphs."""
+    draw, found = random.Random(seed), stg_optima(folder) if folder else []
+    for processors in STG_PROCESSORS:
+        equal = (1.0,) * processors
+        known = [item for item in found if item[1] == processors]
+        for path, _, optimum_s in draw.sample(known, min(num_cases, len(known))):
+            problem = read_problem(path, Wanted(slowness=equal))
+            yield Case("stg", 0.0, problem, float(optimum_s))
+        for _ in range(0 if found else num_cases):
+            work = random_dag(num_ops, draw.randrange(10**6))
+            yield Case("equal processors", 0.0, case(work, equal, 0.0))
+
+
+def _warm(problem: Problem) -> None:
+    """Load what planners need, so that the first case does not pay for it."""
+    for name in planner_names():
+        try:
+            plan(problem, name, deadline_s=0.01)
+        except PlacementError:
+            continue
+
+
+def _plan(item: Case, search_s: float, solver_s: float, seed: int) -> Result:
+    wanted: dict[str, tuple[str, float | None]] = {
+        name: (name, search_s if name in SEARCH else None)
+        for name in planner_names()
+        if name not in SKIPPED
+    }
+    if item.family in EQUAL:
+        wanted["portfolio long"] = "portfolio", solver_s
+    else:
+        wanted["cp-sat"] = "cp-sat", solver_s
+    found = {}
+    for row, (name, deadline_s) in wanted.items():
+        try:
+            found[row] = plan(item.problem, name, deadline_s=deadline_s, seed=seed)
+        except PlacementError as error:
+            if error.rule not in ("tree", "cp-sat"):  # no tree; no ortools
+                raise
+    best_s = min(placement.score_s for placement in found.values())
+    bounds = [placement.bound_s or 0.0 for placement in found.values()]
+    bound_s = max(*bounds, item.optimum_s or 0.0)
+    return Result(item, found, best_s, bound_s, best_s <= bound_s * (1 + 1e-6))
+
+
+def _rows(results: Sequence[Result]) -> Iterator[Row]:
+    groups: dict[tuple[str, int, float | None], list[Result]] = {}
+    for result in results:
+        key = result.case.family, result.case.problem.num_devices, result.case.ratio
+        groups.setdefault(key, []).append(result)
+    for (family, devices, ratio), group in groups.items():
+        for name in dict.fromkeys(name for result in group for name in result.found):
+            pairs = [(result, result.found[name]) for result in group if name in result.found]
+            over_best = [_over(placement.score_s, result.best_s) for result, placement in pairs]
+            with_planning = [
+                _over(placement.score_s + placement.planning_s, result.best_s)
+                for result, placement in pairs
+            ]
+            yield {
+                "family": family,
+                "devices": devices,
+                "ratio": ratio,
+                "planner": name,
+                "cases": len(pairs),
+                "proven": sum(result.proven for result, _ in pairs),
+                "over_best": statistics.mean(over_best),
+                "worst_over_best": max(over_best),
+                "over_bound": statistics.mean(_over(p.score_s, r.bound_s) for r, p in pairs),
+                "plan_ms": 1e3 * statistics.mean(p.planning_s for _, p in pairs),
+                "with_planning": statistics.mean(with_planning),
+            }
+
+
+def _over(score_s: float, best_s: float) -> float:
+    return score_s / best_s if best_s else 1.0
+
+
+def _summary(results: Sequence[Result]) -> Row:
+    transfers = [r for r in results if r.case.ratio is not None and r.case.ratio >= 0.3]
+    drawn = [r for r in results if r.case.ratio]
+    equal = [r for r in results if r.case.family in EQUAL]
+    proven = [r for r in equal if r.proven or r.case.optimum_s is not None]
+    heft_gap = _mean_over(drawn, "heft", lambda r: r.best_s)
+    guided_gap = _mean_over(drawn, "guided", lambda r: r.best_s)
+    return {
+        "learned_vs_best_classical": _mean_over(transfers, "learned", _classical_s),
+        "learned_worst_guarded": max(_overs(results, "guarded", _classical_s), default=None),
+        "guided_gap_over_heft_gap": (
+            (guided_gap - 1) / (heft_gap - 1) if guided_gap and heft_gap and heft_gap > 1 else None
+        ),
+        "plan_ms_50_nodes": _tree_ms("learned"),
+        "stg_portfolio_ratio": _mean_over(proven, "portfolio long", lambda r: r.bound_s),
+        "simulator_error": None,
+        "batched_vs_per_node": None,
+        "heft_ms_50_nodes": _tree_ms("heft"),
+        "mean_over_best": {
+            name: _mean_over(drawn, name, lambda r: r.best_s)
+            for name in dict.fromkeys(name for r in drawn for name in r.found)
+        },
+        "portfolio_worst_guarded": max(_overs(results, "portfolio", _guard_s), default=None),
+        "cases": len(results),
+        "proven": sum(result.proven for result in results),
+    }
+
+
+def _classical_s(result: Result) -> float:
+    return min(result.found[name].score_s for name in ("heft", "peft"))
+
+
+def _guard_s(result: Result) -> float:
+    return min(_classical_s(result), result.found["single"].score_s)
+
+
+def _overs(
+    results: Iterable[Result], name: str, best: Callable[[Result], float]
+) -> Iterator[float]:
+    for result in results:
+        if name in result.found:
+            yield _over(result.found[name].score_s, best(result))
+
+
+def _mean_over(
+    results: Iterable[Result], name: str, best: Callable[[Result], float]
+) -> float | None:
+    found = list(_overs(results, name, best))
+    return statistics.mean(found) if found else None
+
+
+def _tree_ms(name: str) -> float | None:
+    """The median milliseconds to plan a tree of about 50 ops, if there is such a planner."""
+    if name not in planner_names():
+        return None
+    work = random_tree(50, 0)
+    times = [plan(case(work, MACHINES[1], 1.0), name).planning_s for _ in range(21)]
+    return 1e3 * statistics.median(times)

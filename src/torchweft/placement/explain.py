@@ -1,0 +1,119 @@
+"""An explanation: why a placement takes as long as it does, and what would make it shorter.
+
+critical_path    the chain of ops that ends last; why each of them could not start sooner
+utilisation      the share of the makespan that each device works
+trace_of         the placement as a trace: a timeline to read, or for Perfetto
+with_twin        the same problem with one device more: what another one would bring
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torchweft.placement.as_plan import link_lanes, transfers
+from torchweft.placement.placement import Placement
+from torchweft.placement.problem import Problem
+from torchweft.trace import Span, Trace
+
+
+class Reason(NamedTuple):
+    """An op of the critical path, and what it waited for: `behind` another op, on the same device
+    (device), for its value (value); or for nothing (start) or the inputs (input)."""
+
+    op: int
+    why: str
+    behind: int = -1
+
+
+def critical_path(problem: Problem, placement: Placement) -> list[Reason]:
+    """The chain of ops that ends last, the first op first."""
+    end_s, start_s, devices = placement.end_s, placement.start_s, placement.device
+    lanes: dict[int, list[int]] = {}
+    before: dict[int, int] = {}
+    for op in placement.order:
+        queue = lanes.setdefault(devices[op], [])
+        if queue:
+            before[op] = queue[-1]
+        queue.append(op)
+    op = max(range(problem.num_ops), key=lambda item: (end_s[item], -item))
+    slack_s = 1e-9 * max(1e-30, end_s[op])
+    path: list[Reason] = []
+    while True:
+        causes = [
+            (end_s[source] + seconds[devices[source]][devices[op]], "value", source)
+            for source, seconds in problem.preds[op]
+        ]
+        if op in before:
+            causes.append((end_s[before[op]], "device", before[op]))
+        cause = max(causes, default=(0.0, "start", -1))
+        if cause[0] < start_s[op] - slack_s or start_s[op] <= slack_s:
+            waited = start_s[op] > slack_s and problem.ready_s[op][devices[op]] > slack_s
+            path.append(Reason(op, "input" if waited else "start"))
+            return path[::-1]
+        path.append(Reason(op, cause[1], cause[2]))
+        op = cause[2]
+
+
+def utilisation(problem: Problem, placement: Placement) -> list[float]:
+    """For each device the share of the makespan in which it runs an op."""
+    busy_s = [0.0] * problem.num_devices
+    for op, device in enumerate(placement.device):
+        busy_s[device] += problem.seconds[op][device]
+    return [seconds / placement.makespan_s if placement.makespan_s else 0.0 for seconds in busy_s]
+
+
+def trace_of(problem: Problem, placement: Placement) -> Trace:
+    """The placement as a simulated trace: a lane a device, and lanes for what is on its way."""
+    runs = []
+    for op, name in enumerate(problem.ops):
+        where, start_s, end_s = (
+            problem.devices[placement.device[op]],
+            placement.start_s[op],
+            placement.end_s[op],
+        )
+        what = "run", name, where, where, "compute", name, None
+        runs.append(Span(*what, start_s, end_s, end_s - start_s))
+    sent = transfers(problem, placement)
+    lanes, lane_of = link_lanes(problem, sent)
+    copies = {}
+    for item, lane in zip(sent, lane_of, strict=True):
+        source, target = problem.devices[item.source], problem.devices[item.target]
+        what = "copy", f"copy {item.value} to {target}", lane, source, "io", "", None
+        seconds = item.end_s - item.start_s
+        copies[item.op, item.target, item.end_s] = Span(*what, item.start_s, item.end_s, seconds)
+    path: list[Span] = []
+    for reason in critical_path(problem, placement):
+        arrive_s, device = placement.start_s[reason.op], placement.device[reason.op]
+        if reason.why == "value" and (reason.behind, device, arrive_s) in copies:
+            path.append(copies[reason.behind, device, arrive_s])
+        path.append(runs[reason.op])
+    spans = sorted([*runs, *copies.values()], key=lambda span: (span.start_s, span.end_s))
+    name = f"{problem.name} by {placement.planner or 'hand'}"
+    devices = [(device, device) for device in problem.devices]
+    links = [(lane.name, lane.device) for lane in lanes]
+    return Trace(name, tuple(spans), (), True, tuple(path), (*devices, *links))
+
+
+def with_twin(problem: Problem, device: int) -> Problem:
+    """The problem with another device just like this one, as far from it as its farthest other."""
+
+    def wider(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        away = max(*matrix[device], *(row[device] for row in matrix))
+        rows = [(*row, away if at == device else row[device]) for at, row in enumerate(matrix)]
+        last = [away if at == device else far for at, far in enumerate(matrix[device])]
+        return (*rows, (*last, 0.0))
+
+    name = f"{problem.devices[device]}.twin"
+    ready_s = tuple(
+        (*row, max(row) if device == problem.home else row[device]) for row in problem.ready_s
+    )
+    return replace(
+        problem,
+        devices=(*problem.devices, name),
+        seconds=tuple((*row, row[device]) for row in problem.seconds),
+        latency_s=wider(problem.latency_s),
+        byte_s=wider(problem.byte_s),
+        room_bytes=(*problem.room_bytes, problem.room_bytes[device]),
+        ready_s=ready_s,
+    )

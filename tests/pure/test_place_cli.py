@@ -1,0 +1,150 @@
+"""The commands `torchweft place ...` and the placement bench: what they print, and their errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchweft import cli
+from torchweft.bench import placement as bench
+from torchweft.blueprint import transformer
+from torchweft.files import write_json
+from torchweft.graph_file import load_graph, save_graph
+from torchweft.machine import Device, Lane, Link, Machine, to_data
+from torchweft.placement import Placement, planner_names
+from torchweft.plan import Plan
+from torchweft.trace import Trace
+from torchweft.verify import verify
+
+Capture = pytest.CaptureFixture[str]
+TREE = (
+    "(3 (2 It) (4 (4 (2 's) (4 (3 (2 a) (4 (3 lovely) (2 film))) (3 (2 with) (2 acting)))) (2 .)))"
+)
+MACHINE = Machine(
+    "pair",
+    (Device("a"), Device("b", flops_per_s=2e10)),
+    (Lane("a", "a"), Lane("b", "b")),
+    (Link("a", "b"), Link("b", "a")),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tree, a graph of ours and a machine; commands run in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WEFT_DEBUG", raising=False)
+    monkeypatch.delenv("WEFT_DATA", raising=False)
+    Path("tree.txt").write_text(TREE + "\n")
+    save_graph(transformer(2, 64, tensor_parallel=False), "graph.json")
+    write_json("machine.json", to_data(MACHINE))
+    return tmp_path
+
+
+def out(words: str, capsys: Capture, code: int = 0) -> str:
+    assert cli.run(words.split()) == code
+    found = capsys.readouterr()
+    return found.out if code == 0 else found.err
+
+
+def data(words: str, capsys: Capture) -> dict[str, Any]:
+    found = json.loads(out(f"{words} --json", capsys))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", [n for n in planner_names() if n not in ("cp-sat", "exhaustive")])
+def test_plan_prints_placement_starts_makespan_bound_and_planning_time(name, capsys):
+    found = data(f"place plan --graph tree.txt --planner {name} --deadline-ms 20", capsys)
+    assert found["planner"] == name
+    assert len(found["placement"]) == 15
+    assert {"op", "device", "start_s", "end_s"} == set(found["placement"][0])
+    assert found["makespan_s"] == max(row["end_s"] for row in found["placement"])
+    assert found["bound_s"] <= found["makespan_s"]
+    assert found["planning_s"] > 0
+    assert Placement.from_data(found).planner == name
+
+
+@pytest.mark.usefixtures("folder")
+def test_plan_of_our_own_graph_is_written_as_placement_and_as_plan(capsys):
+    words = "place plan --graph graph.json --machine machine.json --batch 64 --planner heft"
+    text = out(f"{words} -o found.json --as-plan found.plan", capsys)
+    assert "placement of transformer2 by heft, for latency" in text
+    assert Placement.load("found.json").ops[0] == "attn0"
+    verify(Plan.load("found.plan", load_graph("graph.json")))
+    resident = data(f"{words} --weights-resident", capsys)
+    assert resident["makespan_s"] <= Placement.load("found.json").makespan_s
+
+
+@pytest.mark.usefixtures("folder")
+def test_compare_has_a_row_for_every_planner_that_takes_the_graph(capsys):
+    found = data("place compare --graph tree.txt --devices 1,2 --deadline-ms 20", capsys)
+    rows = {row["planner"] for row in found["rows"]}
+    assert rows | set(found["refused"]) == set(planner_names())
+    assert min(row["over_best"] for row in found["rows"]) == 1.0
+    text = out("place compare --graph tree.txt --planner heft --planner peft", capsys)
+    assert "over best" in text
+    assert "peft" in text
+
+
+@pytest.mark.usefixtures("folder")
+def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
+    words = "place explain --graph tree.txt --planner heft --ratio 1"
+    text = out(f"{words} -o trace.json", capsys)
+    assert "critical path" in text
+    assert "used: device0" in text
+    assert "another device1 would bring" in text
+    assert Trace.load("trace.json").simulated
+    found = data(words, capsys)
+    assert found["critical_path"][0]["why"] == "start"
+    assert set(found["another_device_s"]) == {"device0", "device1", "device2"}
+    out("place plan --graph tree.txt --planner heft --ratio 1 -o placed.json", capsys)
+    assert "by heft" in out(
+        "place explain --graph tree.txt --placement placed.json --ratio 1", capsys
+    )
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("place plan --graph missing.json", "there is no graph file"),
+        ("place plan --graph tree.txt --planner best", "unknown planner"),
+        ("place plan --graph tree.txt --devices none", "no list of numbers"),
+        ("place plan --graph tree.txt --devices 0", "numbers above 0"),
+        ("place plan --graph tree.txt --ratio -1", "no ratio"),
+        ("place plan --graph tree.txt --objective speed", "unknown objective"),
+        ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
+        ("place plan --graph graph.json", "give --machine"),
+        ("place plan --graph tree.txt --tree 7", "no tree number 7"),
+        ("bench placement --data nowhere", "no folder"),
+    ],
+)
+def test_mistakes_are_told(words, why, capsys):
+    assert why in out(words, capsys, code=1)
+
+
+@pytest.mark.usefixtures("folder")
+def test_bench_has_rows_for_all_planners_and_the_summary():
+    pytest.importorskip("ortools")
+    seen: list[tuple[int, int]] = []
+    rows, summary = bench.run(
+        num_cases=1,
+        num_stg=1,
+        num_ops=9,
+        search_ms=2.0,
+        solver_s=0.3,
+        progress=lambda *at: seen.append(at),
+    )
+    assert seen[-1] == (summary["cases"], summary["cases"])
+    assert {row["family"] for row in rows} >= {"random tree", "random graph", "branches"}
+    assert {row["devices"] for row in rows} >= {2, 3, 5}
+    assert {row["planner"] for row in rows} >= {"heft", "peft", "annealing", "portfolio", "cp-sat"}
+    assert all(row["over_best"] >= 1 and row["over_bound"] >= 1 - 1e-9 for row in rows)
+    assert summary["portfolio_worst_guarded"] <= 1.0
+    assert 1 <= summary["stg_portfolio_ratio"] < 1.5
+    for name in ("learned_vs_best_classical", "simulator_error", "batched_vs_per_node"):
+        assert summary[name] is None
