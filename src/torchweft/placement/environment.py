@@ -22,7 +22,7 @@ from gymnasium import spaces
 
 from torchweft.errors import PlacementError
 from torchweft.placement.draft import Room
-from torchweft.placement.instances import draw_one
+from torchweft.placement.cases import draw_case
 from torchweft.placement.learned import orders, with_room
 from torchweft.placement.lists import heft
 from torchweft.placement.numbers import Bools, Ints, numbers_of
@@ -41,7 +41,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
 
     def __init__(
         self,
-        draw: Callable[[random.Random], Problem] = draw_one,
+        draw: Callable[[random.Random], Problem] = draw_case,
         *,
         max_devices: int = 5,
         render_mode: str | None = None,

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.placement.annealing import annealing
-from torchweft.placement.instances import Shape, draw_one
+from torchweft.placement.cases import draw_case
 from torchweft.placement.lists import heft, peft
 from torchweft.placement.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.placement import Placement
 from torchweft.placement.policy import Policy, Scorer
 from torchweft.placement.problem import Problem
+from torchweft.placement.read_trees import Tree
 from torchweft.placement.rollout import BIG, Rollout, Seen
 
 HELD_OUT = 1_000_000_007
@@ -49,7 +50,7 @@ class Settings:
     num_problems: int = 16
     num_tries: int = 12
     rate: float = 3e-3
-    trees: tuple[Shape, ...] = field(default=(), repr=False)
+    trees: tuple[Tree, ...] = field(default=(), repr=False)
 
 
 class Point(NamedTuple):
@@ -93,7 +94,7 @@ def held_out(settings: Settings, num: int = NUM_HELD_OUT) -> Yardstick:
     draw = random.Random(settings.seed + HELD_OUT)
     return Yardstick(
         [
-            draw_one(
+            draw_case(
                 draw,
                 trees=settings.trees,
                 num_devices=(2, 3, 5),
@@ -128,7 +129,7 @@ class Trainer:
         """One step of the loop on newly drawn problems; its loss."""
         settings = self.settings
         draw = random.Random(settings.seed * 1_000_003 + self.step)
-        problems = [draw_one(draw, trees=settings.trees) for _ in range(settings.num_problems)]
+        problems = [draw_case(draw, trees=settings.trees) for _ in range(settings.num_problems)]
         if self.stage == "imitation":
             loss = imitate(self.policy, problems, self.step)
         else:
