@@ -74,9 +74,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
         self.placement = None
         return self._look(), {"heft_s": self.heft_s}
 
-    def step(
-        self, action: np.int64 | int
-    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Put an op on a device."""
         if self.problem is None or self.placement is not None:
             raise PlacementError("environment: the game is over; reset it first.")

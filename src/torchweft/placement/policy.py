@@ -100,8 +100,10 @@ class Policy(nn.Module):
             raise PlacementError(f"file: {path} is no policy: {cause}", rule="file") from None
         sizes = header.get("sizes") if isinstance(header, dict) else None
         good = isinstance(sizes, list) and len(sizes) == 4
-        if header.get("weft_policy") != VERSION or not good or not all(
-            type(size) is int and 0 < size <= 1024 for size in sizes
+        if (
+            header.get("weft_policy") != VERSION
+            or not good
+            or not all(type(size) is int and 0 < size <= 1024 for size in sizes)
         ):
             raise PlacementError(f"file: {path} is no policy of version {VERSION}.", rule="file")
         policy = Policy(tuple(sizes))

@@ -194,9 +194,7 @@ def _teacher(problem: Problem, seed: int) -> Placement:
     return annealing(problem, seed=seed)
 
 
-def _wanted(
-    rollout: Rollout, seen: Seen, teachers: Sequence[Placement]
-) -> tuple[Ints, Bools]:
+def _wanted(rollout: Rollout, seen: Seen, teachers: Sequence[Placement]) -> tuple[Ints, Bools]:
     """For each try the candidate that its teacher starts first, there; and whether there is one."""
     num_devices = rollout.numbers.num_devices
     wanted = np.zeros(len(teachers), np.int64)
