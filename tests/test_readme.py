@@ -74,6 +74,7 @@ def test_commands_of_the_readme_run(
         "import torch\n\n\ndef build():\n    return torch.nn.Linear(4, 4), torch.randn(8, 4)\n"
     )
     (tmp_path / "serve.py").write_text(SERVE)
+    (tmp_path / "trees.txt").write_text("(2 (1 so) (3 good))\n")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     lines = [line.partition("#")[0] for _, text in blocks() for line in text.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("torchweft ")]

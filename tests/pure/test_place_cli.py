@@ -136,7 +136,7 @@ def test_bench_has_rows_for_all_planners_and_the_summary():
         num_stg=1,
         num_ops=9,
         search_ms=2.0,
-        solver_s=0.3,
+        solver_s=0.05,
         progress=lambda *at: seen.append(at),
     )
     assert seen[-1] == (summary["cases"], summary["cases"])

@@ -35,7 +35,9 @@ from torchweft.placement import (
 )
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.cases import MACHINES, case, random_dag, random_tree
+from torchweft.placement.draft import period_s
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft.placement.loads import Loads
 from torchweft.placement.ticks import in_ticks
 from torchweft.placement.tree_dp import fits
 from torchweft.plan import Plan
@@ -191,6 +193,22 @@ def test_law_a_placement_reads_back_and_replays(rng):
     found = plan(problem, "heft")
     assert Placement.from_data(found.to_data()) == found
     assert replay(problem, found).makespan_s <= found.makespan_s * (1 + 1e-9)
+
+
+@SETTINGS
+@given(randoms)
+def test_law_loads_are_kept_up_to_date(rng):
+    problem = replace(drawn(rng, num_ops=rng.randint(1, 10)), objective="throughput")
+    devices = list(plan(problem, "random", seed=rng.randrange(99)).device)
+    loads = Loads(problem, devices)
+    for _ in range(10):
+        group = rng.choice(problem.groups)
+        loads.move(group, rng.choice(problem.allowed[group[0]]))
+        assert loads.period_s() == pytest.approx(period_s(problem, devices))
+        broken = {
+            rule for rule, _ in faults(problem, placed(problem, devices, range(len(devices))))
+        }
+        assert loads.fits() == ("memory" not in broken)
 
 
 @SETTINGS

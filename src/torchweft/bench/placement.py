@@ -10,7 +10,7 @@ Machines of 2, 3 and 5 devices of unlike speed; transfers of 0.05 to 3 mean ops.
     over_bound                     over the bound that CP-SAT proved
     plan_ms                        planning alone; with_planning: score and planning over the best
 
-An op takes 1 ms on average on the fastest device, so planning time weighs as it would for small
+An op takes about 1 ms (a unit of time of STG: 1 ms), so planning time weighs as it would for small
 networks. Planners that search have `--search-ms`, the solver `--solver-s` a case.
 """
 
@@ -28,8 +28,10 @@ from torchweft.placement import Placement, Problem, plan, planner_names
 from torchweft.placement.cases import (
     MACHINES,
     RATIOS,
+    UNIT_S,
     case,
     layered,
+    mean_op_s,
     random_dag,
     random_tree,
     scaled,
@@ -127,9 +129,10 @@ def _dnn(folder: Path | None) -> Iterator[Case]:
     for path in sorted((folder / "dnn-partitioning").rglob("*.json")) if folder else ():
         if "throughput" in str(path):
             problem = read_problem(path, Wanted(objective="throughput"))
-            yield Case("dnn throughput", None, scaled(problem))
         else:
-            yield Case("dnn latency", None, scaled(read_problem(path)))
+            problem = read_problem(path)
+        unit = scaled(problem, UNIT_S / (mean_op_s(problem) or 1.0))
+        yield Case(f"dnn {problem.objective}", None, unit)
 
 
 def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[Case]:
@@ -139,8 +142,8 @@ def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterat
         equal = (1.0,) * processors
         known = [item for item in found if item[1] == processors]
         for path, _, optimum_s in draw.sample(known, min(num_cases, len(known))):
-            problem = read_problem(path, Wanted(slowness=equal))
-            yield Case("stg", 0.0, problem, float(optimum_s))
+            problem = scaled(read_problem(path, Wanted(slowness=equal)), UNIT_S)
+            yield Case("stg", 0.0, problem, optimum_s * UNIT_S)
         for _ in range(0 if found else num_cases):
             work = random_dag(num_ops, draw.randrange(10**6))
             yield Case("equal processors", 0.0, case(work, equal, 0.0))

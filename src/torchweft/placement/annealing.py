@@ -1,4 +1,4 @@
-"""Annealing: the best of the list planners, improved by random moves until the deadline.
+"""Annealing: the best of the quick planners, improved by random moves until the deadline.
 
 A state is a device for each op and one order of all ops, so it can say every placement worth
 having (each device runs its ops in that order, as early as it can). Moves:
@@ -19,11 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torchweft.placement.bounds import bound_s, tails
-from torchweft.placement.draft import period_s
-from torchweft.placement.lists import critical_path, heft, peft
+from torchweft.placement.loads import Loads
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.problem import INF, Problem
-from torchweft.placement.simple import single
+from torchweft.placement.stages import best_quick
 
 MOVES_PER_OP = 200
 HEAT = 0.02  # of the first score: what a move may cost at the start
@@ -38,10 +37,7 @@ def annealing(
 ) -> Placement:
     """Simulated annealing; without a deadline 200 moves an op, the same for equal seeds."""
     ends_s = INF if deadline_s is None else time.perf_counter() + deadline_s
-    first = start or min(
-        (planner(problem) for planner in (single, heft, peft, critical_path)),
-        key=lambda item: item.score_s,
-    )
+    first = start or best_quick(problem)
     least_s = bound_s(problem) * (1 + 1e-9)
     state = _State(problem, first, random.Random(seed))
     began_s = time.perf_counter()
@@ -68,7 +64,7 @@ class _State:
         for at, op in enumerate(self.order):
             self.turn[op] = at
         self.tails = tails(problem)
-        self.loads = _Loads(problem, self.devices)
+        self.loads = Loads(problem, self.devices)
         self.score_s = self.best_s = self._score(INF)
         self.best = list(self.devices), list(self.order)
         self.movable = [g for g in problem.groups if len(problem.allowed[g[0]]) > 1]
@@ -90,7 +86,7 @@ class _State:
                 self._keep(score_s)
                 return
         for group, device in reversed(before):
-            self._put(group, device)
+            self.loads.move(group, device)
 
     def _device(self, op: int, *, near: bool) -> int:
         """Any device that the op may go to; near: that of what it reads or what reads it."""
@@ -116,12 +112,7 @@ class _State:
             group = self.problem.group[op]
             if self.devices[op] != device and device in self.problem.allowed[op]:
                 yield group
-                self._put(group, device)
-
-    def _put(self, group: tuple[int, ...], device: int) -> None:
-        self.loads.move(group, self.devices[group[0]], device)
-        for op in group:
-            self.devices[op] = device
+                self.loads.move(group, device)
 
     def _shift(self, most_s: float) -> None:
         """Give an op another turn, between what it reads and what reads it."""
@@ -155,7 +146,7 @@ class _State:
         """The score of the state; inf as soon as it is known to be above `most_s`."""
         problem, devices = self.problem, self.devices
         if problem.objective == "throughput":
-            return period_s(problem, devices)
+            return self.loads.period_s()
         finish_s, free_s = [0.0] * problem.num_ops, [0.0] * problem.num_devices
         preds, seconds, ready_s, behind = (
             problem.preds,
@@ -177,32 +168,3 @@ class _State:
                 return INF
             finish_s[op] = free_s[device] = at_s
         return max(free_s)
-
-
-class _Loads:
-    """Bytes held on each device, kept up to date while groups move."""
-
-    def __init__(self, problem: Problem, devices: Sequence[int]) -> None:
-        self.problem = problem
-        self.used = [0.0] * problem.num_devices
-        self.counts: dict[tuple[int, int], int] = {}  # ops that need a hold on a device
-        if problem.limited:
-            for op, device in enumerate(devices):
-                self._add((op,), device, 1)
-
-    def move(self, group: tuple[int, ...], before: int, after: int) -> None:
-        if self.problem.limited:
-            self._add(group, before, -1)
-            self._add(group, after, 1)
-
-    def fits(self) -> bool:
-        rooms = self.problem.room_bytes
-        return all(used <= room for used, room in zip(self.used, rooms, strict=True))
-
-    def _add(self, group: tuple[int, ...], device: int, sign: int) -> None:
-        for op in group:
-            for hold in self.problem.held[op]:
-                count = self.counts.get((hold, device), 0)
-                self.counts[hold, device] = count + sign
-                if count == 0 or count + sign == 0:
-                    self.used[device] += sign * self.problem.holds[hold].num_bytes

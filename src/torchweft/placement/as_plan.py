@@ -8,7 +8,7 @@
       fast.to.slow  copy a to slow                   a value goes once to each device
       slow          root
 
-The same verifier, simulator, trace and runtimes take it. What fits: `simulate(plan, ...,
+The same verifier, simulator and trace take it. What fits: `simulate(plan, ...,
 contention=False)` gives the starts and the makespan of the placement, since every copy under way
 has a lane of its own. With contention, values that share a link slow each other down. Copies of
 inputs from the home device are in the plan, those of resident inputs too: a runtime that keeps them

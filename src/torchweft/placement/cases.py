@@ -129,10 +129,14 @@ def _drawn(
     return Work(name, tuple(f"n{op}" for op in range(num_ops)), {"cpu": seconds}, tuple(edges))
 
 
-def scaled(problem: Problem, mean_s: float = UNIT_S) -> Problem:
-    """The same problem in another unit of time: a mean op takes `mean_s`."""
+def mean_op_s(problem: Problem) -> float:
+    """The mean seconds of an op, over all devices that may run it."""
     finite = [seconds for row in problem.seconds for seconds in row if seconds < INF]
-    scale = mean_s * len(finite) / sum(finite) if sum(finite) else 1.0
+    return sum(finite) / max(1, len(finite))
+
+
+def scaled(problem: Problem, scale: float) -> Problem:
+    """The same problem in another unit of time."""
 
     def times(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(item * scale for item in row) for row in rows)

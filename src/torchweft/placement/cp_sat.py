@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from torchweft.errors import PlacementError
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import run
-from torchweft.placement.lists import critical_path, heft, peft
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.problem import INF, Problem
-from torchweft.placement.simple import single
+from torchweft.placement.stages import best_quick
 from torchweft.placement.ticks import in_ticks, to_ticks
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def cp_sat(
         cure = "pip install ortools (requirements/dev.txt has the version), or use portfolio"
         text = f"cp-sat: the package ortools is not installed: {cure}."
         raise PlacementError(text, rule="cp-sat") from None
-    first = start or min(
-        (planner(problem) for planner in (single, heft, peft, critical_path)),
-        key=lambda item: item.score_s,
-    )
+    first = start or best_quick(problem)
     small, tick_s = in_ticks(problem, first.score_s)
     model: CpModel = cp_model.CpModel()
     writer = _writer(model, small, first, tick_s)

@@ -27,7 +27,6 @@ class Draft:
         self.device = [-1] * problem.num_ops
         self.start_s = [0.0] * problem.num_ops
         self.finish_s = [0.0] * problem.num_ops
-        self.order: list[int] = []
         self._starts: list[list[float]] = [[] for _ in problem.devices]
         self._ends: list[list[float]] = [[] for _ in problem.devices]
         self._room = Room(problem)
@@ -73,7 +72,6 @@ class Draft:
         self._starts[device].insert(at, start_s)
         self._ends[device].insert(at, finish_s)
         self.device[op], self.start_s[op], self.finish_s[op] = device, start_s, finish_s
-        self.order.append(op)
         self._room.take(op, device)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchweft.placement.draft import Room, pack, period_s
-from torchweft.placement.lists import put_all_on, ranked, upward_ranks
+from torchweft.placement.lists import critical_path, heft, peft, put_all_on, ranked, upward_ranks
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
+from torchweft.placement.simple import single
 
 NUM_HALVINGS = 12
 
@@ -87,3 +88,10 @@ def _cut(
         for member in group:
             devices[member] = beside[0]
     return devices
+
+
+def best_quick(problem: Problem) -> Placement:
+    """The best placement of the quick planners: where a search begins."""
+    planners = [single, heft, peft, critical_path]
+    planners += [stages] if problem.objective == "throughput" or not problem.free else []
+    return min((planner(problem) for planner in planners), key=lambda item: item.score_s)

@@ -20,7 +20,7 @@ UNITS = (*(10.0**-k for k in range(10)), *(2.0**-k for k in range(1, 31)))
 def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
     """The problem with every time a whole number of ticks, and the seconds of a tick.
 
-    Transfers become latencies and bytes; the matrices that planners use are rounded one by one.
+    Transfers are rounded in `preds` and `succs`, pair by pair; latencies and bytes stay.
     """
     tick_s = next(
         (u for u in UNITS if horizon_s / u <= MOST and all(_fits(t, u) for t in _times(problem))),
@@ -32,7 +32,6 @@ def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
 
     small = replace(problem, seconds=ticks(problem.seconds), ready_s=ticks(problem.ready_s))
     known = {id(m): ticks(m) for preds in problem.preds for _, m in preds}
-    # The neighbours are cached on the problem; planners and the solver read them from there.
     for name in ("preds", "succs"):
         found = tuple(tuple((op, known[id(m)]) for op, m in row) for row in getattr(problem, name))
         small.__dict__[name] = found
