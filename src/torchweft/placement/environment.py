@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import Room
 from torchweft.placement.cases import draw_case
+from torchweft.placement.draft import Room
 from torchweft.placement.learned import orders, with_room
 from torchweft.placement.lists import heft
 from torchweft.placement.numbers import Bools, Ints, numbers_of
@@ -37,7 +37,7 @@ Observation = dict[str, npt.NDArray[Any]]
 class PlacementEnv(gymnasium.Env[Observation, np.int64]):
     """A game of placing. draw: makes the next problem from a `random.Random`."""
 
-    metadata = {"render_modes": ["ansi"]}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
 
     def __init__(
         self,
