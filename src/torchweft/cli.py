@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from torchweft import blueprint as blueprints
-from torchweft import cli_lab, cli_place
+from torchweft import cli_lab, cli_train
 from torchweft.cli_bench import BENCHES, run_bench
 from torchweft.cli_text import error_data, read_context, read_machine, read_pairs, say, say_json
 from torchweft.demo import story
@@ -42,7 +42,7 @@ from torchweft.write import write
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(cli_lab.app, name="lab")
-app.add_typer(cli_place.app, name="place")
+app.add_typer(cli_train.place, name="place")
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]

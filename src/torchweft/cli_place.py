@@ -97,7 +97,7 @@ def plan_command(
 ) -> None:
     """Plan where each op runs: placement, starts, makespan, bound and planning time."""
     asked = _asked(context)
-    with _bar(f"{planner} places {asked.problem.name}"):
+    with bar(f"{planner} places {asked.problem.name}"):
         found = plan(asked.problem, planner, deadline_s=asked.deadline_s, seed=seed)
     if output is not None:
         found.save(output)
@@ -136,7 +136,7 @@ def compare_command(
     found: list[Placement] = []
     refused: dict[str, str] = {}
     names = planner or list(planner_names())
-    with _bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
+    with bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
         for name in names:
             try:
                 found.append(
@@ -210,7 +210,7 @@ def explain_command(
     if placement is not None:
         found = check(problem, Placement.load(placement))
     kinds = _kinds(problem)
-    with _bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
+    with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
         if placement is None:
             found = plan(problem, planner, deadline_s=deadline_s, seed=seed)
         step()
@@ -310,7 +310,7 @@ def _slowness(text: str) -> tuple[float, ...]:
 
 
 @contextmanager
-def _bar(text: str, total: int | None = None) -> Iterator[Any]:
+def bar(text: str, total: int | None = None) -> Iterator[Any]:
     """A progress bar on stderr while something takes its time; yields what moves it on."""
     from rich.console import Console
     from rich.progress import Progress

@@ -36,14 +36,19 @@ def read_text(path: str | Path, error: type[WeftError], what: str) -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file; it is there whole or not at all. Raises `WeftError` if it cannot be."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file; it is there whole or not at all. Raises `WeftError` if it cannot be."""
     path = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     except OSError as cause:
         raise WeftError(f"file: cannot write {path}: {cause.strerror}.", rule="file") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:

@@ -3,7 +3,8 @@
     random_tree, random_dag, layered     work of a given number of ops, one unit of work on average
     MACHINES                             2, 3 and 5 devices of unlike speed
     case(work, slowness, ratio)          a problem whose mean transfer is `ratio` mean ops
-    sst_trees, stg_optima, find_files    what a folder of data holds
+    draw_case(draw)                      any of these on any devices, for training
+    sst_trees, stg_optima                what a folder of data holds
 
 One unit of work takes `UNIT_S` on the fastest device, so that planning time can be compared with
 the time that is planned.
@@ -12,6 +13,7 @@ the time that is planned.
 from __future__ import annotations
 
 import csv
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,6 +91,35 @@ def layered(num_ops: int, seed: int) -> Work:
         edges += [(end, op, UNIT_S * draw.uniform(0.2, 1.8)) for end in set(ends)]
         joined, op = op, op + 1
     return _drawn(f"layered{seed}", op, edges, draw)
+
+
+def draw_case(
+    draw: random.Random,
+    *,
+    trees: Sequence[Tree] = (),
+    num_devices: Sequence[int] = (2, 3, 4),
+    ratio: float | None = None,
+) -> Problem:
+    """A problem of 8 to 64 ops: of the trees, if there are any, or drawn; on 2 to 4 devices, equal
+    or up to five times slower than the fastest, in a third of all cases each good at other ops."""
+    number, num_ops = draw.randrange(10**9), draw.randint(8, 64)
+    kinds = [random_tree, random_dag, layered]
+    if trees and draw.random() < 0.5:
+        work = tree_case(draw.choice(trees), "tree")
+    else:
+        work = draw.choice(kinds)(num_ops, number)
+    others = draw.choice(num_devices) - 1
+    slowness = [1.0, *(draw.choice((1.0, draw.uniform(1, 5))) for _ in range(others))]
+    draw.shuffle(slowness)
+    if ratio is None:
+        ratio = math.exp(draw.uniform(math.log(RATIOS[0]), math.log(RATIOS[-1])))
+    found = case(work, slowness, ratio)
+    if draw.random() < 1 / 3:
+        seconds = tuple(
+            tuple(s * math.exp(draw.gauss(0, 0.3)) for s in row) for row in found.seconds
+        )
+        found = replace(found, seconds=seconds)
+    return found
 
 
 def _drawn(

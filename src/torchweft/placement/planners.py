@@ -42,6 +42,9 @@ PLANNERS: Mapping[str, tuple[str, str]] = {
     "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
     "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),
     "exhaustive": (f"{HOUSE}.exhaustive:exhaustive", "tiny graphs: everything is tried"),
+    "learned": (f"{HOUSE}.learned:learned", "a trained policy, one pass, no search"),
+    "guarded": (f"{HOUSE}.learned:guarded", "learned, never worse than single, heft and peft"),
+    "guided": (f"{HOUSE}.learned:guided", "a search that starts from the policy's choices"),
     "portfolio": (f"{HOUSE}.portfolio:portfolio", "all of these within the time given"),
 }
 """Name -> (module:function, what it does)."""

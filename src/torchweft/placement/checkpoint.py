@@ -1,0 +1,110 @@
+"""The checkpoint: a training run as files, so that one that was broken off can go on.
+
+FOLDER/policy.safetensors      the policy as it is
+FOLDER/best.safetensors        the best policy so far, on the problems set aside
+FOLDER/optimizer.safetensors   what the optimizer remembers
+FOLDER/training.json           settings, steps done, the curve
+FOLDER/curve.svg               the curve as a picture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from torchweft.errors import PlacementError
+from torchweft.files import Reader, read_json, write_bytes, write_json, write_text
+from torchweft.placement.policy import Policy
+from torchweft.placement.read_trees import Tree
+from torchweft.placement.training import Point, Settings, Trainer, moments, remember
+
+VERSION = 1
+RUN, POLICY, BEST = "training.json", "policy.safetensors", "best.safetensors"
+OPTIMIZER, CURVE = "optimizer.safetensors", "curve.svg"
+
+
+def save_run(folder: Path, trainer: Trainer, curve: Sequence[Point]) -> None:
+    """Write the run as it stands; the file that names all others comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer.policy.save(folder / POLICY, seed=trainer.settings.seed, step=trainer.step)
+    if curve and min(curve, key=lambda point: point.mean) is curve[-1]:
+        trainer.policy.save(folder / BEST, seed=trainer.settings.seed, step=trainer.step)
+    write_bytes(folder / OPTIMIZER, save(moments(trainer)))
+    write_text(folder / CURVE, picture(curve))
+    settings = {k: v for k, v in asdict(trainer.settings).items() if k != "trees"}
+    run = {"weft_training": VERSION, "settings": settings, "step": trainer.step}
+    write_json(folder / RUN, {**run, "curve": [list(point) for point in curve]})
+
+
+def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]:
+    """The run that a folder holds. Raises `PlacementError` if it holds none."""
+    read = Reader(read_json(folder / RUN, PlacementError, "training"), PlacementError, "training")
+    if read.take("weft_training", int, None) != VERSION:
+        raise read.fail(f"this is no training run of version {VERSION}.")
+    found = Reader(read.take("settings", dict), PlacementError, "settings")
+    settings = Settings(
+        seed=found.take("seed", int),
+        num_imitation=found.take("num_imitation", int),
+        num_steps=found.take("num_steps", int),
+        num_problems=found.take("num_problems", int),
+        num_tries=found.take("num_tries", int),
+        rate=found.take("rate", float),
+    )
+    found.done()
+    trainer = Trainer(replace(settings, trees=tuple(trees)), Policy.load(folder / POLICY))
+    trainer.step = read.take("step", int)
+    try:
+        curve = [Point(str(p[0]), int(p[1]), *map(float, p[2:])) for p in read.take("curve", list)]
+        remember(trainer, load((folder / OPTIMIZER).read_bytes()))
+    except (OSError, TypeError, ValueError, KeyError, IndexError, SafetensorError) as cause:
+        raise read.fail(f"it is damaged: {cause}.") from None
+    read.done()
+    return trainer, curve
+
+
+def picture(curve: Sequence[Point], width: int = 720, height: int = 360) -> str:
+    """The curve as SVG: mean ratio to the better of heft and peft, alone and with the guard."""
+    if not curve:
+        return '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>\n'
+    left, right, top, bottom = 60, 20, 40, 50
+    numbers = [n for point in curve for n in (point.mean, point.guarded)] + [1.0]
+    low, high = min(numbers) - 0.005, max(numbers) + 0.005
+    last = max(1, curve[-1].step)
+
+    def place(step: float, ratio: float) -> str:
+        across = left + step / last * (width - left - right)
+        down = top + (high - ratio) / (high - low) * (height - top - bottom)
+        return f"{across:.1f},{down:.1f}"
+
+    def line(which: str, colour: str) -> str:
+        points = " ".join(place(point.step, getattr(point, which)) for point in curve)
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
+
+    def text(across: float, down: float, words: str, colour: str = "#333") -> str:
+        where = f'x="{across:.0f}" y="{down:.0f}" fill="{colour}"'
+        return f'<text {where} font-family="sans-serif" font-size="12">{words}</text>'
+
+    start, end = place(0, 1.0), place(last, 1.0)
+    marks = [
+        text(8, float(place(0, ratio).split(",")[1]) + 4, f"{ratio:.3f}")
+        for ratio in (low + 0.005, 1.0, high - 0.005)
+    ]
+    head = f"mean makespan over the better of heft and peft, {curve[-1].step} steps"
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<polyline stroke="#999" stroke-dasharray="4" points="{start} {end}"/>',
+            line("mean", "#c0392b"),
+            line("guarded", "#2471a3"),
+            text(left, 24, head),
+            text(left, height - 14, "policy, one pass", "#c0392b"),
+            text(left + 130, height - 14, "with the guard", "#2471a3"),
+            *marks,
+            "</svg>\n",
+        )
+    )

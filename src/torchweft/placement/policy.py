@@ -1,0 +1,156 @@
+"""The `Policy`: a small network that chooses the next (op, device) pair of a rollout.
+
+    op facts --3 rounds over the edges, both ways--> a vector an op  ┐
+    device facts --------------------------------> a vector a device ├─> score of a pair
+    what the rollout sees of the pair -------------------------------┘   + prior
+
+Nothing in it depends on the number of ops or devices: pairs are scored one by one, and the best of
+them goes next. The prior is one op of look-ahead, so an untrained policy is a fair list planner and
+training only has to find what that overlooks. A policy file is data: tensors in a safetensors file,
+whose header says of which version and size they are.
+
+Rollouts score with numpy (`Scorer`), which for a few pairs is several times as fast as torch; the
+gradient comes from torch, over all steps of a rollout at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from torchweft.errors import PlacementError
+from torchweft.files import write_bytes
+from torchweft.placement.numbers import (
+    NUM_DEVICE_FACTS,
+    NUM_OP_FACTS,
+    Bools,
+    Floats,
+    Numbers,
+)
+from torchweft.placement.rollout import FACTS, REGRET, URGENCY, Rollout, Seen
+
+VERSION = 1
+PRIOR_REGRET, PRIOR_URGENCY = -4.0, 2.0
+FORBIDDEN = -1e9
+
+
+class Policy(nn.Module):
+    """Scores pairs. `sizes`: of the vectors inside, of an op's, of a device's, of the scorer's."""
+
+    def __init__(self, sizes: tuple[int, int, int, int] = (32, 16, 8, 32)) -> None:
+        super().__init__()
+        self.sizes = sizes
+        inside, op, device, hidden = sizes
+        self.facts = nn.Linear(NUM_OP_FACTS, inside)
+        self.own, self.after, self.before = (
+            nn.ModuleList(nn.Linear(inside, inside) for _ in range(3)) for _ in range(3)
+        )
+        self.op = nn.Linear(inside, op)
+        self.device = nn.Sequential(
+            nn.Linear(NUM_DEVICE_FACTS, 16), nn.ReLU(), nn.Linear(16, device)
+        )
+        self.pair = nn.Linear(len(FACTS) + op + device, hidden)
+        self.again = nn.Linear(hidden, hidden)
+        self.score = nn.Linear(hidden, 1, bias=False)
+        nn.init.zeros_(self.score.weight)
+
+    def encode(self, numbers: Numbers) -> tuple[Tensor, Tensor]:
+        """Vectors of all rows of the numbers, and of all devices of each problem."""
+        found = torch.relu(self.facts(torch.from_numpy(numbers.op_facts)))
+        source, target = torch.from_numpy(numbers.edges)
+        one = torch.ones(len(source), 1)
+        after = torch.zeros(len(found), 1).index_add_(0, source, one).clamp_(min=1)
+        before = torch.zeros(len(found), 1).index_add_(0, target, one).clamp_(min=1)
+        for own, behind, ahead in zip(self.own, self.after, self.before, strict=True):
+            none = torch.zeros_like(found)
+            followers = none.index_add(0, source, found[target]) / after
+            makers = none.index_add(0, target, found[source]) / before
+            found = found + torch.relu(own(found) + behind(followers) + ahead(makers))
+        return self.op(found), self.device(torch.from_numpy(numbers.device_facts))
+
+    def forward(self, facts: Tensor, op: Tensor, device: Tensor, mask: Tensor) -> Tensor:
+        """Scores [..., candidate * device] of pairs from their facts and vectors."""
+        shape = facts.shape[:-1]
+        both = op.unsqueeze(-2).expand(*shape, -1), device.unsqueeze(-3).expand(*shape, -1)
+        found = torch.relu(self.pair(torch.cat((facts, *both), -1)))
+        found = self.score(found + torch.relu(self.again(found))).squeeze(-1)
+        found = found + PRIOR_REGRET * facts[..., REGRET] + PRIOR_URGENCY * facts[..., URGENCY]
+        return found.masked_fill(~mask, FORBIDDEN).flatten(-2)
+
+    def save(self, path: str | Path, **notes: object) -> None:
+        """Write the policy; `notes` (plain data) say how it was made."""
+        header = {"weft_policy": VERSION, "sizes": self.sizes, "notes": notes}
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        write_bytes(path, save(tensors, {"weft": json.dumps(header)}))
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """Read a policy. Raises `PlacementError` for a file that is none."""
+        try:
+            with safe_open(path, "pt") as file:
+                header = json.loads((file.metadata() or {}).get("weft", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as cause:
+            raise PlacementError(f"file: {path} is no policy: {cause}", rule="file") from None
+        sizes = header.get("sizes") if isinstance(header, dict) else None
+        good = isinstance(sizes, list) and len(sizes) == 4
+        if (
+            header.get("weft_policy") != VERSION
+            or not good
+            or not all(type(size) is int and 0 < size <= 1024 for size in sizes)
+        ):
+            raise PlacementError(f"file: {path} is no policy of version {VERSION}.", rule="file")
+        policy = Policy(tuple(sizes))
+        wanted = {name: tensor.shape for name, tensor in policy.state_dict().items()}
+        if {name: tensor.shape for name, tensor in tensors.items()} != wanted or not all(
+            tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values()
+        ):
+            raise PlacementError(f"file: the tensors of policy {path} do not fit.", rule="file")
+        policy.load_state_dict(tensors)
+        return policy
+
+
+class Scorer:
+    """A policy for the problems of some numbers, without gradients."""
+
+    def __init__(self, policy: Policy, numbers: Numbers) -> None:
+        with torch.no_grad():
+            op, device = policy.encode(numbers)
+            facts, ops = len(FACTS), op.shape[-1]
+            weight = policy.pair.weight.T
+            self.weight: Floats = weight[:facts].contiguous().numpy()
+            self.op: Floats = (op @ weight[facts : facts + ops] + policy.pair.bias).numpy()
+            self.device: Floats = (device @ weight[facts + ops :]).numpy()
+            self.again: Floats = policy.again.weight.T.contiguous().numpy()
+            self.bias: Floats = policy.again.bias.numpy()
+            self.score: Floats = policy.score.weight[0].numpy()
+
+    def __call__(self, rollout: Rollout, seen: Seen) -> Floats:
+        """Scores [try, candidate * device] of what a rollout sees."""
+        facts = seen.facts
+        rows = seen.ops + rollout.static[:, None]
+        found = facts @ self.weight
+        found += self.op[rows][:, :, None]
+        found += self.device[rollout.problem][:, None]
+        np.maximum(found, 0, out=found)
+        more = found @ self.again
+        more += self.bias
+        np.maximum(more, 0, out=more)
+        more += found
+        scores = more @ self.score
+        scores += np.float32(PRIOR_REGRET) * facts[..., REGRET]
+        scores += np.float32(PRIOR_URGENCY) * facts[..., URGENCY]
+        return masked(scores, seen.mask)
+
+
+def masked(scores: Floats, mask: Bools) -> Floats:
+    """Scores with those of forbidden pairs far below all others, pairs in one axis."""
+    if not mask.all():
+        scores = np.where(mask, scores, np.float32(FORBIDDEN))
+    return scores.reshape(len(scores), -1)

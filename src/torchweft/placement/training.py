@@ -1,0 +1,287 @@
+"""Training: a policy learns on drawn problems, first from the best classical plans, then by trying.
+
+    1. imitation      the pairs that the best of several classical placements put, one by one
+    2. reinforcement  several drawn passes over each problem; those shorter than their mean are
+                      made more likely, the others less (REINFORCE with the problem's own mean)
+    3. fine-tuning    the same on the user's own problems, with costs as they were measured
+
+Each step of the loop draws new problems from its own number, so a run that was broken off goes on
+where it was, and equal seeds give equal policies on one machine. No wall clock decides anything.
+
+After stage 2 a policy is kept that is best on problems set aside, which it never learns from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchweft.placement.annealing import annealing
+from torchweft.placement.cases import draw_case
+from torchweft.placement.lists import heft, peft
+from torchweft.placement.numbers import Bools, Ints, Numbers, numbers_of
+from torchweft.placement.placement import Placement
+from torchweft.placement.policy import Policy, Scorer
+from torchweft.placement.problem import Problem
+from torchweft.placement.read_trees import Tree
+from torchweft.placement.rollout import BIG, Rollout, Seen
+
+HELD_OUT = 1_000_000_007
+"""Added to the seed for problems that are set aside."""
+NUM_HELD_OUT = 120
+HELD_OUT_RATIOS = (0.3, 1.0, 3.0)
+MAX_NORM = 1.0
+ENTROPY = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2."""
+
+    seed: int = 0
+    num_imitation: int = 60
+    num_steps: int = 1200
+    num_problems: int = 16
+    num_tries: int = 12
+    rate: float = 3e-3
+    trees: tuple[Tree, ...] = field(default=(), repr=False)
+
+
+class Point(NamedTuple):
+    """One point of the curve: after so many steps, mean makespan on the problems set aside, as a
+    ratio to the better of heft and peft; the worst; and the same with the guard."""
+
+    stage: str
+    step: int
+    mean: float
+    worst: float
+    guarded: float
+
+
+class Decisions(NamedTuple):
+    """Choices made in a rollout: what was seen, what was chosen, in which tries it counts."""
+
+    seen: list[Seen]
+    chosen: list[Ints]
+    counts: list[Bools]
+
+
+class Yardstick:
+    """Problems set aside, with the better of heft and peft on each."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.numbers = numbers_of(problems)
+        self.best_s = np.array([min(heft(p).score_s, peft(p).score_s) for p in problems])
+
+    def measure(self, policy: Policy, stage: str, step: int) -> Point:
+        """A point of the curve."""
+        rollout, scorer = Rollout(self.numbers), Scorer(policy, self.numbers)
+        while rollout.going:
+            rollout.put(scorer(rollout, rollout.look()).argmax(1))
+        ratio = rollout.makespan_s / self.best_s
+        mean, worst = float(ratio.mean()), float(ratio.max())
+        return Point(stage, step, mean, worst, float(np.minimum(ratio, 1).mean()))
+
+
+def held_out(settings: Settings, num: int = NUM_HELD_OUT) -> Yardstick:
+    """Problems that training never draws: also on five devices, at ratios from 0.3 up."""
+    draw = random.Random(settings.seed + HELD_OUT)
+    return Yardstick(
+        [
+            draw_case(
+                draw,
+                trees=settings.trees,
+                num_devices=(2, 3, 5),
+                ratio=HELD_OUT_RATIOS[number % len(HELD_OUT_RATIOS)],
+            )
+            for number in range(num)
+        ]
+    )
+
+
+class Trainer:
+    """A policy in training. `step` counts the steps done, over both stages."""
+
+    def __init__(self, settings: Settings, policy: Policy | None = None) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings, self.policy = settings, policy or Policy()
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), settings.rate)
+        self.step = 0
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are in all."""
+        return self.settings.num_imitation + self.settings.num_steps
+
+    @property
+    def stage(self) -> str:
+        """The stage of the next step."""
+        early = self.step < self.settings.num_imitation
+        return "imitation" if early else "reinforcement"
+
+    def advance(self) -> float:
+        """One step of the loop on newly drawn problems; its loss."""
+        settings = self.settings
+        draw = random.Random(settings.seed * 1_000_003 + self.step)
+        problems = [draw_case(draw, trees=settings.trees) for _ in range(settings.num_problems)]
+        if self.stage == "imitation":
+            loss = imitate(self.policy, problems, self.step)
+        else:
+            left = 1 - (self.step - settings.num_imitation) / max(1, settings.num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.rate * max(0.05, left)
+            generator = np.random.default_rng([settings.seed, self.step])
+            loss = reinforce(self.policy, problems, settings.num_tries, generator, ENTROPY * left)
+        descend(self.policy, self.optimizer, loss)
+        self.step += 1
+        return float(loss.detach())
+
+
+def fine_tune(
+    policy: Policy,
+    problems: Sequence[Problem],
+    *,
+    num_steps: int = 50,
+    rate: float = 3e-4,
+    seed: int = 0,
+    num_problems: int = 8,
+    num_tries: int = 12,
+) -> Iterator[float]:
+    """Stage 3: learn on given problems, in place; yields the loss of each step."""
+    optimizer = torch.optim.Adam(policy.parameters(), rate)
+    for step in range(num_steps):
+        draw = random.Random(seed * 1_000_003 + step)
+        chosen = draw.sample(list(problems), min(num_problems, len(problems)))
+        generator = np.random.default_rng([seed, step])
+        loss = reinforce(policy, chosen, num_tries, generator, 0.0)
+        descend(policy, optimizer, loss)
+        yield float(loss.detach())
+
+
+def descend(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of the optimizer."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
+    optimizer.step()
+
+
+def imitate(policy: Policy, problems: Sequence[Problem], seed: int) -> Tensor:
+    """The loss of not choosing what the best classical placement of each problem has next."""
+    numbers = numbers_of(problems)
+    rollout = Rollout(numbers)
+    scorer = Scorer(policy, numbers)
+    teachers = [_teacher(problem, seed) for problem in problems]
+    made = Decisions([], [], [])
+    while rollout.going:
+        seen = rollout.look()
+        wanted, known = _wanted(rollout, seen, teachers)
+        made.seen.append(seen)
+        made.chosen.append(wanted)
+        made.counts.append(known & (rollout.key > -BIG).any(1))
+        rollout.put(np.where(known, wanted, scorer(rollout, seen).argmax(1)))
+    return weighted_loss(policy, rollout, made, torch.ones(len(problems)), 0.0)
+
+
+def _teacher(problem: Problem, seed: int) -> Placement:
+    """The best of the list planners, improved by some annealing."""
+    return annealing(problem, seed=seed)
+
+
+def _wanted(rollout: Rollout, seen: Seen, teachers: Sequence[Placement]) -> tuple[Ints, Bools]:
+    """For each try the candidate that its teacher starts first, there; and whether there is one."""
+    num_devices = rollout.numbers.num_devices
+    wanted = np.zeros(len(teachers), np.int64)
+    known = np.zeros(len(teachers), np.bool_)
+    for number, teacher in enumerate(teachers):
+        choices = [
+            (teacher.start_s[op], at, teacher.device[op])
+            for at, op in enumerate(seen.ops[number].tolist())
+            if seen.mask[number, at].any()
+        ]
+        if choices:
+            _, at, device = min(choices)
+            wanted[number], known[number] = at * num_devices + device, True
+    return wanted, known
+
+
+def reinforce(
+    policy: Policy,
+    problems: Sequence[Problem],
+    num_tries: int,
+    generator: np.random.Generator,
+    entropy: float,
+) -> Tensor:
+    """The loss whose gradient makes passes that are shorter than their problem's mean likelier."""
+    numbers = numbers_of(problems)
+    rollout, made = drawn(Rollout(numbers, num_tries), Scorer(policy, numbers), generator)
+    took = torch.from_numpy(rollout.end_s).view(-1, num_tries)
+    mean = took.mean(1, keepdim=True)
+    gain = ((mean - took) / mean).flatten()
+    gain = (gain / (gain.std() + 1e-6)).clamp(-3, 3)
+    return weighted_loss(policy, rollout, made, gain, entropy)
+
+
+def drawn(
+    rollout: Rollout, scorer: Callable[[Rollout, Seen], np.ndarray], generator: np.random.Generator
+) -> tuple[Rollout, Decisions]:
+    """The rollout with all ops put, each pair drawn by its score, and the decisions made."""
+    made = Decisions([], [], [])
+    while rollout.going:
+        seen = rollout.look()
+        scores = scorer(rollout, seen)
+        chosen = (scores + generator.gumbel(size=scores.shape)).argmax(1)
+        made.seen.append(seen)
+        made.chosen.append(chosen)
+        made.counts.append((rollout.key > -BIG).any(1))
+        rollout.put(chosen)
+    return rollout, made
+
+
+def weighted_loss(
+    policy: Policy, rollout: Rollout, made: Decisions, weight: Tensor, entropy: float
+) -> Tensor:
+    """Minus the mean log-chance of the decisions, each times the weight of its try."""
+    op, device = policy.encode(rollout.numbers)
+    counts = torch.from_numpy(np.stack(made.counts))
+    which = torch.arange(counts.shape[1]).expand_as(counts)[counts]
+
+    def kept(arrays: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.stack(arrays))[counts]
+
+    rows = kept([seen.ops + rollout.static[:, None] for seen in made.seen])
+    devices = device[torch.from_numpy(rollout.problem)][which]
+    facts, mask = kept([s.facts for s in made.seen]), kept([s.mask for s in made.seen])
+    chance = torch.log_softmax(policy(facts, op[rows], devices, mask), -1)
+    chosen = chance.gather(-1, kept(made.chosen)[:, None]).squeeze(-1)
+    doubt = -(chance.exp() * chance.clamp(min=-50)).sum(-1)
+    return -(chosen * weight[which] + entropy * doubt).mean()
+
+
+def moments(trainer: Trainer) -> dict[str, Tensor]:
+    """What the optimizer remembers, as tensors by name."""
+    state = trainer.optimizer.state_dict()["state"]
+    return {
+        f"{number}.{name}": torch.as_tensor(tensor).clone()
+        for number, entry in state.items()
+        for name, tensor in entry.items()
+    }
+
+
+def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
+    """Give the optimizer back what it remembered."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor
+    whole = trainer.optimizer.state_dict()
+    trainer.optimizer.load_state_dict({**whole, "state": state})
+
+
+__all__ = ["Numbers", "Point", "Settings", "Trainer", "Yardstick", "fine_tune", "held_out"]

@@ -1,0 +1,239 @@
+"""The learned placer: what it sees, what it puts, how it learns, and what it never does."""
+
+from __future__ import annotations
+
+import random
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+
+from torchweft.errors import PlacementError
+from torchweft.placement import check, plan
+from torchweft.placement.cases import case, draw_case, random_tree
+from torchweft.placement.checkpoint import load_run, picture, save_run
+from torchweft.placement.draft import run
+from torchweft.placement.dynpartition import Bandit, in_order, train
+from torchweft.placement.environment import FORBIDDEN, PlacementEnv
+from torchweft.placement.learned import guarded, guided, learned, orders, planner_of
+from torchweft.placement.lists import heft, peft
+from torchweft.placement.numbers import numbers_of
+from torchweft.placement.policy import Policy, Scorer
+from torchweft.placement.problem import Hold, Problem
+from torchweft.placement.rollout import Rollout
+from torchweft.placement.simple import single
+from torchweft.placement.training import Settings, Trainer, fine_tune, held_out
+
+
+def problems(num, **options):
+    draw = random.Random(7)
+    return [draw_case(draw, **options) for _ in range(num)]
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    found = Policy()
+    torch.nn.init.normal_(found.score.weight, std=0.1)  # not the prior alone
+    return found
+
+
+def finished(rollout, scorer, draw=None):
+    while rollout.going:
+        scores = scorer(rollout, rollout.look())
+        noise = draw.gumbel(size=scores.shape) if draw is not None else 0
+        rollout.put((scores + noise).argmax(1))
+    return rollout
+
+
+def test_a_rollout_times_as_the_draft_does(policy):
+    found = problems(12)
+    numbers = numbers_of(found)
+    rollout = finished(Rollout(numbers, 3), Scorer(policy, numbers), np.random.default_rng(0))
+    for number, makespan_s in enumerate(rollout.makespan_s):
+        problem = found[number // 3]
+        order, devices = orders(rollout, number)
+        assert sorted(order) == list(range(problem.num_ops))
+        assert makespan_s == pytest.approx(max(run(problem, devices, order)[1]), rel=1e-4)
+
+
+def test_a_problem_is_put_alike_alone_and_beside_others(policy):
+    found = problems(6)
+    together = numbers_of(found)
+    beside = finished(Rollout(together), Scorer(policy, together)).makespan_s
+    for number, problem in enumerate(found):
+        numbers = numbers_of([problem])
+        alone = finished(Rollout(numbers), Scorer(policy, numbers)).makespan_s
+        assert alone[0] == pytest.approx(beside[number], rel=0.2)  # ties may fall otherwise
+
+
+def test_scores_by_numpy_are_those_of_the_network(policy):
+    numbers = numbers_of(problems(4))
+    rollout, scorer = Rollout(numbers, 2), Scorer(policy, numbers)
+    op, device = policy.encode(numbers)
+    for _ in range(5):
+        seen = rollout.look()
+        rows = torch.from_numpy(seen.ops + rollout.static[:, None])
+        devices = device[torch.from_numpy(rollout.problem)]
+        facts, mask = torch.from_numpy(seen.facts.copy()), torch.from_numpy(seen.mask)
+        scores = scorer(rollout, seen)
+        torch.testing.assert_close(
+            policy(facts, op[rows], devices, mask), torch.from_numpy(scores), rtol=1e-3, atol=1e-3
+        )
+        rollout.put(scores.argmax(1))
+
+
+@pytest.mark.parametrize("planner", [learned, guarded, guided])
+def test_placements_are_legal_on_any_number_of_devices(planner, policy):
+    for problem in problems(4, num_devices=(1, 2, 5)):
+        check(problem, plan(problem, planner_of(policy, planner), deadline_s=0.05))
+
+
+@pytest.mark.parametrize("planner", [guarded, guided])
+def test_the_guard_is_never_worse_than_the_classics(planner, policy):
+    for problem in problems(8):
+        best_s = min(guard(problem).score_s for guard in (single, heft, peft))
+        found = planner(problem, policy=policy, deadline_s=0.03)
+        assert found.score_s <= best_s * (1 + 1e-9)
+
+
+def limited(problem: Problem, share: float) -> Problem:
+    """The same with weights that do not fit on one device."""
+    holds = tuple(Hold(10.0, (op,)) for op in range(problem.num_ops))
+    room = 10.0 * problem.num_ops * share
+    from dataclasses import replace
+
+    rooms = (room,) * problem.num_devices
+    return replace(problem, holds=holds, room_bytes=rooms, together=((0, 1),))
+
+
+@pytest.mark.parametrize("planner", [learned, guarded, guided])
+def test_memory_limits_and_groups_are_kept(planner, policy):
+    for problem in problems(4, num_devices=(3,)):
+        tight = limited(problem, 0.45)
+        check(tight, planner(tight, policy=policy, deadline_s=0.03))
+
+
+def test_the_environment_passes_gymnasiums_own_check():
+    check_env(PlacementEnv(), skip_render_check=True)
+
+
+def play(env, seed, choose):
+    seen, info = env.reset(seed=seed)
+    total, over = 0.0, False
+    while not over:
+        action = choose(np.flatnonzero(seen["mask"]))
+        seen, reward, over, _, info = env.step(action)
+        total += reward
+    return total, info
+
+
+def test_equal_seeds_play_equal_games():
+    env = PlacementEnv()
+    games = [play(env, seed, lambda allowed: allowed[-1]) for seed in (3, 4, 3)]
+    assert games[0] == games[2] != games[1]
+
+
+def test_the_reward_is_relative_to_heft():
+    env = PlacementEnv(lambda _: case(random_tree(15, 1), (1.0, 2.0), 0.3))
+    total, info = play(env, 0, lambda allowed: allowed[0])
+    assert total == pytest.approx(1 - info["score_s"] / heft(env.problem).score_s)
+    assert "op" in env.render() or "makespan" in env.render()
+
+
+def test_pairs_without_room_are_masked_and_forbidden_ones_end_the_game():
+    problem = limited(case(random_tree(15, 1), (1.0, 2.0), 0.3), 0.6)
+    env = PlacementEnv(lambda _: problem)
+    seen, _ = env.reset(seed=0)
+    hidden = int(np.flatnonzero(seen["mask"] == 0)[0])
+    assert env.step(hidden)[1:3] == (FORBIDDEN, True)
+    seen, _ = env.reset(seed=0)
+    placed_on = {0: 0, 1: 0}
+    over = False
+    while not over:
+        action = int(np.flatnonzero(seen["mask"])[0])
+        placed_on[action % env.max_devices] += 1
+        seen, _, over, _, _ = env.step(action)
+    assert max(placed_on.values()) <= 0.6 * problem.num_ops
+
+
+def test_too_many_devices_for_the_environment_are_told():
+    env = PlacementEnv(lambda _: problems(1, num_devices=(4,))[0], max_devices=3)
+    with pytest.raises(PlacementError, match="4 devices"):
+        env.reset(seed=0)
+
+
+def settings(**options):
+    return Settings(num_imitation=2, num_steps=4, num_problems=4, num_tries=4, **options)
+
+
+def test_training_goes_on_where_it_was_broken_off(tmp_path):
+    whole = Trainer(settings())
+    for _ in range(6):
+        whole.advance()
+    broken = Trainer(settings())
+    for _ in range(3):
+        broken.advance()
+    curve = [held_out(settings(), 6).measure(broken.policy, "reinforcement", 3)]
+    save_run(tmp_path, broken, curve)
+    again, told = load_run(tmp_path, ())
+    assert (again.step, told) == (3, curve)
+    while again.step < again.num_steps:
+        again.advance()
+    for one, other in zip(whole.policy.parameters(), again.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_training_makes_a_policy_better_on_what_it_trains_on(policy):
+    torch.nn.init.normal_(policy.score.weight, std=1.0)  # a bad start
+    found = problems(4)
+    numbers = numbers_of(found)
+
+    def mean():
+        return float(finished(Rollout(numbers), Scorer(policy, numbers)).end_s.mean())
+
+    before = mean()
+    for _ in fine_tune(policy, found, num_steps=30, rate=1e-2, num_problems=4):
+        pass
+    assert mean() < before
+
+
+def test_a_policy_file_is_data_and_a_damaged_one_is_told(tmp_path, policy):
+    path = tmp_path / "policy.safetensors"
+    policy.save(path, seed=0)
+    again = Policy.load(path)
+    for one, other in zip(policy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    whole = path.read_bytes()
+    for wrong in (b"", whole[:100], b"x" * 64, whole.replace(b"weft_policy", b"weft_pilocy")):
+        path.write_bytes(wrong)
+        with pytest.raises(PlacementError, match="policy"):
+            Policy.load(path)
+    with pytest.raises(PlacementError):
+        Policy.load(tmp_path / "none")
+
+
+def test_the_curve_is_a_picture():
+    curve = [held_out(settings(), 6).measure(Policy(), "start", 0)]
+    assert picture(curve).startswith("<svg") and "polyline" in picture(curve)
+    assert picture([]).startswith("<svg")
+
+
+def test_the_bandit_names_a_device_for_every_op_of_a_tree_and_learns():
+    trees = [case(random_tree(9, seed), (1.0, 8.0), 1.0) for seed in range(3)]
+    bandit = Bandit(2)
+    assert sorted(in_order(trees[0])) == list(range(trees[0].num_ops))
+    took = list(train(bandit, trees, 300))
+    assert np.mean(took[-50:]) < np.mean(took[:50])
+    check(trees[0], bandit.plan(trees[0]))
+    with pytest.raises(PlacementError, match="devices"):
+        Bandit(3).plan(trees[0])
+    dag = problems(8)
+    with pytest.raises(PlacementError, match="no tree"):
+        in_order(next(p for p in dag if any(len(s) > 1 for s in p.succs)))
+
+
+def test_gymnasium_can_make_it_by_its_class():
+    assert isinstance(PlacementEnv(), gymnasium.Env)
