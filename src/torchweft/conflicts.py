@@ -26,6 +26,7 @@ class Ledger:
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.graph, self.num_parts = graph, plan.num_parts
+        self.device = {lane.name: lane.device for lane in plan.lanes}
         self.writer: dict[tuple[str, int], int] = {}
         self.readers: dict[tuple[str, int], list[int]] = {}
         self._op_cells: dict[tuple[str, tuple[int, int] | None], tuple[Touch, ...]] = {}
@@ -45,18 +46,20 @@ class Ledger:
         """Remember what a step touched."""
         for name, part, writes in self.touched(step):
             if writes:
-                self.writer[name, part] = index
-                self.readers[name, part] = []
+                self.writer[name, part], self.readers[name, part] = index, []
             else:
                 self.readers.setdefault((name, part), []).append(index)
 
     def touched(self, step: Step) -> list[Touch]:
-        """The cells that a step touches."""
-        if step.kind in ("run", "issue", "complete"):
-            return [touch for name in step.names for touch in self._op(name, step)]
+        """The cells that a step touches, and whose copies on which device."""
         if step.kind == "wait":
             return []
-        return list(self._move(step))
+        runs = step.kind in ("run", "issue", "complete")
+        ops = (touch for name in step.names for touch in self._op(name, step))
+        found = list(ops if runs else self._move(step))
+        sent = step.on if step.kind == "copy" else None  # who reads it there comes behind
+        here = f"on {sent or self.device[step.lane]}"
+        return found + [(f"{name} {here}", part, sent is not None) for name, part, _ in found]
 
     def _op(self, name: str, step: Step) -> tuple[Touch, ...]:
         key = (name, step.parts)
@@ -91,8 +94,7 @@ class Ledger:
     def _cells(self, name: str, step: Step | None) -> range:
         if self.graph.value[name].batch is None:
             return range(1)
-        parts = None if step is None else step.parts
-        return range(*(parts or (0, self.num_parts)))
+        return range(*((step and step.parts) or (0, self.num_parts)))
 
 
 def conflicts(plan: Plan) -> list[list[int]]:

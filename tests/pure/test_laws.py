@@ -6,17 +6,17 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchweft.bench.oracle import is_safe
 from torchweft.bench.random_graphs import random_graph
 from torchweft.bench.random_plans import random_plan
 from torchweft.context import Context
-from torchweft.errors import GraphError
+from torchweft.errors import GraphError, MemoryPlanError
 from torchweft.graph import Batch, Graph, Op, Value
 from torchweft.lower import lower
-from torchweft.machine import cpu
+from torchweft.machine import Device, Lane, Link, Machine, cpu
 from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.sizes import Size
@@ -165,3 +165,37 @@ def test_a_row_wise_op_must_not_touch_all_rows_of_what_it_changes():
     )
     with pytest.raises(GraphError, match="use 'mixing'"):
         Graph("g", values, ops, ("x",), ("x",), "s0")
+
+
+PAIR = Machine(
+    "pair",
+    (Device("cpu"), Device("gpu0")),
+    (Lane("compute"), Lane("stream", "gpu0")),
+    (Link("cpu", "gpu0"), Link("gpu0", "cpu")),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(randoms)
+def test_a_plan_over_two_devices_waits_for_what_is_sent(rng):
+    """Ops of random graphs, each on any of two devices: who reads a value there comes behind the
+    copy that brings it, not only behind its maker."""
+    graph = random_graph(rng, num_ops=rng.randint(1, 10))
+    plain = replace(
+        graph,
+        ops=tuple(
+            replace(op, uses="compute", two_phase=False, collective=None) for op in graph.ops
+        ),
+    )
+
+    def anywhere(s):
+        while ready := s.ready():
+            for op, *parts in ready:
+                s.run(op, *parts, lane=rng.choice(("compute", "stream")))
+
+    plan = write(anywhere, plain, CONTEXT, PAIR)
+    try:
+        lowered = lower(plan)
+    except MemoryPlanError:  # an op changes what the other device holds too: refused, and told
+        assume(False)
+    verify(lowered)
