@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -38,11 +39,15 @@ def llama(sizes: Any, *, seed: int) -> Logits:
         max_position_embeddings=sizes.num_positions, initializer_range=0.02,
     )  # fmt: skip
     torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as mine:
+        told = [mine]
+        if dist.get_rank() == 0:  # the only rank on which Transformers writes
+            LlamaForCausalLM(config).save_pretrained(mine)
+        dist.broadcast_object_list(told)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
+            told[0], dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
         )
+        dist.barrier()
     return Logits(model).eval()
 
 
