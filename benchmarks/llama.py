@@ -19,10 +19,10 @@ class Logits(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.causal = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(ids, use_cache=False).logits
+        logits: Tensor = self.causal(ids, use_cache=False).logits
         return logits
 
 
