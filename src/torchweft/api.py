@@ -82,12 +82,13 @@ def compile(
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
-    blocks = blocks and capture == "graph" and isinstance(model, nn.Module)
+    blocks = blocks and capture == "graph"
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
-        splitters=splitters, blocks=Blocks(model, rules) if blocks else None,
+        splitters=splitters,
+        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
