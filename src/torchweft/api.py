@@ -75,8 +75,7 @@ def compile(
     graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes
     of the batch has calls filled up to the next of them, so that few graphs serve all.
     blocks: whether repeated modules, such as the layers of a transformer, are captured once.
-    zero_copy: whether parts write their rows of whole values where they belong; else they are
-    put together by copies, which the plan shows.
+    zero_copy: whether parts write their rows of whole values in place; else copies join them.
     capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
     control passes at marks and collectives.
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
