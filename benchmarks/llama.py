@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -18,10 +19,10 @@ class Logits(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.causal = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(ids, use_cache=False).logits
+        logits: Tensor = self.causal(ids, use_cache=False).logits
         return logits
 
 
@@ -38,11 +39,15 @@ def llama(sizes: Any, *, seed: int) -> Logits:
         max_position_embeddings=sizes.num_positions, initializer_range=0.02,
     )  # fmt: skip
     torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as mine:
+        told = [mine]
+        if dist.get_rank() == 0:  # the only rank on which Transformers writes
+            LlamaForCausalLM(config).save_pretrained(mine)
+        dist.broadcast_object_list(told)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
+            told[0], dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
         )
+        dist.barrier()
     return Logits(model).eval()
 
 

@@ -75,19 +75,19 @@ def compile(
     graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes
     of the batch has calls filled up to the next of them, so that few graphs serve all.
     blocks: whether repeated modules, such as the layers of a transformer, are captured once.
-    zero_copy: whether parts write their rows of whole values where they belong; else they are
-    put together by copies, which the plan shows.
+    zero_copy: whether parts write their rows of whole values in place; else copies join them.
     capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
     control passes at marks and collectives.
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     With WEFT_DISABLE=1 the model comes back untouched.
     """
-    blocks = blocks and capture == "graph" and isinstance(model, nn.Module)
+    blocks = blocks and capture == "graph"
     session = Session(
         strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
         machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
         watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
-        splitters=splitters, blocks=Blocks(model, rules) if blocks else None,
+        splitters=splitters,
+        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
     )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")

@@ -107,7 +107,7 @@ class Boundary:
         if not given.holds(args, kwargs):  # a part would change a list of its own
             recorder.mixes = recorder.mixes or "argument: the model changes what it is given"
         name = f"boundary{len(self.cases)}"
-        states = [splitter.name for splitter in getattr(session, "splitters", ())]
+        states = [splitter.name for splitter in session.splitters]
         recorded = build(
             recorder, given, outputs,
             model=self.model, name=name, dim=self.dim, states=states,

@@ -31,6 +31,7 @@ from torchweft.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan import Plan
 from torchweft.runtimes.stops import Stop
 from torchweft.sizes import Size
+from torchweft.splitters import STATE
 
 BATCH = "s0"
 CALL, ROWS = "weft.call", "weft.rows"
@@ -199,7 +200,7 @@ class _Builder:
 
     def add_states(self, names: Sequence[str]) -> None:
         """Side state of the host: every stretch touches it, so its parts go in part order."""
-        self.states = tuple(self._value(f"state.{name}", has_rows=False) for name in names)
+        self.states = tuple(self._value(STATE + name, has_rows=False) for name in names)
         self.inputs += self.states
 
     def ops_of(self, outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:

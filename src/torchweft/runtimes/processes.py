@@ -26,7 +26,7 @@ def be_polite(threads: Iterable[int]) -> None:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def identity() -> str:
+def own_identity() -> str:
     """Host, process namespace, process and its start: what tells whether a rank still lives."""
     try:
         space = str(Path("/proc/self/ns/pid").readlink())
@@ -40,7 +40,7 @@ def has_ended(identity: str) -> bool:
     if not identity:
         return False
     *here, process, started = identity.split(" ")
-    *mine, _, own = identity().split(" ")
+    *mine, _, own = own_identity().split(" ")
     return here == mine and own != "" and started_at(int(process)) != started
 
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
-from torchweft.runtimes.processes import be_polite, has_ended, identity, threads
+from torchweft.runtimes.processes import be_polite, has_ended, own_identity, threads
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
@@ -236,7 +236,7 @@ class Channel:
         self.carried = bool(set(config) & {"nccl", "xccl"})
         try:
             self.store = _store_of(user, self.name)
-            self.store.set(f"ready/{self.rank}", identity())
+            self.store.set(f"ready/{self.rank}", own_identity())
             self._meet()
             before = threads()
             backend = dist.ProcessGroupGloo(
@@ -315,7 +315,7 @@ def introduce() -> None:
     """Tell the other ranks which process this is, so that they notice its end at any time."""
     if dist.is_available() and dist.is_initialized():
         store, rank = c10d._get_default_store(), dist.get_rank()
-        _bounded(lambda: store.set(f"weft/rank/{rank}", identity()))
+        _bounded(lambda: store.set(f"weft/rank/{rank}", own_identity()))
 
 
 def _introduced(rank: int) -> str:
