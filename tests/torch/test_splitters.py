@@ -106,6 +106,7 @@ def state_of(tokens: list[int]) -> State:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
+    torch._dynamo.reset()
     HOST.state, HOST.seen, HOST.by_layer = None, [], {}
     HOST.cache = torch.zeros(64, HIDDEN)
     yield
