@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 PATH = os.pathsep.join([str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")])
 """Where workers find the tests, too."""
-MAX_LINES, PATIENCE_S = 150, 900
+MAX_LINES, PATIENCE_S = 150, 1200
 ALWAYS: dict[str, Any] = dict.fromkeys(("prefill", "decode", "mixed"), "overlap")
 ALWAYS["watchdog_s"] = 300.0  # machines that run tests are slow
 NO_GRAPH = {"capture": "boundary", **ALWAYS}
@@ -205,7 +205,8 @@ def test_a_configuration_that_asks_for_it_gets_it(facts: Any) -> None:
         ("ours", StrategyError, "unknown option 'splitters'"),
         ("capture", StrategyError, "unknown way to capture 'graphs'"),
         ("eager", WeftError, "drop enforce_eager"),
-        ("worker", WeftError, "worker class of its own"),
+        ("ranks", WeftError, "several CPU ranks"),
+        ("worker", WeftError, "a worker class of ours"),
     ],
 )
 def test_wrong_options_are_our_error_and_no_engine_starts(

@@ -92,10 +92,12 @@ def main(model: str) -> None:
         "wrong": {name: refused(model, weft) for name, weft in WRONG.items()},
     }
     facts["wrong"]["eager"] = refused(model, {}, enforce_eager=True)
-    facts["wrong"]["worker"] = refused(model, {"capture": "boundary"}, worker_cls="my.Worker")
+    boundary, ranks = {"capture": "boundary"}, {"tensor_parallel_size": 2}
+    facts["wrong"]["ranks"] = refused(model, boundary)
+    facts["wrong"]["worker"] = refused(model, boundary, worker_cls="my.Worker", **ranks)
     facts["still"] = settings(model, {})
     facts["graph"] = settings(model, {"weft": dict.fromkeys(PHASES, "auto")})
-    facts["boundary"] = settings(model, {"weft": {"capture": "boundary"}})
+    facts["boundary"] = settings(model, {"weft": boundary}, **ranks)
     sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")
 
 

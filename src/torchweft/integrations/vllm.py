@@ -80,8 +80,9 @@ def adopt(config: Any) -> None:
         return
     parallel, wanted = config.parallel_config, phases_of(extra[KEY])
     if wanted.session.capture == "boundary":
-        if (parallel.worker_cls, config.device_config.device_type) != ("auto", "cpu"):
-            raise WeftError('vllm: "boundary" is for CPUs, and has a worker class of its own.')
+        here = (config.device_config.device_type, parallel.worker_cls)
+        if here != ("cpu", "auto") or parallel.tensor_parallel_size == 1:
+            raise WeftError('vllm: "boundary" is for several CPU ranks in a worker class of ours.')
         compilation.mode, parallel.worker_cls = CompilationMode.NONE, f"{__name__}.Worker"
         return
     if compilation.mode == CompilationMode.NONE:
@@ -111,7 +112,7 @@ def __getattr__(name: str) -> Any:
     if name == "Worker":
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        return type(name, (Eager, CPUWorker), {})
+        return type(name, (Woven, CPUWorker), {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -138,8 +139,7 @@ class Weft:
         forward = Splitter("forward", *state, rules, touched, by="layer_name")
         self.config, self.host, self.group = config, forward_context, get_tp_group()
         self.builder = functools.cache(self._builder)
-        given = config.additional_config[KEY]
-        self.phases = phases_of(given, rules=[ROWS], splitters=[forward])
+        self.phases = phases_of(config.additional_config[KEY], rules=[ROWS], splitters=[forward])
         self.session = self.phases.session
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -218,7 +218,7 @@ class Reports:
         return {"report": str(report_of(weft.session)), **found}
 
 
-class Eager(Reports):
+class Woven(Reports):
     """What makes a worker of vLLM one whose eager model runs by plans."""
 
     def load_model(self, **options: Any) -> None:
