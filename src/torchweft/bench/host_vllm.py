@@ -109,7 +109,7 @@ def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict
     for link in links:
         if lab.is_limited():
             lab.set_rate(link)
-        equal_compiled = serve(compiled, asked)
+        theirs = serve(compiled, asked)
         time.sleep(REST_S)
         found, chosen = settle(woven, asked)
         woven.collective_rpc(choose, args=("stock",))
@@ -138,7 +138,8 @@ def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict
             "equal": equal,
             "notes": {
                 "fallbacks": woven.collective_rpc("weft_report")[0]["fallbacks"],
-                "compiled_equal": equal_compiled == found,
+                "compiled_by": compiled.llm_engine.vllm_config.compilation_config.backend,
+                "compiled_equal": theirs == found,
             },
         }
 
