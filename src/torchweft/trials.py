@@ -7,11 +7,12 @@ The first calls of a kind (a phase, a power of two of rows) take the strategies 
 round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
 host's own way, without plans. The first of the strategies stays unless another is faster by more
 than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
-decides nothing.
+decides nothing, nor does one that fell back.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,9 +85,10 @@ class Trials:
             return
         times = self.times.setdefault(kind, [[] for _ in self.strategies])
         number = min(range(len(times)), key=lambda at: len(times[at]))
-        start = time.perf_counter()
+        fallen, start = self.session.fallbacks.total(), time.perf_counter()
         yield self.strategies[number]
-        times[number].append(time.perf_counter() - start)
+        taken_s = time.perf_counter() - start
+        times[number].append(taken_s if self.session.fallbacks.total() == fallen else math.inf)
         if sum(map(len, times)) >= self.num_calls:
             self.chosen[kind] = self._choose(times)
 

@@ -68,6 +68,16 @@ def test_the_first_stays_unless_another_is_clearly_faster(clock):
     assert found.chosen["near"] is None and found.chosen["far"].name == "overlap"
 
 
+def test_a_strategy_that_falls_back_is_not_chosen(clock):
+    found = make([None, "overlap"], num_rounds=2)
+    for _ in range(2):
+        take(found, clock, "decode", {"stock": 2.0})
+        with found.turn("decode"):
+            found.session.fallbacks["split: 1 rows cannot make 2 parts"] += 1
+            clock.now_s += 1.0
+    assert found.chosen["decode"] is None
+
+
 def test_a_call_that_fails_is_not_counted(clock):
     found = make([None, "overlap"], num_rounds=1)
     with pytest.raises(ValueError, match="no"), found.turn("prefill"):
