@@ -86,10 +86,11 @@ def main(text: str) -> None:
 
 def engine(folder: str, **more: Any) -> LLM:
     """An engine with two ranks."""
+    options = {"worker_cls": f"{__spec__.name}.Worker", **more}
     return LLM(
         folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
         tensor_parallel_size=2, max_num_batched_tokens=1024, max_num_seqs=32,
-        enable_prefix_caching=False, worker_cls=f"{__spec__.name}.Worker", **more,
+        enable_prefix_caching=False, **options,
     )  # fmt: skip
 
 
