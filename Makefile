@@ -30,7 +30,7 @@ demo: setup
 	@$(BIN)/torchweft demo --folder demo
 
 test: setup
-	$(BIN)/python -m pytest --ignore tests/integrations
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
 
 lint: setup
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ class Session:
         capture: str = "graph",
         splitters: Sequence[Splitter] = (),
     ) -> None:
-        if not watchdog_s > 0:
+        if not isinstance(watchdog_s, int | float) or not watchdog_s > 0:
             raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
         if fallback not in FALLBACKS:
             raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")

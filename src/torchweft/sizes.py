@@ -21,6 +21,7 @@ from torchweft.errors import SizeError, clip
 Monomial = tuple[str, ...]
 MAX_TEXT = 2000
 MAX_TERMS = 1000
+MAX_DEPTH = 400
 MAX_BITS = 4096
 
 
@@ -124,9 +125,15 @@ def _from(terms: list[tuple[Monomial, int]]) -> Size:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Size:
     try:
-        return _build(ast.parse(text.strip(), mode="eval").body, text)
+        body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise SizeError(f"size: cannot read {clip(text)}.") from None
+    level: list[ast.AST] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise SizeError(f"size: more than {MAX_DEPTH} levels in {clip(text)}.")
+    return _build(body, text)
 
 
 def _build(node: ast.expr, text: str) -> Size:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -78,6 +79,40 @@ def by_requests(value: Any, parts: Parts) -> Sequence[Any]:
     return [_slice(value, span) for span in parts.requests]
 
 
+def each_value(cut: Callable[[Any, Any, Parts], Sequence[Any]]) -> Rule:
+    """A mapping is cut value by value, by `cut(key, value, parts)`; one of several keys once."""
+
+    def rule(mapping: Any, parts: Parts) -> Sequence[Any]:
+        if not isinstance(mapping, Mapping):
+            raise RefusedError(f"state: a {type(mapping).__name__} is there, and not a mapping")
+        made = {id(value): cut(key, value, parts) for key, value in distinct(mapping)}
+        return [
+            {key: made[id(value)][number] for key, value in mapping.items()}
+            for number in range(len(parts.rows))
+        ]
+
+    return rule
+
+
+def distinct(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Each value of a mapping once, with the last key that has it."""
+    return list({id(value): (key, value) for key, value in mapping.items()}.values())
+
+
+def entering(
+    current: Callable[[], Any], override: Callable[[Any], AbstractContextManager[Any]]
+) -> Callable[[Any], None]:
+    """An `enforce` by a context manager of the host, which is left where the next state comes."""
+    entered = ExitStack()
+
+    def enforce(state: Any) -> None:
+        entered.close()
+        if current() is not state:
+            entered.enter_context(override(state))
+
+    return enforce
+
+
 def _slice(value: Any, span: Span) -> Any:
     if value is None:
         return None
@@ -87,24 +122,22 @@ def _slice(value: Any, span: Span) -> Any:
 
 
 def blocks_touched(
-    tables: Sequence[Sequence[int]], lengths: Sequence[int], size: int, parts: Parts
+    caches: Iterable[tuple[Sequence[Sequence[int]], Sequence[int], int]], parts: Parts
 ) -> list[tuple[set[int], set[int]]]:
-    """For each part the blocks of a paged cache that it finds filled, and those that it writes.
+    """For each part the blocks of paged caches that it finds filled, and those that it writes.
 
-    tables: for each request its blocks, of `size` tokens each. lengths: for each request all of
-    its tokens, those of this call too. A block that is found filled may belong to another request
-    as well (prefix caching), which may be filling it in this very call.
+    caches: for each the blocks of every request, all tokens of every request, those of this call
+    too, and how many of them a block has. A block that is found filled may belong to another
+    request as well (prefix caching), which may be filling it in this very call.
     """
     tokens = parts.context.tokens_per_request
-    found: list[tuple[set[int], set[int]]] = []
-    for first, last in parts.requests:
-        reads: set[int] = set()
-        writes: set[int] = set()
-        for at in range(first, last):
-            filled = (lengths[at] - tokens[at]) // size
-            reads.update(tables[at][:filled])
-            writes.update(tables[at][filled : -(-lengths[at] // size)])
-        found.append((reads, writes))
+    found: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in parts.rows]
+    for tables, lengths, size in caches:
+        for (first, last), (reads, writes) in zip(parts.requests, found, strict=True):
+            for at in range(first, last):
+                filled = (lengths[at] - tokens[at]) // size
+                reads.update(tables[at][:filled])
+                writes.update(tables[at][filled : -(-lengths[at] // size)])
     return found
 
 

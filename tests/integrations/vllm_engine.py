@@ -1,7 +1,8 @@
-"""One engine of the vLLM tests, in a process of its own: a spec comes in, tokens go out as JSON.
+"""The engines of the vLLM tests, one after the other in a process of their own.
 
-    python vllm_engine.py '{"model": "folder", "weft": {...}, "chunked": true, "prefix": true}'
+    python vllm_engine.py '{"model": "folder", "engines": {"name": {"weft": {...}, ...}, ...}}'
 
+Each prints a line of JSON: the tokens of all requests, and what its workers reported.
 Requests of unlike lengths arrive while others are under way, at the same steps in every engine.
 Two of them begin alike and arrive together: with prefix caching one reads what the other writes.
 With "swap" the parts of every other cut step get each other's attention metadata.
@@ -68,30 +69,40 @@ def swap(worker) -> None:
         piece.splitters = (replace(piece.splitters[0], fields=fields),)
 
 
-def main(spec: dict) -> None:
-    from vllm import LLM, SamplingParams
+def told_by(llm, *, swaps: bool) -> dict:
+    """What an engine makes of the requests."""
+    from vllm import SamplingParams
 
-    more = {"enforce_eager": True} if spec["weft"] is None else {}
-    if spec["weft"] is not None:
-        more["additional_config"] = {"weft": spec["weft"]}
-    llm = LLM(
-        spec["model"], skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LENGTH,
-        tensor_parallel_size=2, block_size=BLOCK, max_num_seqs=12,
-        enable_chunked_prefill=spec["chunked"], enable_prefix_caching=spec["prefix"],
-        max_num_batched_tokens=96 if spec["chunked"] else MAX_LENGTH, **more,
-    )  # fmt: skip
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, detokenize=False, temperature=0)
     told = {"tokens": run(llm.llm_engine, params)}
-    if spec["weft"] is not None:
+    if llm.llm_engine.vllm_config.additional_config:
         told["reports"] = llm.collective_rpc("weft_report")
-    if spec.get("swap"):
+    if swaps:
         llm.reset_prefix_cache()
         llm.collective_rpc(swap)
         told["swapped"] = run(llm.llm_engine, params)
-    sys.stdout.write(f"\n{MARK}{json.dumps(told, default=str)}\n")
-    sys.stdout.flush()
+    return told
+
+
+def main(model: str, engines: dict[str, dict]) -> None:
+    from vllm import LLM
+
+    for name, spec in engines.items():
+        stock = spec["weft"] is None
+        more = {} if stock else {"additional_config": {"weft": spec["weft"]}}
+        llm = LLM(
+            model, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LENGTH,
+            tensor_parallel_size=2, block_size=BLOCK, max_num_seqs=12, enforce_eager=stock,
+            enable_chunked_prefill=spec["chunked"], enable_prefix_caching=spec["prefix"],
+            max_num_batched_tokens=96 if spec["chunked"] else MAX_LENGTH, **more,
+        )  # fmt: skip
+        told = told_by(llm, swaps=spec.get("swap", False))
+        sys.stdout.write(f"\n{MARK}{json.dumps({name: told}, default=str)}\n")
+        sys.stdout.flush()
+        llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    os.environ |= ENVIRONMENT
-    main(json.loads(sys.argv[1]))
+    # The engine lives in this process and only its workers in others: that saves a start.
+    os.environ |= {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    main(**json.loads(sys.argv[1]))

@@ -26,6 +26,14 @@ def test_a_row_tells_rates_and_the_median_of_pairs():
     assert 10 < found["lines"] <= 75
 
 
+def test_the_faster_stock_is_what_counts():
+    slower = hosts.row("vllm", "prefill", result(compiled=[5.0, 5.0, 5.0]))
+    assert (slower["mode"], slower["stock"], slower["ratio"]) == ("eager", 50.0, 2.0)
+    faster = hosts.row("vllm", "prefill", result(compiled=[0.5, 0.5, 0.5]))
+    assert (faster["mode"], faster["stock"], faster["ratio"]) == ("compiled", 200.0, 0.5)
+    assert (faster["eager"], faster["compiled"], faster["aa"]) == (50.0, 200.0, 1.0)
+
+
 def test_the_summary_tells_best_and_worst():
     rows = [
         hosts.row("transformers", "prefill", result()),

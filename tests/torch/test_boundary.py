@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import threading
 import time
 
@@ -584,7 +585,10 @@ def test_io_of_one_part_runs_beside_compute_of_another():
     assert weft.report(model).fallbacks == ()
 
 
-def test_a_merged_run_is_refused():
+def test_a_merged_run_is_refused(monkeypatch):
+    module = importlib.import_module("torchweft.strategy")  # the name in weft is the decorator
+    monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
+
     @weft.strategy
     def merged(s):
         s.split(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,18 @@ from torch import nn
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.context import Context
-from torchweft.errors import StateError, StrategyError, WeftError
-from torchweft.splitters import Parts, Splitter, by_requests, by_rows, shared, switch_for
+from torchweft.errors import RefusedError, StateError, StrategyError, WeftError
+from torchweft.splitters import (
+    Parts,
+    Splitter,
+    blocks_touched,
+    by_requests,
+    by_rows,
+    each_value,
+    entering,
+    shared,
+    switch_for,
+)
 
 HIDDEN = 4
 
@@ -334,3 +345,50 @@ def test_the_report_lists_the_state_as_an_input_of_the_graph() -> None:
     assert "state.forward" in graph.inputs
     touching = [op for op in graph.ops if "state.forward" in op.mutates]
     assert len(touching) == 3 and all(op.rows == "row-wise" for op in touching)
+
+
+def parts_of(*tokens: int, at: int) -> Parts:
+    """Two parts of requests with these tokens."""
+    rows = sum(tokens)
+    return Parts(Context(rows, tokens_per_request=tokens), ((0, at), (at, rows)))
+
+
+def test_a_value_under_several_keys_is_cut_once() -> None:
+    calls = []
+
+    def cut(key: str, value: list[int], parts: Parts) -> list[list[int]]:
+        calls.append(key)
+        return [value[start:stop] for start, stop in parts.rows]
+
+    one, two = [1, 2, 3], [4, 5, 6]
+    first, second = each_value(cut)({"a": one, "b": two, "c": one}, parts_of(2, 1, at=2))
+    assert first == {"a": [1, 2], "b": [4, 5], "c": [1, 2]} and first["a"] is first["c"]
+    assert second == {"a": [3], "b": [6], "c": [3]} and len(calls) == 2
+    with pytest.raises(RefusedError, match="a list is there, and not a mapping"):
+        each_value(cut)([one], parts_of(2, 1, at=2))
+
+
+def test_a_context_manager_of_the_host_puts_states_in_force() -> None:
+    stack = ["whole"]
+
+    @contextmanager
+    def override(state: str) -> Iterator[None]:
+        stack.append(state)
+        yield
+        stack.pop()
+
+    enforce = entering(lambda: stack[-1], override)
+    for state in ("first", "second", "second", "whole", "first"):
+        enforce(state)
+        assert stack == (["whole"] if state == "whole" else ["whole", state])
+
+
+def test_blocks_that_one_part_reads_and_another_fills_are_told() -> None:
+    """Two requests of 6 tokens, in blocks of 4; the second begins with what the first has."""
+    whole = ([[7, 8], [7, 9]], [6, 6], 4)
+    for new, reads in (((6, 2), [set(), {7}]), ((2, 2), [{7}, {7}]), ((6, 6), [set(), set()])):
+        found = blocks_touched([whole], parts_of(*new, at=new[0]))
+        assert [each for each, _ in found] == reads
+        assert found[0][1] == ({7, 8} if new[0] == 6 else {8})
+    more = blocks_touched([whole, ([[1], [2]], [6, 6], 16)], parts_of(6, 2, at=6))
+    assert more == [(set(), {7, 8, 1}), ({7}, {9, 2})]

@@ -8,7 +8,9 @@ import torch
 import torchweft as weft
 from torchweft import trials
 from torchweft.api import session_of
-from torchweft.trials import GAIN, Trials
+from torchweft.context import TOLD
+from torchweft.errors import StrategyError
+from torchweft.trials import GAIN, Phases, Trials, wanted_by
 
 
 class Clock:
@@ -66,8 +68,54 @@ def test_the_first_stays_unless_another_is_clearly_faster(clock):
     assert found.chosen["near"] is None and found.chosen["far"].name == "overlap"
 
 
+def test_a_strategy_that_falls_back_is_not_chosen(clock):
+    found = make([None, "overlap"], num_rounds=2)
+    for _ in range(2):
+        take(found, clock, "decode", {"stock": 2.0})
+        with found.turn("decode"):
+            found.session.fallbacks["split: 1 rows cannot make 2 parts"] += 1
+            clock.now_s += 1.0
+    assert found.chosen["decode"] is None
+
+
 def test_a_call_that_fails_is_not_counted(clock):
     found = make([None, "overlap"], num_rounds=1)
     with pytest.raises(ValueError, match="no"), found.turn("prefill"):
         raise ValueError("no")
     assert found.times["prefill"] == [[], []]
+
+
+def test_steps_of_each_phase_have_strategies_of_their_own():
+    session = session_of(weft.compile(torch.relu))
+    phases = Phases(session, {"prefill": ["overlap"], "decode": [None], "mixed": ["sequential"]})
+    seen = []
+
+    def note(way):
+        told = TOLD.get()
+        seen.append((way, told and told.phase, told and told.tokens_per_request))
+
+    for tokens in ([5, 3], [1, 1, 1], [4, 1], []):
+        phases.call(tokens, lambda: note("stock"), lambda: note("plans"), (), {})
+    assert seen == [
+        ("plans", "prefill", (5, 3)), ("stock", "decode", (1, 1, 1)), ("plans", "mixed", (4, 1)),
+        ("stock", None, None),
+    ]  # fmt: skip
+    assert session.fallbacks == {"warm-up: no request is in this call": 1}
+    for _ in range(5):
+        phases.call([1, 1], lambda: None, lambda: None, (), {})
+    assert phases.chosen == {"('decode', 2)": "None"}
+
+
+def test_a_configuration_names_strategies():
+    auto = (None, "overlap")
+    assert wanted_by("auto", auto) == auto and wanted_by("stock", auto) == (None,)
+    assert [str(each) for each in wanted_by({"overlap": {"parts": 4}, "sequential": {}}, auto)] == [
+        "overlap(parts=4, min_tokens=0, at=None)",
+        "sequential()",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{}, 3, None, ["overlap"], {"overlap": 4}, {"overlap": None}])
+def test_what_names_no_strategy_is_an_error_that_tells_the_forms(wrong):
+    with pytest.raises(StrategyError, match=r"names none.*'auto', 'stock'"):
+        wanted_by(wrong, ())

@@ -1,24 +1,28 @@
 """The boundary bench: overlap of boundary mode beside that of graph mode, on two ranks.
 
-    torchweft bench boundary --link 1gbit --json
+    torchweft bench boundary --link 1gbit [--models dense,transformers,vllm] --json
 
-The dense model of the overlap bench and a Llama of Transformers with `tp_plan="auto"`. `speedup` is
-the sequential model's time over that of graph mode, `boundary_speedup` the same for boundary mode;
-`vs_graph` is the time of graph mode over that of boundary mode, both with the same number of parts,
-each the median of pairs from one race. `aa` is the sequential model against itself.
+The dense model of the overlap bench, a Llama of Transformers with `tp_plan="auto"`, and, after
+`make hosts`, a Llama in vLLM. `speedup` is the sequential model's time over that of graph mode,
+`boundary_speedup` the same for boundary mode; `vs_graph` is the time of graph mode over that of
+boundary mode, both with the same number of parts, each the median of pairs from one race. `aa` is
+the sequential model against itself. `max_abs_diff` compares outputs; for vLLM, whose outputs are
+tokens, it counts the requests that got others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from torchweft import lab
-from torchweft.bench.overlap import compete
+from torchweft.bench import hosts, overlap
 from torchweft.bench.pairs import MIN_PAIRS, ratio_columns
-from torchweft.errors import WeftError
+from torchweft.errors import WeftError, unknown
 
-MODELS = ("dense", "transformers")
+MODELS = ("dense", "transformers", "vllm")
+VLLM = dataclasses.replace(hosts.HOSTS["vllm"], player="torchweft.bench.boundary_vllm")
 COLUMNS = (
     *("model", "link", "parts", "speedup", "boundary_speedup"),
     *("vs_graph", "vs_graph_low", "vs_graph_high", "aa", "max_abs_diff"),
@@ -30,7 +34,7 @@ Row = dict[str, Any]
 def run(
     *,
     link: str = "1gbit",
-    models: str = ",".join(MODELS),
+    models: str = "dense,transformers",
     num_pairs: int = MIN_PAIRS,
     seed: int = 0,
     quick: bool = False,
@@ -46,6 +50,9 @@ def run(
         )
     label = lab.Link.parse(link).label
     chosen = models.split(",")
+    for model in chosen:
+        if model not in MODELS:
+            raise WeftError(f"bench boundary: {unknown('model', model, MODELS)}", rule="option")
     rows: list[Row] = []
     for number, model in enumerate(chosen):
 
@@ -58,8 +65,12 @@ def run(
             "num_pairs": 3 if quick else num_pairs, "num_rounds": 0, "seed": seed, "names": None,
             "size": "tiny" if quick else "full",
         }  # fmt: skip
-        for found, result in compete(spec, told):
-            rows += rows_of(model, found, result)
+        if model == "vllm":
+            results = hosts.compete(VLLM, spec, told)
+        else:
+            results = (result for _, result in overlap.compete(spec, told))
+        for result in results:
+            rows += rows_of(model, result["link"], result)
     worst = min(row["vs_graph"] for row in rows)
     return rows, {"worst_vs_graph": worst, "quick": quick}
 

@@ -2,9 +2,10 @@
 
     python -m torchweft.bench.host_vllm '{"workload": "serving", "links": [...], ...}'
 
-One engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It takes turns
-between vLLM's own way (its graph as it is, in one piece) and plans: the same engine, the same
-requests, the same transport. Over each link it makes its choices anew before it is timed.
+An engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It takes turns
+between vLLM's graph as it is, run operator by operator, and plans: the same engine, the same
+requests, the same transport. Over each link it makes its choices anew before it is timed. A second
+engine is vLLM as it comes, without our option: it compiles its graph by Inductor.
 
     serving     requests arrive while others are under way, lengths as in chats (log-normal)
     prefill     long prompts, one new token each
@@ -49,6 +50,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
 MAX_WARM_RUNS = 30
+REST_S = 1.2
+"""Workers of vLLM look out for work for a second, on their core, before they sleep."""
 Request = tuple[int, list[int], int]
 """The step at which it arrives, its prompt, how many new tokens it wants."""
 
@@ -74,16 +77,21 @@ def main(text: str) -> None:
     spec = json.loads(text)
     with tempfile.TemporaryDirectory() as folder:
         save(spec, folder)
-        llm = LLM(
-            folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
-            tensor_parallel_size=2, max_num_batched_tokens=1024, max_num_seqs=32,
-            enable_prefix_caching=False, worker_cls=f"{__spec__.name}.Worker",
-            additional_config={"weft": {}},
-        )  # fmt: skip
-        for result in measure(spec, llm):
+        compiled = engine(folder)  # before our option has set anything in this process
+        for result in measure(spec, engine(folder, additional_config={"weft": {}}), compiled):
             say("result", result)
     sys.stdout.flush()
     os._exit(0)
+
+
+def engine(folder: str, **more: Any) -> LLM:
+    """An engine with two ranks."""
+    options = {"worker_cls": f"{__spec__.name}.Worker", **more}
+    return LLM(
+        folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
+        tensor_parallel_size=2, max_num_batched_tokens=1024, max_num_seqs=32,
+        enable_prefix_caching=False, **options,
+    )  # fmt: skip
 
 
 def save(spec: Mapping[str, Any], folder: str) -> None:
@@ -94,7 +102,7 @@ def save(spec: Mapping[str, Any], folder: str) -> None:
     model(LlamaConfig(**sizes)).save_pretrained(folder)
 
 
-def measure(spec: Mapping[str, Any], llm: LLM) -> Iterator[dict[str, Any]]:
+def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict[str, Any]]:
     """What the race found, link by link."""
     asked = requests(spec)
     links = spec["links"] if lab.is_limited() else [lab.Link().label]
@@ -102,23 +110,23 @@ def measure(spec: Mapping[str, Any], llm: LLM) -> Iterator[dict[str, Any]]:
     for link in links:
         if lab.is_limited():
             lab.set_rate(link)
-        llm.collective_rpc(choose, args=("again",))
-        chosen: dict[str, str] = {}
-        for _ in range(MAX_WARM_RUNS):
-            found = serve(llm, asked)
-            report = llm.collective_rpc("weft_report")[0]
-            if report["chosen"] == chosen and chosen and not llm.collective_rpc(is_open)[0]:
-                break
-            chosen = report["chosen"]
-        llm.collective_rpc(choose, args=("stock",))
-        equal = serve(llm, asked) == found
-        times: dict[str, list[float]] = {"stock": [], "again": [], "weft": []}
+        theirs = serve(compiled, asked)
+        time.sleep(REST_S)
+        found, chosen = settle(woven, asked)
+        woven.collective_rpc(choose, args=("stock",))
+        equal = serve(woven, asked) == found
+        times: dict[str, list[float]] = {"stock": [], "again": [], "weft": [], "compiled": []}
         for _ in range(spec["num_pairs"]):
             for name in order.sample(list(times), len(times)):
-                llm.collective_rpc(choose, args=("weft" if name == "weft" else "stock",))
-                start = time.perf_counter()
-                equal = serve(llm, asked) == found and equal
-                times[name].append(time.perf_counter() - start)
+                if name == "compiled":
+                    time.sleep(REST_S)
+                    times[name].append(timed(compiled, asked)[0])
+                    time.sleep(REST_S)
+                    continue
+                woven.collective_rpc(choose, args=("weft" if name == "weft" else "stock",))
+                taken_s, tokens = timed(woven, asked)
+                equal = equal and tokens == found
+                times[name].append(taken_s)
             done += 1
             say("progress", [done, total])
         yield {
@@ -129,8 +137,31 @@ def measure(spec: Mapping[str, Any], llm: LLM) -> Iterator[dict[str, Any]]:
             "work": sum(len(prompt) + new for _, prompt, new in asked),
             "times": times,
             "equal": equal,
-            "notes": {"fallbacks": llm.collective_rpc("weft_report")[0]["fallbacks"]},
+            "notes": {
+                "fallbacks": woven.collective_rpc("weft_report")[0]["fallbacks"],
+                "compiled_by": compiled.llm_engine.vllm_config.compilation_config.backend,
+                "compiled_equal": theirs == found,
+            },
         }
+
+
+def settle(woven: LLM, asked: list[Request]) -> tuple[list[list[int]], dict[str, str]]:
+    """Let an engine make its choices anew: all new tokens, and what was chosen."""
+    woven.collective_rpc(choose, args=("again",))
+    chosen: dict[str, str] = {}
+    for _ in range(MAX_WARM_RUNS):
+        found = serve(woven, asked)
+        before, chosen = chosen, woven.collective_rpc("weft_report")[0]["chosen"]
+        if chosen == before and chosen and not woven.collective_rpc(is_open)[0]:
+            break
+    return found, chosen
+
+
+def timed(llm: LLM, asked: list[Request]) -> tuple[float, list[list[int]]]:
+    """One run: how long it took, and all new tokens."""
+    start = time.perf_counter()
+    found = serve(llm, asked)
+    return time.perf_counter() - start, found
 
 
 def serve(llm: LLM, asked: list[Request]) -> list[list[int]]:
@@ -167,19 +198,21 @@ def requests(spec: Mapping[str, Any]) -> list[Request]:
 
 def choose(worker: Any, way: str) -> None:
     """In a worker: run vLLM's own way, what was found to be fastest, or find out again."""
-    weft = worker.vllm_config.weft
-    if not hasattr(weft, "found"):
-        weft.found = weft.trials
-        weft.own = {phase: Trials(weft.session, (None,), num_rounds=1) for phase in weft.trials}
+    phases = worker.vllm_config.weft.phases
+    if not hasattr(phases, "found"):
+        phases.found = phases.trials
+        phases.own = {
+            phase: Trials(phases.session, (None,), num_rounds=1) for phase in phases.trials
+        }
     if way == "again":
-        for trials in weft.found.values():
+        for trials in phases.found.values():
             trials.forget()
-    weft.trials = weft.own if way == "stock" else weft.found
+    phases.trials = phases.own if way == "stock" else phases.found
 
 
 def is_open(worker: Any) -> bool:
     """In a worker: whether a kind of step has been seen and not yet decided."""
-    found = worker.vllm_config.weft.found.values()
+    found = worker.vllm_config.weft.phases.found.values()
     return any(set(trials.times) - set(trials.chosen) for trials in found)
 
 

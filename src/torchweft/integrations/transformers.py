@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from torchweft.api import compile, session_of
-from torchweft.session import context
 from torchweft.strategies import overlap, sequential
 from torchweft.trials import Trials, Wanted
 
@@ -43,8 +42,7 @@ def weave(model: Model, strategies: Sequence[Wanted] = STRATEGIES, **options: An
     @functools.wraps(call)
     def told(*args: Any, **kwargs: Any) -> Any:
         kind = kind_of(args, kwargs)
-        with trials.turn(kind) as strategy, context(phase=kind[0], strategy=strategy):
-            return (stock if strategy is None else call)(*args, **kwargs)
+        return trials.call(kind, stock, call, args, kwargs, phase=kind[0])
 
     told.trials = trials  # type: ignore[attr-defined]
     model._compiled_call_impl = told

@@ -4,8 +4,9 @@
     LLM(MODEL, tensor_parallel_size=2, additional_config={"weft": {"decode": "stock"}})
 
 Nothing happens without "weft" there. With it, the one graph that vLLM captures of the model comes
-to us, and its all_reduces become collectives in two phases. Prefill, decode and mixed steps, by
-powers of two of tokens, are kinds of calls with a strategy each. Options, none of them needed:
+to us, and its all_reduces become collectives in two phases; with "capture": "boundary" there is no
+graph, and the eager model runs once a part. Prefill, decode and mixed steps, by powers of two of
+tokens, are kinds of calls with a strategy each. Options, none of them needed:
 
     "prefill", "decode", "mixed"    "auto" (vLLM's own way and parts are tried, the fastest stays),
                                     "stock", a strategy, or several: {"overlap": {"parts": 4}}
@@ -17,6 +18,7 @@ of its own. `llm.collective_rpc("weft_report")` tells what became of it, rank by
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,23 +26,24 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx
+from torch import distributed, fx, nn
 
+from torchweft import splitters
 from torchweft.backend import check_options
+from torchweft.boundary import Boundary
 from torchweft.capture.foreign import reduce_by_torch
-from torchweft.context import phase_of
 from torchweft.errors import RefusedError, WeftError
 from torchweft.marks import row_wise
 from torchweft.reporting import report_of
-from torchweft.session import Session, context
-from torchweft.splitters import Parts, Splitter, blocks_touched, by_rows, shared
+from torchweft.session import Session
+from torchweft.splitters import Parts, Splitter, by_rows
 from torchweft.strategies import overlap
-from torchweft.trials import Trials, Wanted, wanted_by
+from torchweft.trials import Phases, wanted_by
 
 KEY = "weft"
 PARTS = (None, overlap(parts=2), overlap(parts=4))
 AUTO = MappingProxyType({"prefill": PARTS, "mixed": PARTS, "decode": PARTS[:2]})
-OURS = {"strategy", "rules", "splitters", "blocks", "batch", "machine"}
+OURS = {"strategy", "rules", "splitters", "blocks", "batch", "machine", "shadow"}
 REDUCES = MappingProxyType({"vllm.all_reduce": 0, "_C.shm_allreduce": 1})
 ROWS = row_wise(
     r"^(_C\.(onednn_\w*mm|rms_norm|fused_add_rms_norm|rotary_embedding|\w+_and_mul|gelu\w*)"
@@ -48,6 +51,7 @@ ROWS = row_wise(
 )
 SHARED = """no_compile_layers dp_metadata cudagraph_runtime_mode batch_descriptor ubatch_slices
     skip_compiled all_moe_layers moe_layer_index additional_kwargs"""
+SAME = "query_start_loc seq_lens num_actual_tokens max_query_len max_seq_len slot_mapping"
 
 
 def register() -> None:
@@ -65,44 +69,58 @@ def register() -> None:
 
 
 def adopt(config: Any) -> None:
-    """Let vLLM hand its graph to us, if its configuration says so.
+    """Let vLLM hand us its graph, or its model where there is to be none, if it is told to.
 
-    Raises `WeftError` for options that we do not have, or where there will be no graph.
+    Raises `WeftError` for options that we do not have, or cannot have here.
     """
     from vllm.config import CompilationMode
 
     extra, compilation = config.additional_config, config.compilation_config
     if not isinstance(extra, dict) or KEY not in extra:
         return
-    options_of(extra[KEY])
+    parallel, wanted = config.parallel_config, phases_of(extra[KEY])
+    if wanted.session.capture == "boundary":
+        here = (config.device_config.device_type, parallel.worker_cls)
+        if here != ("cpu", "auto") or parallel.tensor_parallel_size == 1:
+            raise WeftError('vllm: "boundary" is for several CPU ranks in a worker class of ours.')
+        compilation.mode, parallel.worker_cls = CompilationMode.NONE, f"{__name__}.Worker"
+        return
     if compilation.mode == CompilationMode.NONE:
-        raise WeftError("vllm: weft needs the graph of the model: drop enforce_eager.")
+        raise WeftError('vllm: without a graph (drop enforce_eager) only "capture": "boundary".')
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # plans are not saved as compiled artefacts
     compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE
     compilation.backend = f"{__name__}.backend"
-    if not config.parallel_config.worker_extension_cls:
-        config.parallel_config.worker_extension_cls = f"{__name__}.Reports"
+    parallel.worker_extension_cls = parallel.worker_extension_cls or f"{__name__}.Reports"
 
 
-def options_of(given: Any) -> tuple[dict[str, tuple[Wanted, ...]], dict[str, Any]]:
-    """The strategies of each phase, and the options of the session. Raises `WeftError`."""
+def phases_of(given: Any, **more: Any) -> Phases:
+    """A session with these options, and the strategies of each phase. Raises `WeftError`."""
     if not isinstance(given, Mapping):
         raise WeftError(f'vllm: {given!r} is no set of options: {{"weft": {{}}}}.', rule="option")
     check_options(given, {*AUTO, *inspect.signature(Session).parameters} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
-    return strategies, {name: value for name, value in given.items() if name not in AUTO}
+    options = {name: value for name, value in given.items() if name not in AUTO}
+    return Phases(Session(**options, **more), strategies)
 
 
 def __getattr__(name: str) -> Any:
-    """`backend`: what vLLM hands its graph to; made where its configuration is known."""
-    if name != "backend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.config import get_current_vllm_config
+    """`backend` and `Worker`, which vLLM knows by name: made where it runs."""
+    if name == "backend":
+        from vllm.config import get_current_vllm_config
 
-    config = get_current_vllm_config()
-    if getattr(config, KEY, None) is None:
+        return weft_of(get_current_vllm_config()).backend
+    if name == "Worker":
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return type(name, (Woven, CPUWorker), {})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def weft_of(config: Any) -> Weft:
+    """What the worker that has this configuration knows of us."""
+    if not hasattr(config, KEY):
         object.__setattr__(config, KEY, Weft(config))
-    return getattr(config, KEY).backend
+    return getattr(config, KEY)  # type: ignore[no-any-return]
 
 
 class Weft:
@@ -110,61 +128,51 @@ class Weft:
 
     def __init__(self, config: Any) -> None:
         from vllm import forward_context
+        from vllm.distributed import get_tp_group
 
-        strategies, options = options_of(config.additional_config[KEY])
-        rules: dict[str, Any] = dict.fromkeys(SHARED.split(), shared)
-        rules |= {"slot_mapping": by_rows, "is_padding": by_rows, "attn_metadata": self.attention}
+        rules: dict[str, Any] = dict.fromkeys(SHARED.split(), splitters.shared)
+        rules |= {"slot_mapping": by_rows, "is_padding": by_rows}
+        rules["attn_metadata"] = splitters.each_value(self._cut)
         touched = self.touched if config.cache_config.enable_prefix_caching else None
-        calls, state = r"^vllm\.unified_", (self.current, self.enforce)
-        forward = Splitter("forward", calls, *state, rules, touched, by="layer_name")
-        self.config, self.host, self.entered = config, forward_context, ExitStack()
-        self.builders: dict[str, Any] = {}
-        self.session = Session(rules=[ROWS], splitters=[forward], **options)
-        self.trials = {name: Trials(self.session, each) for name, each in strategies.items()}
+        enforce = splitters.entering(self.current, forward_context.override_forward_context)
+        state = (r"^vllm\.unified_", self.current, enforce)
+        forward = Splitter("forward", *state, rules, touched, by="layer_name")
+        self.config, self.host, self.group = config, forward_context, get_tp_group()
+        self.builder = functools.cache(self._builder)
+        self.phases = phases_of(config.additional_config[KEY], rules=[ROWS], splitters=[forward])
+        self.session = self.phases.session
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs in the place of vLLM's graph."""
-        from vllm.distributed import get_tp_group
-
-        mine = reduce_by_torch(gm, REDUCES, get_tp_group().device_group.group_name)
+        mine = reduce_by_torch(gm, REDUCES, self.group.device_group.group_name)
         by_plans = self.session.backend(mine, example_inputs)
+        return functools.partial(self.step, gm.forward, by_plans)
 
-        def step(*inputs: Any) -> Any:
-            state = self.current()
-            if state is None:  # expected, so no fallback that is warned of or forbidden
-                self.session.fallbacks["warm-up: no request is in this call"] += 1
-                return gm.forward(*inputs)
-            tokens = next(iter(state.attn_metadata.values())).query_start_loc.diff().tolist()
-            phase = phase_of(tokens)
-            with (
-                self.trials[phase].turn((phase, sum(tokens).bit_length())) as strategy,
-                context(phase=phase, tokens_per_request=tokens, strategy=strategy),
-            ):
-                return (gm.forward if strategy is None else by_plans)(*inputs)
+    def weave(self, model: nn.Module) -> None:
+        """Let an eager model run by plans, in place."""
+        boundary = Boundary(self.session, model._call_impl, model)
+        talks = self.group.device_communicator
 
-        return step
+        def by_plans(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as after:
+                after.callback(setattr, talks, "dist_module", talks.dist_module)
+                talks.dist_module = distributed  # whose collectives are caught
+                return boundary(*args, **kwargs)
+
+        model._compiled_call_impl = functools.partial(self.step, model._call_impl, by_plans)
+
+    def step(self, stock: Callable[..., Any], by_plans: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step of the engine, by the strategy for its kind."""
+        state = self.current()
+        first = next(iter(state.attn_metadata.values())) if state is not None else None
+        tokens = first.query_start_loc.diff().tolist() if first is not None else ()
+        return self.phases.call(tokens, stock, by_plans, args, kwargs)
 
     def current(self) -> Any:
         """The forward context, if it has attention metadata."""
         there = self.host.is_forward_context_available()
         found = self.host.get_forward_context() if there else None
         return found if found is not None and found.attn_metadata else None
-
-    def enforce(self, state: Any) -> None:
-        """Put a forward context in force, and take back the one that was."""
-        self.entered.close()
-        if self.host.get_forward_context() is not state:
-            self.entered.enter_context(self.host.override_forward_context(state))
-
-    def attention(self, metadata: Any, parts: Parts) -> list[dict[str, Any]]:
-        """The attention metadata of each part, layer by layer."""
-        if not isinstance(metadata, Mapping):
-            raise RefusedError("attention: the host has cut its batch itself")
-        made = {id(whole): self._cut(layer, whole, parts) for layer, whole in _groups(metadata)}
-        by_layer = {layer: made[id(whole)] for layer, whole in metadata.items()}
-        return [
-            dict(zip(by_layer, each, strict=True)) for each in zip(*by_layer.values(), strict=True)
-        ]
 
     def _cut(self, layer: str, whole: Any, parts: Parts) -> list[Any]:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -173,41 +181,31 @@ class Weft:
         if getattr(whole, "causal", None) is not True or not hasattr(whole, "block_table"):
             raise RefusedError(f"attention: {type(whole).__name__} cannot be made for a part")
         common = CommonAttentionMetadata(
-            query_start_loc=whole.query_start_loc, query_start_loc_cpu=whole.query_start_loc,
-            seq_lens=whole.seq_lens, seq_lens_cpu_upper_bound=whole.seq_lens,
-            num_reqs=len(whole.seq_lens), num_actual_tokens=whole.num_actual_tokens,
-            max_query_len=whole.max_query_len, max_seq_len=whole.max_seq_len,
-            block_table_tensor=whole.block_table, slot_mapping=whole.slot_mapping,
+            **{name: getattr(whole, name) for name in SAME.split()},
+            query_start_loc_cpu=whole.query_start_loc, block_table_tensor=whole.block_table,
+            seq_lens_cpu_upper_bound=whole.seq_lens, num_reqs=len(whole.seq_lens),
         )  # fmt: skip
         cuts = zip(parts.requests, parts.rows, strict=True)
         slices = [UBatchSlice(slice(*requests), slice(*rows)) for requests, rows in cuts]
-        build = self._builder(layer).build
+        build = self.builder(layer).build
         return [build(0, each) for each in split_attn_metadata(slices, common)]
 
     def _builder(self, layer: str) -> Any:
         """vLLM's own maker of attention metadata for the layers that share that of this one."""
-        if layer not in self.builders:
-            metadata = self.current().attn_metadata
-            layers = [name for name, each in metadata.items() if each is metadata[layer]]
-            attention = self.config.compilation_config.static_forward_context[layer]
-            make, spec = attention.get_attn_backend().get_builder_cls(), attention.get_kv_cache_spec
-            given = (spec(self.config), layers, self.config, self.config.device_config.device)
-            self.builders[layer] = make(*given)
-        return self.builders[layer]
+        metadata = self.current().attn_metadata
+        layers = [name for name, each in metadata.items() if each is metadata[layer]]
+        attention = self.config.compilation_config.static_forward_context[layer]
+        given = (attention.get_kv_cache_spec(self.config), layers, self.config)
+        make = attention.get_attn_backend().get_builder_cls()
+        return make(*given, self.config.device_config.device)
 
     def touched(self, state: Any, parts: Parts) -> list[tuple[set[int], set[int]]]:
         """The blocks of the KV cache that each part finds filled, and those that it writes."""
-        found: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in parts.rows]
-        for layer, whole in _groups(state.attn_metadata):
-            known = (whole.block_table.tolist(), whole.seq_lens.tolist())
-            more = blocks_touched(*known, self._builder(layer).block_size, parts)
-            found = [(r | mr, w | mw) for (r, w), (mr, mw) in zip(found, more, strict=True)]
-        return found
-
-
-def _groups(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Each metadata once, with a layer that has it."""
-    return list({id(whole): (layer, whole) for layer, whole in metadata.items()}.values())
+        caches = [
+            (whole.block_table.tolist(), whole.seq_lens.tolist(), self.builder(layer).block_size)
+            for layer, whole in splitters.distinct(state.attn_metadata)
+        ]
+        return splitters.blocks_touched(caches, parts)
 
 
 class Reports:
@@ -215,7 +213,15 @@ class Reports:
 
     def weft_report(self) -> dict[str, Any]:
         """What became of this rank's steps: the report, reasons by count, what was chosen."""
-        weft = self.vllm_config.weft  # type: ignore[attr-defined]
-        report = report_of(weft.session)
-        chosen = {str(k): str(v) for each in weft.trials.values() for k, v in each.chosen.items()}
-        return {"report": str(report), "fallbacks": dict(report.fallbacks), "chosen": chosen}
+        weft = weft_of(self.vllm_config)  # type: ignore[attr-defined]
+        found = {"fallbacks": dict(weft.session.fallbacks), "chosen": weft.phases.chosen}
+        return {"report": str(report_of(weft.session)), **found}
+
+
+class Woven(Reports):
+    """What makes a worker of vLLM one whose eager model runs by plans."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, then weave it."""
+        super().load_model(**options)  # type: ignore[misc]
+        weft_of(self.vllm_config).weave(self.get_model())  # type: ignore[attr-defined]
