@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.dynpartition_nodes import per_node
+from torchweft.bench.pairs import MIN_PAIRS, Ratio, measure
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
@@ -87,6 +89,17 @@ def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
     if not path.is_file():
         raise WeftError(f"data: there is no {path}; --data names a folder with sst/dev.txt.")
     return *read_trees(path, count), "sst"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, as each worker has."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def median_s(call: Callable[[], Any], repeats: int) -> float:
@@ -160,6 +173,29 @@ def batched(
         "batched_vs_per_node": seconds["per_node"] / seconds["together"],
         "largest_difference": apart,
     }  # fmt: skip
+
+
+def batched_vs_per_node(
+    data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS
+) -> tuple[Ratio, Ratio]:
+    """How many times as fast as DynPartition's execution by nodes the batched executor runs the
+    same trees, interleaved on one thread; and the A/A control of execution by nodes."""
+    inputs, num_words, _ = trees_of(data, num_trees)
+    torch.manual_seed(0)
+    model = BinaryTreeLSTM(num_words).eval()
+    plain = [(tree, words.tolist()) for tree, words in inputs]
+    with one_thread(), torch.no_grad(), Dynamic(model) as dynamic:
+        return measure(
+            lambda: [per_node(model, *each) for each in plain],
+            lambda: dynamic.map(inputs),
+            num_pairs=num_pairs,
+        )
+
+
+def simulator_error(data: Path | None) -> float:
+    """The median of |simulated - measured| / measured over calls on two unlike workers, of the
+    planner that it is worst for."""
+    return max(row["simulator_error"] for row in placed(data)["rows"])
 
 
 def placed(
