@@ -86,6 +86,7 @@ class Executor:
         self.last = 0
         self.num_replanned = 0
         self.lock = threading.RLock()
+        self.ended = threading.Condition()  # a job has
         pool.listen, pool.on_lost = self._hear, self._lost
         self.prices.measure_links()
 
@@ -151,7 +152,9 @@ class Executor:
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
         job.ended_s, job.error = time.perf_counter(), error
-        job.over.set()
+        with self.ended:
+            job.over.set()
+            self.ended.notify_all()
 
     # What workers say.
 
