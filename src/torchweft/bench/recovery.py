@@ -34,14 +34,15 @@ from torchweft.dynamic.pool import Spot
 from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
-from torchweft.placement.learned import guarded, learned, planner_of
+from torchweft.placement.learned import POLICY, default_policy, guarded, learned, planner_of
 from torchweft.placement.learner import Learner, Pace
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
 
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0
-NOISE = 0.1  # of a simulated span, in logarithms
+SEARCH_S = 0.5
+NOISE = 0.1  # of what a simulated device takes for a call, in logarithms
 
 
 @dataclass(eq=False)
@@ -57,6 +58,18 @@ class Kept:
         if key not in self.found:
             self.found[key] = self.planner(problem, deadline_s=deadline_s, seed=seed)
         return replay(problem, self.found[key])
+
+
+def policy_of(path: str) -> Policy:
+    """The policy of a file; without one the package's own, or an untrained one if it has none."""
+    if path:
+        return Policy.load(path)
+    return default_policy() if POLICY.exists() else Policy()
+
+
+def long_search(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
+    """As good a placement as some time can buy."""
+    return plan(problem, "portfolio", deadline_s=SEARCH_S, seed=seed)
 
 
 def arms_of(before: Policy, learner: Learner) -> dict[str, Planner]:
@@ -114,13 +127,14 @@ class World:
     def serve(self, first: Problem, planner: Planner) -> None:
         """Place an input by the table, run it, and let the table see how long its ops took."""
         placement = planner(self.priced(first), deadline_s=None, seed=0)
-        true = self.true(first)
-        for op in placement.order:
-            at = placement.device[op]
-            key = "op", first.devices[at]
-            priced_s = first.seconds[op][at] * self.drift.get(key, 1.0)
-            seconds = true.seconds[op][at] * self.draw.lognormvariate(0, NOISE)
-            self.drift.saw(key, seconds / priced_s, seconds)
+        for at, device in enumerate(first.devices):
+            here = [op for op, where in enumerate(placement.device) if where == at]
+            if here:
+                late = self.truth[at] * self.draw.lognormvariate(0, NOISE)
+                ratio = late / self.drift.get(("op", device), 1.0)
+                self.drift.saw(
+                    ("op", device), ratio, late * sum(first.seconds[op][at] for op in here)
+                )
 
 
 def simulated(
@@ -167,9 +181,9 @@ def simulated(
 
 
 def served(
-    inputs: Sequence[Any], num_words: int, *, policy: Policy | None = None,
+    inputs: Sequence[Any], num_words: int, source: str, *, policy: Policy | None = None,
     pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 8,
-    num_measured: int = 16, repeats: int = 5, mem_dim: int = 300, seed: int = 0,
+    num_measured: int = 16, repeats: int = 5, mem_dim: int = 450, seed: int = 0,
     spots: Sequence[Spot] = (Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=1.5)),
 ) -> dict[str, Any]:  # fmt: skip
     """The same on real workers, in seconds of a placed call without its planning. An input is a
@@ -207,7 +221,7 @@ def served(
             run(request, frozen)
         pool.mates[spots[0].name].send({"kind": "throttle", "slowness": SLOWER})
         took_s = serve(num_inputs)
-        best = Kept(partial(plan, planner="portfolio", deadline_s=0.5))
+        best = Kept(long_search)
         arms = {"frozen": frozen, **arms_of(before, learner), "best": best}
         found = {arm: [list[float]() for _ in requests] for arm in arms}
         for _ in range(repeats):
@@ -218,11 +232,11 @@ def served(
         assert dynamic.turns is not None, "the planner learns"
         waited_s = dynamic.turns.waited_s
     more = {
-        "workers": [spot.label for spot in spots], "undrifted_ms": 1e3 * undrifted_s,
-        "first_ms": 1e3 * statistics.median(took_s[:10]),
-        "last_ms": 1e3 * statistics.median(took_s[-100:]), "waited_ms_an_input":
-        1e3 * waited_s / learner.num_served, "cache_hits": placer.num_hits,
-        "epochs": placer.executor.prices.epoch,
+        "trees": source, "workers": [spot.label for spot in spots],
+        "undrifted_ms": 1e3 * undrifted_s, "first_ms": 1e3 * statistics.median(took_s[:10]),
+        "last_ms": 1e3 * statistics.median(took_s[-100:]),
+        "waited_ms_an_input": 1e3 * waited_s / learner.num_served,
+        "planned_anew": placer.num_planned, "cache_hits": placer.num_hits,
     }  # fmt: skip
     return _row("workers", seconds, learner) | more
 

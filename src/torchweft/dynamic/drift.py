@@ -1,10 +1,10 @@
 """`Drift`: how far real runs have moved from the seconds that were measured, by (cell, device).
 
-    drift.saw(("tree", "fast"), ratio=1.9, seconds=2e-4)       every run moves its factor
+    drift.saw(("tree", "fast"), ratio=1.9, seconds=2e-4)       every call moves its factor
     drift["tree", "fast"]                                      the factor on what was measured
     drift.epoch                                                changes when plans are out of date
 
-A run moves its factor a part of the way (in logarithms) to what was seen, and one that was far off
+A call moves a factor a part of the way (in logarithms) to what was seen, and one that was far off
 counts as `FAR` times: on a busy machine single runs are late by any factor. Plans are out of date
 once the work of a device, all its cells by the seconds they take, costs a quarter more or less than
 when they were made. One noisy cell does not throw all plans away; one that slows down for good and
@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-FOLLOW = 0.3  # how far one run moves its factor
+FOLLOW = 0.3  # how far one call moves its factor
 FAR = 8.0
 MOVED = 1.25
-FADE = 0.99  # of the seconds that cells count by, with every run on their device
+FADE = 0.99  # of the seconds that cells count by, with all that is seen of their device
 Key = tuple[str, str]
 
 
@@ -33,7 +33,7 @@ class Drift(dict[Key, float]):
         self.spent_s: dict[Key, float] = {}
 
     def saw(self, key: Key, ratio: float, seconds: float) -> None:
-        """A run took these seconds, `ratio` times what it was expected to take."""
+        """Runs took these seconds, `ratio` times what they were expected to take."""
         ratio = max(1 / FAR, min(FAR, ratio))
         self[key] = self.get(key, 1.0) * ratio**FOLLOW
         self.settled.setdefault(key, 1.0)

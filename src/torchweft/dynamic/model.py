@@ -35,6 +35,7 @@ from torchweft.dynamic.placing import Placer, load
 from torchweft.dynamic.pool import Pool, Spot
 from torchweft.dynamic.recorded import take_all
 from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.reporting import DynamicReport
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
@@ -192,6 +193,21 @@ class Dynamic:
         placer, _ = self._workers()
         assert self.job is not None and self.job.drawing is not None, "a plan has a drawing"
         return placer.served(self.job.drawing, self.job.trace())
+
+    def report(self) -> DynamicReport:
+        """What became of the calls so far; `weft.report(model)` gives the same."""
+        placer, pool = self.placer, self.pool
+        return DynamicReport(
+            num_ops=self.num_ops,
+            num_groups=self.num_groups,
+            workers=tuple(m.spot.label for m in pool.mates.values() if not m.lost) if pool else (),
+            lost=tuple(m.lost for m in pool.mates.values() if m.lost) if pool else (),
+            num_planned=placer.num_planned if placer else 0,
+            num_hits=placer.num_hits if placer else 0,
+            num_replanned=placer.executor.num_replanned if placer else 0,
+            reasons=tuple(self.state.reasons.most_common()),
+            learning=str(self.turns or ""),
+        )
 
     def _workers(self) -> tuple[Placer, Pool]:
         if self.placer is None or self.pool is None:

@@ -115,6 +115,7 @@ class Placer:
     deadline_s: float = 0.01
     plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
     num_hits: int = 0
+    num_planned: int = 0
     backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=dict)
 
@@ -175,6 +176,7 @@ class Placer:
         if (known := self.plans.get(key)) is not None:
             self.num_hits += 1
             return known
+        self.num_planned += 1
         problem = self.problem(drawing)
         found = as_plan(problem, plan(problem, self.planner, deadline_s=self.deadline_s))
         self.plans[key] = verify(found)

@@ -38,6 +38,7 @@ class Prices:
         self.drift = Drift()
         self.links: dict[tuple[str, str], Link] = {}
         self.start_s: dict[str, float] = {}
+        self.ran: set[str] = set()  # devices that have run something since the last look around
 
     @property
     def epoch(self) -> int:
@@ -55,10 +56,19 @@ class Prices:
             base = _between(sorted(points.items()), num_rows)
         return base * self.drift.get((cell.name, device), 1.0)
 
-    def saw(self, cell: Cell, num_rows: int, device: str, seconds: float) -> None:
-        """A run took so long: the drift follows."""
-        ratio = seconds / self.of(cell, num_rows, device)
-        self.drift.saw((cell.name, device), ratio, seconds)
+    def saw(self, device: str, runs: Iterable[tuple[Cell, int, float]]) -> None:
+        """The runs of a call on a device, as (cell, rows, seconds): the drift follows.
+
+        A cell moves once a call, by all its runs together: what few rows are priced too high and
+        many too low must not send it up and down.
+        """
+        self.ran.add(device)
+        total: dict[str, tuple[float, float]] = {}
+        for cell, num_rows, seconds in runs:
+            took_s, priced_s = total.get(cell.name, (0.0, 0.0))
+            total[cell.name] = took_s + seconds, priced_s + self.of(cell, num_rows, device)
+        for name, (took_s, priced_s) in total.items():
+            self.drift.saw((name, device), took_s / priced_s, took_s)
 
     def started(self, device: str, seconds: float) -> None:
         """It took so long a group until a device had begun: writing, sending and reading parts."""
@@ -71,10 +81,19 @@ class Prices:
         need = sum(weight.numel() * weight.element_size() for weight in weights)
         if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
             return
+        self.seconds[key] = self._ask(cell, device, weights)
+
+    def measure_again(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
+        """Measure a cell that was measured before: the drift follows, as after runs."""
+        if (cell.name, device) in self.seconds:
+            found = self._ask(cell, device, weights)
+            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in found.items()])
+
+    def _ask(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> dict[int, float]:
         shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
         ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
         answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
-        self.seconds[key] = dict(zip(ROWS, answer["seconds"], strict=True))
+        return dict(zip(ROWS, answer["seconds"], strict=True))
 
     def measure_links(self) -> None:
         """Measure every link that is not known yet, over its real way."""

@@ -41,9 +41,10 @@ Rebuild = Callable[[], Problem]
 
 @dataclass(frozen=True)
 class Pace:
-    """How a learner learns. every: inputs between two turns. num_steps: gradient steps of a turn,
-    each on `num_problems` replayed inputs, with `num_tries` passes over each. limit_s: no further
-    step begins once a turn has taken so long. num_kept: inputs that can be replayed."""
+    """How a learner learns. every: inputs between two turns; 0: a turn is never due. num_steps:
+    gradient steps of a turn, each on `num_problems` replayed inputs, with `num_tries` passes over
+    each. limit_s: no further step begins once a turn has taken so long. num_kept: inputs that can
+    be replayed."""
 
     every: int = 20
     num_steps: int = 2
@@ -54,9 +55,9 @@ class Pace:
     num_kept: int = 256
 
     def __post_init__(self) -> None:
-        counts = (self.every, self.num_steps, self.num_problems, self.num_tries, self.num_kept)
+        counts = (self.every + 1, self.num_steps, self.num_problems, self.num_tries, self.num_kept)
         if min(counts) < 1 or self.num_tries < 2 or not self.rate > 0 or not self.limit_s >= 0:
-            cure = "Counts start at 1, tries at 2; rate and limit_s are positive."
+            cure = "Counts start at 1 (every: 0, tries: 2); rate and limit_s are positive."
             raise PlacementError(f"pace: {self} cannot be kept. {cure}", rule="pace")
 
 
@@ -66,8 +67,9 @@ class Learner:
     def __init__(
         self, policy: Policy | None = None, pace: Pace | None = None, *, seed: int = 0
     ) -> None:
-        self.policy = copy.deepcopy(policy or default_policy())
         self.pace, self.seed = pace or Pace(), seed
+        with torch.inference_mode(False):
+            self.policy = copy.deepcopy(policy or default_policy())
         self.optimizer = torch.optim.Adam(self.policy.parameters(), self.pace.rate)
         self.past: deque[Rebuild] = deque(maxlen=self.pace.num_kept)
         self.num_served = self.num_learned = self.num_turns = self.num_steps = self.num_cut = 0
@@ -102,7 +104,7 @@ class Learner:
     @property
     def due(self) -> bool:
         """Whether enough inputs were served since the last turn."""
-        return self.num_served - self.num_learned >= self.pace.every
+        return 0 < self.pace.every <= self.num_served - self.num_learned
 
     def turn(self) -> None:
         """Learn from what was served so far: the gradient steps of one turn."""
@@ -121,8 +123,9 @@ class Learner:
 
     def _step(self, problems: Sequence[Problem]) -> None:
         generator = np.random.default_rng([self.seed, self.num_steps])
-        loss = reinforce(self.policy, problems, self.pace.num_tries, generator, 0.0)
-        descend(self.policy, self.optimizer, loss)
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            loss = reinforce(self.policy, problems, self.pace.num_tries, generator, 0.0)
+            descend(self.policy, self.optimizer, loss)
         self.num_steps += 1
 
     def save(self, path: str | Path) -> None:
