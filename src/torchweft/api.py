@@ -27,6 +27,8 @@ from torch._dynamo.external_utils import wrap_inline
 from torchweft.boundary import Boundary
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
+from torchweft.dynamic.model import Dynamic
+from torchweft.dynamic.reporting import DynamicReport
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
 from torchweft.machine import Machine
@@ -157,8 +159,10 @@ def session_of(model: Callable[..., Any]) -> Session:
     return session
 
 
-def report(model: Callable[..., Any]) -> Report:
-    """What became of a compiled model: plans, buckets, shares, fallbacks with reasons."""
+def report(model: Callable[..., Any]) -> Report | DynamicReport:
+    """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
+    if isinstance(model, Dynamic):
+        return model.report()
     return report_of(session_of(model))
 
 

@@ -68,14 +68,22 @@ class CostTable:
         """The measured points by (key, device)."""
         return {(key, device): points for key, device, points in self.entries}
 
+    def to_data(self) -> dict[str, object]:
+        """The table as plain data, ready for JSON."""
+        return {"weft_costs": VERSION, "entries": self.entries}
+
     def save(self, path: str | Path) -> None:
         """Write the table as a JSON file."""
-        write_json(path, {"weft_costs": VERSION, "entries": self.entries})
+        write_json(path, self.to_data())
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """Read a cost file. Raises `MachineError` for a file that is not one."""
-        found = read_json(path, MachineError, "cost")
+        return CostTable.from_data(read_json(path, MachineError, "cost"), path)
+
+    @staticmethod
+    def from_data(found: object, path: str | Path) -> CostTable:
+        """The table of plain data that stands in this file. Raises `MachineError` as `load`."""
         if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
             raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
         try:

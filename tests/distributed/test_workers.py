@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
 from torchweft.placement import placed
+from torchweft.placement.learner import Learner, Pace
+from torchweft.placement.policy import Policy
+from torchweft.placement.served import Served
 from torchweft.plan import Plan
 from torchweft.verify import verify
 
@@ -61,6 +65,11 @@ def one_by_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
     """Ops on the workers in turn: a planner that sends as much as it can."""
     devices = [allowed[number % len(allowed)] for number, allowed in enumerate(problem.allowed)]
     return placed(problem, devices, range(problem.num_ops))
+
+
+def all_on_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
+    """Ops on the first worker that takes them."""
+    return placed(problem, [min(a) for a in problem.allowed], range(problem.num_ops))
 
 
 @pytest.mark.parametrize("planner", ["single", "heft", "portfolio", one_by_one])
@@ -256,6 +265,41 @@ def test_prices_follow_a_worker_that_slows_down() -> None:
         assert prices.epoch > epoch
         table = prices.table()
         assert table.seconds[cells[0]][0][1] > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
+
+
+def test_a_worker_that_nothing_runs_on_is_measured_again() -> None:
+    model, inputs, _ = a_model()
+    with weft.dynamic(model, workers=TWO, planner=all_on_one, watchdog_s=CALM_S) as dynamic:
+        executor = dynamic.placer.executor
+        dynamic.map(inputs)
+        assert executor.prices.ran == {"one"}
+        dynamic.pool.mates["two"].send({"kind": "throttle", "slowness": 40.0})
+        for _ in range(3):
+            executor.prices.ran = {"one"}
+            executor.look_around()
+        factors = [f for (_, device), f in executor.prices.drift.items() if device == "two"]
+        assert min(factors) > 2
+        assert not executor.prices.ran
+
+
+def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
+    model, inputs, wanted = a_model()
+    pace = Pace(every=3, num_steps=1, num_problems=2, num_tries=2)
+    learner = Learner(Policy(), pace)
+    with weft.dynamic(model, workers=TWO, planner=learner, watchdog_s=CALM_S) as dynamic:
+        dynamic.placer.executor.prices.saw = lambda *facts: None  # prices stand still
+        for _ in range(7):
+            assert close(dynamic.map(inputs), wanted)
+        dynamic.turns.begin()
+        assert (learner.num_served, learner.num_learned, learner.num_turns) == (7, 6, 2)
+        assert learner.num_planned == 3, "anew after each turn, else from the cache"
+        list(dynamic.stream(inputs[:4]))
+        assert learner.num_served == 7, "whole inputs are not placed"
+        assert "learned from 6 of 7 inputs" in str(weft.report(dynamic))
+        run = dynamic.served()
+        run.save(tmp_path / "run.json")
+    assert Served.load(tmp_path / "run.json") == run
+    assert run.problem().num_ops == len(run.graph.ops)
 
 
 def test_worker_over_torch_distributed() -> None:

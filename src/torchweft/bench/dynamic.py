@@ -5,6 +5,8 @@
     stream      200 inputs over both workers, against the sum of what each does alone
     faults      a worker is killed, or stopped, in the middle of a stream
     drift       a worker becomes half as fast; prices follow
+    recovery    the same for placed calls: what 500 served inputs win back of the loss
+    simulated   the same without workers or clock, on inputs that are never served
 
 Trees come from SST if there is a data folder, else they are drawn. Recording, grouping and
 planning are inside every time. One worker is throttled, so its times are emulated.
@@ -35,6 +37,7 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.dynamic_placed import run_placed
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.bench.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
+from torchweft.bench.recovery import policy_of, served, simulated
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
@@ -312,10 +315,12 @@ def run(
     data: str = "",
     only: str = "",
     dynet: str = "",
+    policy: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
-    Python that has DyNet, to race against its autobatching."""
+    Python that has DyNet, to race against its autobatching; policy: the file of the policy that
+    learns, by default the one that comes with the package."""
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
     rows: dict[str, Callable[[], dict[str, Any]]] = {
@@ -325,6 +330,8 @@ def run(
         "killed": lambda: fault(where, signal.SIGKILL),
         "stopped": lambda: fault(where, signal.SIGSTOP),
         "drift": lambda: drift(where),
+        "recovery": lambda: served(*trees_of(where, 200), policy=policy_of(policy)),
+        "simulated": lambda: simulated(policy=policy_of(policy)),
     }
     if only and only not in rows:
         raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
@@ -339,6 +346,8 @@ def run(
         for key in ("batched_vs_per_node", "of_the_sum"):
             if key in row:
                 summary[key] = row[key]
+        if row["row"] in ("recovery", "simulated"):
+            summary[f"{row['row']}_of_loss"] = row["recovered"]["learned"]
         if row["row"] == "placed":
             summary["simulator_error"] = max(
                 each["simulator_error"] for each in row["rows"] if each["trees_a_call"] > 1

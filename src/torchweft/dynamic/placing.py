@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from torchweft.context import Context
 from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.drift import FOLLOW
 from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
-from torchweft.dynamic.prices import FOLLOW
 from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.recording import Recording
 from torchweft.errors import PlacementError
-from torchweft.placement import Planner, as_plan, graph_problem, plan
+from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
+from torchweft.placement.served import Served
 from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.trace import Trace
@@ -114,6 +115,7 @@ class Placer:
     deadline_s: float = 0.01
     plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
     num_hits: int = 0
+    num_planned: int = 0
     backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=dict)
 
@@ -178,20 +180,39 @@ class Placer:
 
     def _plan(self, structure: str, drawing: Drawing) -> Plan:
         prices, pool = self.executor.prices, self.executor.pool
-        key = structure, tuple(pool.names), prices.epoch, str(self.planner)
+        version = getattr(self.planner, "version", 0)  # of a planner that learns
+        key = structure, tuple(pool.names), prices.epoch, self.planner, version
         if (known := self.plans.get(key)) is not None:
             self.num_hits += 1
             return known
-        machine = prices.machine()
-        problem = graph_problem(
-            drawing.graph, machine, prices.costs(drawing, machine), home=HOME,
-            resident=drawing.weights,
-        )  # fmt: skip
+        self.num_planned += 1
+        problem = self.problem(drawing)
         found = as_plan(problem, plan(problem, self.planner, deadline_s=self.deadline_s))
         self.plans[key] = verify(found)
         while len(self.plans) > MAX_PLANS:
             self.plans.popitem(last=False)
         return found
+
+    def problem(self, drawing: Drawing) -> Problem:
+        """A drawing as a problem, on the devices and at the prices of this moment."""
+        with self.executor.lock:  # a worker may be lost meanwhile
+            prices = self.executor.prices
+            machine = prices.machine()
+            costs = prices.costs(drawing, machine)
+            return graph_problem(drawing.graph, machine, costs, home=HOME, resident=drawing.weights)
+
+    def served(self, drawing: Drawing, trace: Trace) -> Served:
+        """What was drawn and how it went, with the prices of this moment."""
+        prices = self.executor.prices
+        machine = prices.machine()
+        table = prices.costs(drawing, machine).table
+        devices = [
+            replace(device, overhead_s=prices.start_s.get(device.name, 0.0))
+            for device in machine.devices
+        ]
+        machine = replace(machine, devices=tuple(devices))
+        weights = tuple(sorted(drawing.weights))
+        return Served(drawing.graph, machine, table, trace, HOME, weights)
 
     def _first_done(self, recorded: Recorded) -> tuple[str, float]:
         """The device with room that would be done first, and its seconds for this job."""

@@ -4,8 +4,7 @@
     (device, device) -> latency, rate      measured with rows that go there and back
 
 What it takes to hand a group to a device counts too. Spans of real runs move the prices: seconds =
-measured * drift, and every run moves the drift of its cell on its device a part of the way to what
-was seen, so the table follows a device that slows down or recovers.
+measured * drift (see `Drift`), so the table follows a device that slows down or recovers.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from torchweft.cost import Costs, CostTable
 from torchweft.dynamic.cell import Cell
+from torchweft.dynamic.drift import FOLLOW, Drift
 from torchweft.dynamic.graphing import HOME, Drawing, body_of
 from torchweft.dynamic.pool import Pool
 from torchweft.machine import Device, Lane, Link, Machine
@@ -26,8 +26,6 @@ from torchweft.machine import Device, Lane, Link, Machine
 ROWS = (1, 8, 64)
 REPEATS = 5
 MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
-FOLLOW = 0.3  # how far one run moves the drift
-MOVED = 1.25  # a price that moved by this factor makes plans anew
 PROBE_BYTES = (1_000, 1_000_000)
 
 
@@ -37,11 +35,15 @@ class Prices:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.seconds: dict[tuple[str, str], dict[int, float]] = {}
-        self.drift: dict[tuple[str, str], float] = {}
+        self.drift = Drift()
         self.links: dict[tuple[str, str], Link] = {}
         self.start_s: dict[str, float] = {}
-        self.epoch = 0  # changes when prices have moved so far that plans should be made anew
-        self.settled: dict[tuple[str, str], float] = {}
+        self.ran: set[str] = set()  # devices that have run something since the last look around
+
+    @property
+    def epoch(self) -> int:
+        """Changes when prices have moved so far that plans should be made anew."""
+        return self.drift.epoch
 
     def of(self, cell: Cell, num_rows: int, device: str) -> float:
         """Seconds of one run of a cell over so many rows."""
@@ -54,15 +56,19 @@ class Prices:
             base = _between(sorted(points.items()), num_rows)
         return base * self.drift.get((cell.name, device), 1.0)
 
-    def saw(self, cell: Cell, num_rows: int, device: str, seconds: float) -> None:
-        """A run took so long: the drift follows."""
-        ratio = max(1e-3, min(1e3, seconds / self.of(cell, num_rows, device)))
-        key = cell.name, device
-        self.drift[key] = now = self.drift.get(key, 1.0) * ratio**FOLLOW
-        settled = self.settled.setdefault(key, 1.0)
-        if not 1 / MOVED < now / settled < MOVED:
-            self.settled[key] = now
-            self.epoch += 1
+    def saw(self, device: str, runs: Iterable[tuple[Cell, int, float]]) -> None:
+        """The runs of a call on a device, as (cell, rows, seconds): the drift follows.
+
+        A cell moves once a call, by all its runs together: what few rows are priced too high and
+        many too low must not send it up and down.
+        """
+        self.ran.add(device)
+        total: dict[str, tuple[float, float]] = {}
+        for cell, num_rows, seconds in runs:
+            took_s, priced_s = total.get(cell.name, (0.0, 0.0))
+            total[cell.name] = took_s + seconds, priced_s + self.of(cell, num_rows, device)
+        for name, (took_s, priced_s) in total.items():
+            self.drift.saw((name, device), took_s / priced_s, took_s)
 
     def started(self, device: str, seconds: float) -> None:
         """It took so long a group until a device had begun: writing, sending and reading parts."""
@@ -75,10 +81,19 @@ class Prices:
         need = sum(weight.numel() * weight.element_size() for weight in weights)
         if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
             return
+        self.seconds[key] = self._ask(cell, device, weights)
+
+    def measure_again(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
+        """Measure a cell that was measured before: the drift follows, as after runs."""
+        if (cell.name, device) in self.seconds:
+            found = self._ask(cell, device, weights)
+            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in found.items()])
+
+    def _ask(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> dict[int, float]:
         shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
         ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
         answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
-        self.seconds[key] = dict(zip(ROWS, answer["seconds"], strict=True))
+        return dict(zip(ROWS, answer["seconds"], strict=True))
 
     def measure_links(self) -> None:
         """Measure every link that is not known yet, over its real way."""
@@ -141,9 +156,9 @@ class Prices:
         self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
         for name in gone:
             self.start_s.pop(name, None)
-        for known in (self.seconds, self.drift, self.settled):
-            for key in [key for key in known if key[1] in gone]:
-                del known[key]
+        self.drift.forget(gone)
+        for key in [key for key in self.seconds if key[1] in gone]:
+            del self.seconds[key]
 
 
 def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
