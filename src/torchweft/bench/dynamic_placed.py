@@ -114,13 +114,15 @@ def _run(
 class ByNodes:
     """DynPartition's way on our workers: a device for each node, and each node by itself."""
 
-    def __init__(self, dynamic: Dynamic, trees: Sequence[Tree]) -> None:
+    def __init__(
+        self, dynamic: Dynamic, trees: Sequence[Tree], *, num_episodes: int = NUM_EPISODES
+    ) -> None:
         self.dynamic = dynamic
         placer, self.pool = dynamic._workers()
         self.placer = placer
         self.bandit = Bandit(len(self.pool.names))
         small = [tree for tree in trees if len(tree.nodes()) <= MAX_OPS]
-        for _ in train(self.bandit, [self.problem(tree) for tree in small], NUM_EPISODES):
+        for _ in train(self.bandit, [self.problem(tree) for tree in small], num_episodes):
             pass
 
     def problem(self, tree: Tree) -> Problem:

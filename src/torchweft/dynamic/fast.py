@@ -20,9 +20,9 @@ def call(module, {params}, *more, **options):
     try:
         home, used, ops, extend, first, second = table[{kinds}, module.training]
     except (KeyError, AttributeError):
+        home = None
+    if home is None or more or options:
         return unseen(*[each for each in ({names},) if each is not missing], *more, **options)
-    if more or options:
-        return unseen({names}, *more, **options)
     if not ops:
         home.used.append(used)
     number = home.next

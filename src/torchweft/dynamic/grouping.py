@@ -14,13 +14,13 @@ they can be placed on different devices.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, pack_cell
+from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,15 +55,6 @@ def numbers_of(found: Sequence[int]) -> Tensor:
     )
 
 
-def read_of(numbers: Sequence[int], read: Tensor, num_values: int) -> list[int]:
-    """Those of these numbers that are read."""
-    mask = torch.zeros(num_values, dtype=torch.bool)
-    mask[read] = True
-    known = numbers_of(numbers)
-    found: list[int] = known[mask[known]].tolist()
-    return found
-
-
 class Layout:
     """Which row of the store of its spec each value has; it grows with every flush."""
 
@@ -90,6 +81,30 @@ class Layout:
         more = torch.full((num_values - self.num_values,), -1)
         self.row_of = torch.cat([self.row_of, more])
         self.num_values = num_values
+
+
+def read_of(specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]) -> set[int]:
+    """Those of these values that pending ops, or packs, read."""
+    found, kinds = set(_read_by_ops(specs, layout, pending)), set(specs.values())
+    for spec, numbers in layout.packs.values():
+        if spec in kinds:
+            found |= specs.keys() & numbers
+    return found
+
+
+def _read_by_ops(
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]
+) -> list[int]:
+    kinds = set(specs.values())
+    readers = [item for item in pending if not kinds.isdisjoint(item.cell.reads)]
+    if not readers:
+        return []
+    mask = torch.zeros(layout.num_values, dtype=torch.bool)
+    for item in readers:
+        mask[item.args] = True
+    known = numbers_of(list(specs))
+    found: list[int] = known[mask[known]].tolist()
+    return found
 
 
 def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
@@ -119,21 +134,37 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
 def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     """Packs that pending ops (or other such packs) read, as ops."""
     found: dict[tuple[Spec, int], list[int]] = {}
-    read = [item.args.flatten() for item in pending]
-    while layout.packs and read:
-        wanted = read_of(list(layout.packs), torch.cat(read), layout.num_values)
-        read = []
-        for number in wanted:
-            spec, values = layout.packs.pop(number)
-            found.setdefault((spec, len(values)), []).append(number)
-            read.append(numbers_of(values))
-            layout.packed[number] = values
+    for number in packs_needed(layout, pending):
+        spec, values = layout.packs.pop(number)
+        found.setdefault((spec, len(values)), []).append(number)
+        layout.packed[number] = values
     made = []
     for (spec, count), numbers in found.items():
         cell = pack_cell(spec, count)
         args = torch.tensor([layout.packed[number] for number in numbers])
         made.append(Pending(cell, args, torch.tensor(numbers)))
     return made
+
+
+def packs_needed(
+    layout: Layout, pending: Sequence[Pending], wanted: Iterable[int] = ()
+) -> list[int]:
+    """The packs that are wanted or that ops read, and those that these consist of."""
+    packs = layout.packs
+    specs = {
+        number: spec_of((len(values), *spec.shape), spec.dtype)
+        for number, (spec, values) in packs.items()
+    }
+    kinds, read = set(specs.values()), dict.fromkeys(each for each in wanted if each in packs)
+    read |= dict.fromkeys(_read_by_ops(specs, layout, pending))
+    todo = list(read)
+    while todo:
+        spec, values = packs[todo.pop()]
+        if spec in kinds:
+            inner = [each for each in packs.keys() & values if each not in read]
+            read |= dict.fromkeys(inner)
+            todo += inner
+    return list(read)
 
 
 def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ def take(recording: Recording, layout: Layout) -> list[Pending]:
     found = []
     for entry in recording.used:
         numbers = numbers_of(entry.ops).view(-1, 1 + len(entry.cell.reads))
-        found.append(Pending(entry.cell, numbers[:, 1:], numbers[:, 0]))
+        found.append(Pending(entry.cell, numbers[:, 1:], numbers[:, 0].contiguous()))
         entry.ops.clear()
     recording.used.clear()
     layout.packs.update(recording.packs)
@@ -144,13 +144,9 @@ def inputs_in(recording: Recording, layout: Layout, pending: Sequence[Pending]) 
     Raises `CaptureError` if one was changed in place behind the call that uses it.
     """
     whole, apart = dict(recording.inputs), recording.apart
-    if apart:  # some may be read as a whole, too
-        args = torch.cat([numbers_of([]), *(item.args.flatten() for item in pending)])
-        read = set(read_of(list(apart), args, layout.num_values))
-        for _, numbers in layout.packs.values():
-            if not apart.keys().isdisjoint(numbers):
-                read |= apart.keys() & numbers
-        whole |= {number: apart[number][1:] for number in read}
+    specs = {number: spec_of(given.shape, given.dtype) for number, (_, given, _) in apart.items()}
+    for number in read_of(specs, layout, pending):  # as a whole, too
+        whole[number] = apart[number][1:]
     rows = [each for each in apart.values() if each[0] >= 0]
     for tensor, version in (*whole.values(), *(each[1:] for each in rows)):
         if not tensor.is_inference() and tensor._version != version:

@@ -7,15 +7,14 @@ In a stream the driver does no more than record and choose a device, so that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_named
-from torchweft.dynamic.grouping import Group, Layout, Pending, group, read_of
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, packs_needed
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Given, inputs_in, place_inputs, take
 from torchweft.dynamic.recording import Recording
@@ -72,23 +71,8 @@ def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
     pending = take(recording, layout)
     inputs = inputs_in(recording, layout, pending)
     values = {lazy.id: lazy.spec for lazy in wanted if lazy.id not in recording.given}
-    packs = _needed(layout, pending, values)
+    packs = {number: layout.packs[number] for number in packs_needed(layout, pending, values)}
     return Recorded(recording.next, pending, packs, inputs, list(values.items()))
-
-
-def _needed(
-    layout: Layout, pending: Sequence[Pending], wanted: Iterable[int]
-) -> dict[int, tuple[Spec, list[int]]]:
-    """The packs that are wanted or read, by ops or by other such packs."""
-    found: dict[int, tuple[Spec, list[int]]] = {}
-    args = torch.cat([item.args.flatten() for item in pending])
-    read = [*wanted, *read_of(list(layout.packs), args, layout.num_values)]
-    while read:
-        number = read.pop()
-        if number in layout.packs and number not in found:
-            found[number] = layout.packs[number]
-            read += layout.packs.keys() & found[number][1]
-    return found
 
 
 class Unfolded:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torchweft.dynamic.cell import Cell, Spec, unpack_cell
 from torchweft.dynamic.fast import MAX_ARGS, Fast
 from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.pattern import Weight, fill, weights_in
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
@@ -271,11 +272,11 @@ class State:
         """The entry of a new cell, or the reason why there is none."""
         shared = weights
         if shared is None:
-            shared = {each: self.weights[each] for each in sorted(set(_weights_in(pattern)))}
+            shared = {each: self.weights[each] for each in sorted(set(weights_in(pattern)))}
         outer: list[Any] = []
 
         def function(given: Mapping[str, Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-            args, options = _fill(pattern, iter(rows), given)
+            args, options = fill(pattern, iter(rows), given)
             leaves, tree = pytree.tree_flatten(call(given, args, options))
             outer[:] = [tree]
             if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -312,7 +313,7 @@ class State:
             return item.spec
         if isinstance(item, Tensor):
             if (name := self.names.get(id(item))) is not None:
-                return _Weight, name
+                return Weight, name
             values.append(recording.input(item))
             return values[-1].spec
         if kind in (list, tuple):
@@ -356,33 +357,6 @@ def _looked_up(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> La
     )
     lookup = target is functional.embedding and len(args) == 2
     return args[0] if (plain or lookup) and len(args[0]) else None
-
-
-class _Weight:
-    """Marks the name of a weight in a pattern."""
-
-
-def _weights_in(pattern: Any) -> Iterator[str]:
-    if isinstance(pattern, tuple):
-        if pattern and pattern[0] is _Weight:
-            yield pattern[1]
-        elif pattern and pattern[0] in (list, tuple, dict):
-            for each in pattern[1]:
-                yield from _weights_in(each[1] if pattern[0] is dict else each)
-
-
-def _fill(pattern: Any, rows: Iterator[Tensor], weights: Mapping[str, Tensor]) -> Any:
-    """The arguments of a pattern with tensors in the place of specs."""
-    if isinstance(pattern, Spec):
-        return next(rows)
-    kind, *rest = pattern
-    if kind is _Weight:
-        return weights[rest[0]]
-    if kind is dict:
-        return {key: _fill(each, rows, weights) for key, each in rest[0]}
-    if kind in (list, tuple):
-        return kind(_fill(each, rows, weights) for each in rest[0])
-    return slice(*rest) if kind is slice else rest[0]
 
 
 def _word(name: str) -> str:
