@@ -160,14 +160,18 @@ class Placer:
             self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
 
     def simulate(self, found: Plan, job: Job) -> Trace:
-        """What the prices, as they are now, say of a plan of a job; weights are there already."""
+        """What the prices, as they are now, say of a plan of a job; weights are there already.
+
+        Prices of links are what copies took, side by side as they went, so they share nothing more.
+        """
         assert job.drawing is not None, "a job with a plan has a drawing"
         prices, weights = self.executor.prices, job.drawing.weights
         machine = prices.machine()
         labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
         steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
         lean = found.then("weights are resident", steps=steps)
-        return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
+        costs = prices.costs(job.drawing, machine)
+        return simulate(lean, Context(), machine, costs, contention=False)
 
     def _measure(self, cells: Iterable[Cell]) -> None:
         """New cells are measured on every device, before anything is planned."""

@@ -215,7 +215,12 @@ class Pool:
                     self.answers[message["ticket"]] = message, tensors
                     self.news.notify_all()
             else:
-                self.listen(name, message, tensors)
+                try:
+                    self.listen(name, message, tensors)
+                except Exception:
+                    log.exception("what worker %r says cannot be handled", name)
+                    mate.heard_s = -1e9  # nobody listens to it any more: the watch gives it up
+                    return
 
     def _watch(self) -> None:
         while not self.stopping:
