@@ -218,7 +218,7 @@ def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -
     inputs, num_words, _ = trees_of(data, num_calls * size)
     planners = ("single", "heft", "portfolio")
     rows = run_placed(inputs, num_words, (FAST, SLOW), size=size, planners=planners)
-    return max(row["simulator_error"] for row in rows)
+    return max(float(row["simulator_error"]) for row in rows)
 
 
 def stream(
@@ -251,9 +251,10 @@ def stream(
 
 def fault(
     data: Path | None, how: int = signal.SIGKILL, *, num_inputs: int = 200, at: int = 60,
-    watchdog_s: float = 1.0, spots: Sequence[Spot] = (FAST, SLOW),
+    watchdog_s: float = 2.0, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
-    """A worker is killed or stopped in the middle of a stream: what became of every input."""
+    """A worker is killed or stopped in the middle of a stream: what became of every input, and
+    how fast the last half of the rest went, against the worker that is left by itself."""
     inputs, num_words, source = trees_of(data, num_inputs)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
@@ -275,12 +276,15 @@ def fault(
                 ):
                     wrong += 1
             left = pool.names
+            began_s = time.perf_counter()
+            alone = len(list(dynamic.stream(inputs))) / (time.perf_counter() - began_s)
     gaps = [b - a for a, b in pairwise(seen_s)]
-    rest = seen_s[-1] - seen_s[-50]
+    after = (len(seen_s) - at) / 2 / (seen_s[-1] - seen_s[(at + len(seen_s)) // 2])
     return {
         "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
         "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,
-        "longest_gap_s": max(gaps), "rate_after_per_s": 49 / rest,
+        "longest_gap_s": max(gaps), "after_per_s": after, "left_alone_per_s": alone,
+        "recovered": after / alone,
     }  # fmt: skip
 
 

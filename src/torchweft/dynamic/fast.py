@@ -49,6 +49,7 @@ class Fast:
         self.module, self.slow, self.num_args = module, slow, num_args
         self.entries: dict[Any, Any] = {}
         self.table: dict[Any, Any] = {}
+        self.lookups: dict[Any, Any] = {}  # entries of lookups, by the dtype of words
         self.own = type(module)
         self.worn = _class(self)
 
@@ -66,16 +67,21 @@ class Fast:
 
     def unseen(self, *args: Any, **options: Any) -> Any:
         """A call that is not in the table: put it there, or go the slow way."""
-        entry = None
-        if not options and len(args) == self.num_args and all(type(a) is Lazy for a in args):
-            entry = self.entries.get((*[arg.spec for arg in args], self.module.training))
+        if options or len(args) != self.num_args or any(type(arg) is not Lazy for arg in args):
+            return self.slow(*args, **options)
+        home, training = args[0].home, self.module.training
+        if home is not home.state.recording or any(arg.home is not home for arg in args):
+            return self.slow(*args)
+        entry = self.entries.get((*[arg.spec for arg in args], training))
         if entry is not None:
-            home = args[0].home
-            if home is home.state.recording and all(arg.home is home for arg in args):
-                kinds = [home.kind(spec) for spec in entry.cell.makes]
-                row = home, entry, entry.ops, entry.ops.extend, *kinds, None
-                self.table[(*[arg.kind for arg in args], self.module.training)] = row[:6]
-        return self.slow(*args, **options)
+            kinds = [home.kind(spec) for spec in entry.cell.makes]
+            row = home, entry, entry.ops, entry.ops.extend, *kinds, None
+            self.table[(*[arg.kind for arg in args], training)] = row[:6]
+        elif self.lookups and len(args[0].spec.shape) == 1 and len(args[0]):
+            entry = self.lookups.get((args[0].spec.dtype, training))
+            if entry is not None:
+                return home.each(entry, args[0])
+        return self.slow(*args)
 
 
 def _class(fast: Fast) -> type[nn.Module]:

@@ -156,7 +156,9 @@ def inputs_in(recording: Recording, layout: Layout, pending: Sequence[Pending]) 
             )
     recording.inputs.clear()
     recording.apart = {
-        number: (-1, *given) for number, (_, *given) in apart.items() if number not in whole
+        number: (-1, tensor, version)
+        for number, (_, tensor, version) in apart.items()
+        if number not in whole
     }
     return [
         *((range(first, first + len(tensor)), tensor) for first, tensor, _ in rows),

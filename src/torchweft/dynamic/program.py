@@ -73,7 +73,7 @@ class Part:
         }
         tasks = []
         sizes = [len(cells[item["cell"]].reads) * item["rows"] for item in data["tasks"]]
-        for item, flat in zip(data["tasks"], rows.split(sizes), strict=True):
+        for item, flat in zip(data["tasks"], torch.split(rows, sizes), strict=True):
             cell, mine = cells[item["cell"]], flat.view(-1, item["rows"])
             found = Group(cell, item["rows"], mine, tuple(item["starts"]))
             sends = [(value, device) for value, device in item["sends"]]

@@ -157,6 +157,7 @@ class Recording:
         if not entry.ops:
             self.used.append(entry)
         (spec,) = entry.cell.makes
+        self.rows(lazy, 0)
         numbers = range(self.next, self.next + len(lazy))
         self.next = numbers.stop
         entry.ops += chain.from_iterable(zip(numbers, self.numbers[lazy.id], strict=True))

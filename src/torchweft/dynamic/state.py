@@ -222,6 +222,9 @@ class State:
             word = recording.rows(words, 1)[0], *args[1:]
             entry, _ = self._entry(recording, target, name, call, word, kwargs)
             if entry is not None:
+                module = target[0] if isinstance(target, tuple) else None
+                if module in self.fast:
+                    self.fast[module].lookups[words.dtype, target[1]] = entry
                 return recording.each(entry, words)
         entry, values = self._entry(recording, target, name, call, args, kwargs)
         if entry is None:

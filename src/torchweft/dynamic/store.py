@@ -61,8 +61,8 @@ class Store:
             self.write(cell.makes[0], group.starts[0], given[0].flatten(0, 1))
             return
         outputs = cell.functions[1](self.device, prepared(cell), *given)
-        made = zip(cell.makes, group.starts, outputs, cell.fresh, strict=True)
-        for spec, start, rows, fresh in made:
+        results = zip(cell.makes, group.starts, outputs, cell.fresh, strict=True)
+        for spec, start, rows, fresh in results:
             self.write(spec, start, rows, own=fresh)
 
     def gather(self, cell: Cell, rows: Tensor, count: int) -> Sequence[Tensor]:
