@@ -53,7 +53,7 @@ class Store:
         if cell.kind == "pack":
             spec = cell.reads[0]
             index = group.rows.t().reshape(-1)
-            made = self.rows[spec].index_select(0, index)
+            made = self.rows[spec].index_select(0, index.to(self.device))
             self.write(cell.makes[0], group.starts[0], made.view(count, *cell.makes[0].shape))
             return
         given = self.gather(cell, group.rows, count)
@@ -70,6 +70,7 @@ class Store:
         reads = cell.reads
         if len(reads) == 1 and (start := _consecutive(rows[0])) is not None:
             return (self.rows[reads[0]][start : start + count],)
+        rows = rows.to(self.device)
         if len(set(reads)) == 1:
             found = self.rows[reads[0]].index_select(0, rows.reshape(-1))
             if len(reads) == 1:
