@@ -22,7 +22,7 @@ from torchweft.bench.dynamic import drawn_trees
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
-from torchweft.placement import placed
+from torchweft.placement import Problem, placed
 from torchweft.placement.learner import Learner, Pace
 from torchweft.placement.policy import Policy
 from torchweft.placement.served import Served
@@ -282,6 +282,10 @@ def test_a_worker_that_nothing_runs_on_is_measured_again() -> None:
         assert not executor.prices.ran
 
 
+def no_problem() -> Problem:
+    raise PlacementError("device: no worker is left.")
+
+
 def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
     model, inputs, wanted = a_model()
     pace = Pace(every=3, num_steps=1, num_problems=2, num_tries=2)
@@ -298,6 +302,10 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
         assert "learned from 6 of 7 inputs" in str(weft.report(dynamic))
         run = dynamic.served()
         run.save(tmp_path / "run.json")
+        learner.past.extend([no_problem] * 50)
+        for _ in range(3):
+            assert close(dynamic.map(inputs), wanted)
+        assert "1 turns failed" in str(dynamic.report())
     assert Served.load(tmp_path / "run.json") == run
     assert run.problem().num_ops == len(run.graph.ops)
 

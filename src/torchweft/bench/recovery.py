@@ -35,7 +35,7 @@ from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
 from torchweft.placement.learned import POLICY, default_policy, guarded, learned, planner_of
-from torchweft.placement.learner import Learner, Pace
+from torchweft.placement.learner import Learner, Pace, one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
 
@@ -64,6 +64,7 @@ def policy_of(path: str) -> Policy:
     """The policy of a file; without one the package's own, or an untrained one if it has none."""
     if path:
         return Policy.load(path)
+    torch.manual_seed(0)
     return default_policy() if POLICY.exists() else Policy()
 
 
@@ -137,6 +138,7 @@ class World:
                 )
 
 
+@one_thread()
 def simulated(
     *, policy: Policy | None = None, pace: Pace | None = None, seed: int = 0,
     slowness: tuple[float, ...] = (1.0, 1.5), ratio: float = 1.0, num_before: int = 100,

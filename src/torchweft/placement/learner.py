@@ -21,7 +21,8 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,8 @@ class Learner:
 
     def alone(self, problem: Problem) -> Placement:
         """A pass of the policy without the guard, to measure what it has learned."""
-        return learned(problem, policy=self.policy)
+        with one_thread():
+            return learned(problem, policy=self.policy)
 
     def served(self, rebuild: Rebuild) -> None:
         """An input was served; `rebuild` gives its problem at the prices of any later moment."""
@@ -123,7 +125,7 @@ class Learner:
 
     def _step(self, problems: Sequence[Problem]) -> None:
         generator = np.random.default_rng([self.seed, self.num_steps])
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        with one_thread(), torch.inference_mode(False), torch.enable_grad():
             loss = reinforce(self.policy, problems, self.pace.num_tries, generator, 0.0)
             descend(self.policy, self.optimizer, loss)
         self.num_steps += 1
@@ -138,3 +140,14 @@ class Learner:
         cut = f", {self.num_cut} more left out for time" if self.num_cut else ""
         steps = f"{self.num_turns} turns, {self.num_steps} steps{cut}"
         return f"learned from {self.num_learned} of {self.num_served} inputs ({steps}); {guard}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch has one thread here: equal seeds give equal bits, and small sums need not wait."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
