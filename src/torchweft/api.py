@@ -27,7 +27,6 @@ from torch._dynamo.external_utils import wrap_inline
 from torchweft.boundary import Boundary
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
-from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.reporting import DynamicReport
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
@@ -161,8 +160,9 @@ def session_of(model: Callable[..., Any]) -> Session:
 
 def report(model: Callable[..., Any]) -> Report | DynamicReport:
     """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
-    if isinstance(model, Dynamic):
-        return model.report()
+    if not isinstance(model, nn.Module) and hasattr(type(model), "report"):  # a `Dynamic`
+        found: DynamicReport = model.report()  # type: ignore[attr-defined]
+        return found
     return report_of(session_of(model))
 
 

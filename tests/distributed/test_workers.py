@@ -280,6 +280,8 @@ def test_a_worker_that_nothing_runs_on_is_measured_again() -> None:
         factors = [f for (_, device), f in executor.prices.drift.items() if device == "two"]
         assert min(factors) > 2
         assert not executor.prices.ran
+        dynamic.map(inputs)
+        assert dynamic.placer.num_planned == 2, "no plan of the old prices is served"
 
 
 def no_problem() -> Problem:

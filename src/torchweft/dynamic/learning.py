@@ -58,6 +58,7 @@ class Turns:
             self.learner.turn()
         except Exception as error:
             self.num_failed += 1
+            self.learner.last = self.learner.num_served  # not again with the very next input
             log.warning("learning: a turn failed, serving goes on: %s", error)
 
     def close(self) -> None:

@@ -133,6 +133,8 @@ class Dynamic:
             yield from self._finish(placer, *under_way.popleft())
 
     def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
+        if self.turns is not None:
+            self.turns.begin()
         with self.state.record() as recording:
             outputs = []
             for each in given:
