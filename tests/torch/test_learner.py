@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torchweft.machine import Device, Lane, Link, Machine
 from torchweft.placement import Problem, check, plan
 from torchweft.placement.cases import case, draw_case, random_tree
 from torchweft.placement.learned import learned
-from torchweft.placement.learner import Learner, Pace
+from torchweft.placement.learner import Learner, Pace, one_thread
 from torchweft.placement.lists import heft
 from torchweft.placement.policy import Policy
 from torchweft.placement.portfolio import GUARD
@@ -30,6 +31,12 @@ from torchweft.sizes import Size
 from torchweft.trace import Span, Trace
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def spoiled(seed: int = 0, std: float = 1.0) -> Policy:
