@@ -17,7 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from torch._dynamo.external_utils import wrap_inline
 from torchweft.boundary import Boundary
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
-from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.reporting import DynamicReport
 from torchweft.errors import WeftError, clip
 from torchweft.gate import Check, compare, run_copy
 from torchweft.machine import Machine
@@ -40,6 +38,10 @@ from torchweft.session import Session
 from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
+
+if TYPE_CHECKING:
+    from torchweft.dynamic.model import Dynamic
+    from torchweft.dynamic.reporting import DynamicReport
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -159,9 +161,13 @@ def session_of(model: Callable[..., Any]) -> Session:
     return session
 
 
-def report(model: Callable[..., Any]) -> Report | DynamicReport:
+@overload
+def report(model: Dynamic) -> DynamicReport: ...  # type: ignore[overload-overlap]
+@overload
+def report(model: Callable[..., Any]) -> Report: ...
+def report(model: Any) -> Any:
     """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
-    if isinstance(model, Dynamic):
+    if not isinstance(model, nn.Module) and hasattr(type(model), "report"):  # a `Dynamic`
         return model.report()
     return report_of(session_of(model))
 

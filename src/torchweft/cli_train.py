@@ -98,6 +98,7 @@ def _tune(
     """Stage 3. Every fifth run is set aside, to measure on; of fewer than five, none."""
     from torchweft.placement.checkpoint import BEST, CURVE, picture
     from torchweft.placement.learned import POLICY
+    from torchweft.placement.learner import one_thread
     from torchweft.placement.policy import Policy
     from torchweft.placement.training import Yardstick, fine_tune
 
@@ -112,7 +113,7 @@ def _tune(
     curve = [yardstick.measure(tuned, "start", 0)]
     output.mkdir(parents=True, exist_ok=True)
     tuned.save(output / BEST, seed=seed, fine_tuned=0)
-    with bar("fine-tuning", num_steps) as step:
+    with one_thread(), bar("fine-tuning", num_steps) as step:
         for at, _ in enumerate(fine_tune(tuned, kept, num_steps=num_steps, seed=seed), 1):
             step()
             if at % EVERY == 0 or at == num_steps:

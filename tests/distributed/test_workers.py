@@ -24,7 +24,7 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
 from torchweft.bench.dynamic_placed import ByNodes
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
-from torchweft.placement import placed
+from torchweft.placement import Problem, placed
 from torchweft.placement.learner import Learner, Pace
 from torchweft.placement.policy import Policy
 from torchweft.placement.served import Served
@@ -269,6 +269,7 @@ def test_a_worker_that_nothing_runs_on_is_measured_again(calm: Calm) -> None:
     executor.prices.ran.clear()
     calm.dynamic.map(calm.inputs)
     assert executor.prices.ran == {"one"}
+    planned = calm.dynamic.placer.num_planned
     measured = [key for key in executor.prices.seconds if key[1] == "two"]
     before = {key: executor.prices.drift.get(key, 1.0) for key in measured}
     calm.dynamic.pool.mates["two"].send({"kind": "throttle", "slowness": 40.0})
@@ -276,8 +277,15 @@ def test_a_worker_that_nothing_runs_on_is_measured_again(calm: Calm) -> None:
         executor.prices.ran = {"one"}
         executor.look_around()
     calm.dynamic.pool.mates["two"].send({"kind": "throttle", "slowness": 2.0})
-    assert all(executor.prices.drift[key] > 2 * before[key] for key in measured)
+    factors = sorted(executor.prices.drift[key] / before[key] for key in measured)
+    assert factors[len(factors) // 2] > 2
     assert not executor.prices.ran
+    calm.dynamic.map(calm.inputs)
+    assert calm.dynamic.placer.num_planned > planned, "no plan of the old prices is served"
+
+
+def no_problem() -> Problem:
+    raise PlacementError("device: no worker is left.")
 
 
 def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
@@ -291,11 +299,15 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
         dynamic.turns.begin()
         assert (learner.num_served, learner.num_learned, learner.num_turns) == (7, 6, 2)
         assert learner.num_planned == 3, "anew after each turn, else from the cache"
-        list(dynamic.stream(inputs[:4]))
-        assert learner.num_served == 7, "whole inputs are not placed"
         assert "learned from 6 of 7 inputs" in str(weft.report(dynamic))
         run = dynamic.served()
         run.save(tmp_path / "run.json")
+        list(dynamic.stream(inputs[:4]))
+        assert learner.num_served == 7, "whole inputs are not placed"
+        learner.past.extend([no_problem] * 50)
+        for _ in range(3):
+            assert close(dynamic.map(inputs), wanted)
+        assert "1 turns failed" in str(dynamic.report())
     assert Served.load(tmp_path / "run.json") == run
     assert run.problem().num_ops == len(run.graph.ops)
 

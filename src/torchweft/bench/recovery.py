@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
 from torchweft.placement.learned import POLICY, default_policy, guarded, learned, planner_of
-from torchweft.placement.learner import Learner, Pace
+from torchweft.placement.learner import Learner, Pace, one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
 
@@ -64,6 +64,7 @@ def policy_of(path: str) -> Policy:
     """The policy of a file; without one the package's own, or an untrained one if it has none."""
     if path:
         return Policy.load(path)
+    torch.manual_seed(0)
     return default_policy() if POLICY.exists() else Policy()
 
 
@@ -137,6 +138,7 @@ class World:
                 )
 
 
+@one_thread()
 def simulated(
     *, policy: Policy | None = None, pace: Pace | None = None, seed: int = 0,
     slowness: tuple[float, ...] = (1.0, 1.5), ratio: float = 1.0, num_before: int = 100,
@@ -165,18 +167,14 @@ def simulated(
     world.truth[0] = SLOWER
     serve(num_inputs)
 
-    def total_s(find: Callable[[int, Problem], Placement]) -> float:
-        return sum(
-            replay(world.true(first), find(number, first)).score_s
-            for number, first in enumerate(held_out)
-        )
+    def total_s(placements: Iterable[Placement]) -> float:
+        pairs = zip(held_out, placements, strict=True)
+        return sum(replay(world.true(first), found).score_s for first, found in pairs)
 
-    seconds = {"frozen": total_s(lambda number, _: frozen[number])}
+    seconds = {"frozen": total_s(frozen)}
     for arm, planner in arms_of(before, learner).items():
-        seconds[arm] = total_s(
-            lambda _, first, planner=planner: planner(world.priced(first), deadline_s=None, seed=0)
-        )
-    seconds["best"] = total_s(lambda _, first: annealing(world.true(first), seed=seed))
+        seconds[arm] = total_s(planner(world.priced(p), deadline_s=None, seed=0) for p in held_out)
+    seconds["best"] = total_s(annealing(world.true(p), seed=seed) for p in held_out)
     return _row("simulated", seconds, learner) | {"held_out": num_held_out, "ratio": ratio}
 
 

@@ -16,8 +16,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-import torch
-
 from torchweft.dynamic.executor import Job
 from torchweft.dynamic.placing import Placer
 from torchweft.placement.learner import Learner
@@ -31,7 +29,7 @@ class Turns:
 
     def __init__(self, learner: Learner, placer: Placer) -> None:
         self.learner, self.placer = learner, placer
-        self.thread = ThreadPoolExecutor(1, "weft learner", initializer=_one_thread)
+        self.thread = ThreadPoolExecutor(1, "weft learner")
         self.under_way: Future[None] | None = None
         self.num_failed = 0
         self.waited_s = 0.0  # inputs, for turns to end
@@ -60,6 +58,7 @@ class Turns:
             self.learner.turn()
         except Exception as error:
             self.num_failed += 1
+            self.learner.last = self.learner.num_served  # not again with the very next input
             log.warning("learning: a turn failed, serving goes on: %s", error)
 
     def close(self) -> None:
@@ -69,8 +68,3 @@ class Turns:
     def __str__(self) -> str:
         failed = f"; {self.num_failed} turns failed" if self.num_failed else ""
         return f"{self.learner}; inputs waited {format_s(self.waited_s)} for it{failed}"
-
-
-def _one_thread() -> None:
-    torch.get_num_threads()  # a new thread loses the setting unless it has asked first
-    torch.set_num_threads(1)

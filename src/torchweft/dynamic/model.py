@@ -137,6 +137,8 @@ class Dynamic:
             yield from self._finish(placer, *asked.popleft())
 
     def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
+        if self.turns is not None:
+            self.turns.begin()
         with self.state.record() as recording:
             outputs = []
             for each in given:

@@ -21,7 +21,8 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,10 @@ class Pace:
     every: int = 20
     num_steps: int = 2
     num_problems: int = 4
-    num_tries: int = 12
-    rate: float = 1e-3
+    num_tries: int = 16
+    rate: float = 3e-3
     limit_s: float = 0.5
-    num_kept: int = 256
+    num_kept: int = 128
 
     def __post_init__(self) -> None:
         counts = (self.every + 1, self.num_steps, self.num_problems, self.num_tries, self.num_kept)
@@ -74,6 +75,7 @@ class Learner:
         self.past: deque[Rebuild] = deque(maxlen=self.pace.num_kept)
         self.num_served = self.num_learned = self.num_turns = self.num_steps = self.num_cut = 0
         self.num_planned = self.num_guarded = 0
+        self.last = 0  # inputs served when the last turn began
 
     def __call__(
         self, problem: Problem, *, deadline_s: float | None = None, seed: int = 0
@@ -90,11 +92,12 @@ class Learner:
     @property
     def version(self) -> int:
         """Changes whenever the policy has: what it planned before is out of date."""
-        return self.num_turns
+        return self.num_steps
 
     def alone(self, problem: Problem) -> Placement:
         """A pass of the policy without the guard, to measure what it has learned."""
-        return learned(problem, policy=self.policy)
+        with one_thread():
+            return learned(problem, policy=self.policy)
 
     def served(self, rebuild: Rebuild) -> None:
         """An input was served; `rebuild` gives its problem at the prices of any later moment."""
@@ -103,11 +106,12 @@ class Learner:
 
     @property
     def due(self) -> bool:
-        """Whether enough inputs were served since the last turn."""
-        return 0 < self.pace.every <= self.num_served - self.num_learned
+        """Whether enough inputs were served since the last turn began."""
+        return 0 < self.pace.every <= self.num_served - self.last
 
     def turn(self) -> None:
         """Learn from what was served so far: the gradient steps of one turn."""
+        self.last = self.num_served
         if not self.past:
             return
         began_s, pace = time.perf_counter(), self.pace
@@ -123,8 +127,10 @@ class Learner:
 
     def _step(self, problems: Sequence[Problem]) -> None:
         generator = np.random.default_rng([self.seed, self.num_steps])
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        with one_thread(), torch.inference_mode(False), torch.enable_grad():
             loss = reinforce(self.policy, problems, self.pace.num_tries, generator, 0.0)
+            if not loss.isfinite():
+                raise PlacementError("learning: the loss is no number; nothing was learned.")
             descend(self.policy, self.optimizer, loss)
         self.num_steps += 1
 
@@ -138,3 +144,14 @@ class Learner:
         cut = f", {self.num_cut} more left out for time" if self.num_cut else ""
         steps = f"{self.num_turns} turns, {self.num_steps} steps{cut}"
         return f"learned from {self.num_learned} of {self.num_served} inputs ({steps}); {guard}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch has one thread here: equal seeds give equal bits, and small sums need not wait."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

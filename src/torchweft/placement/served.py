@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from torchweft import machine as machines
-from torchweft import trace as traces
 from torchweft.cost import Costs, CostTable
 from torchweft.errors import PlacementError
 from torchweft.files import Reader, read_json, write_json
 from torchweft.graph import Graph
 from torchweft.graph_file import graph_data, read_graph
 from torchweft.machine import Machine
+from torchweft.machine import from_data as read_machine
+from torchweft.machine import to_data as machine_data
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import Problem
 from torchweft.trace import Trace
+from torchweft.trace import from_data as read_trace
+from torchweft.trace import to_data as trace_data
 
 VERSION = 1
 
@@ -65,9 +67,9 @@ class Served:
             "home": self.home,
             "resident": list(self.resident),
             "graph": graph_data(self.graph),
-            "machine": machines.to_data(self.machine),
+            "machine": machine_data(self.machine),
             "costs": self.table.to_data(),
-            "trace": traces.to_data(self.trace),
+            "trace": trace_data(self.trace),
         }
         write_json(path, data)
 
@@ -79,9 +81,9 @@ class Served:
             raise read.fail(f"this is no served run of version {VERSION}.")
         served = Served(
             read_graph(read.take("graph", dict)),
-            machines.from_data(read.take("machine", dict)),
+            read_machine(read.take("machine", dict)),
             CostTable.from_data(read.take("costs", dict), path),
-            traces.from_data(read.take("trace", dict)),
+            read_trace(read.take("trace", dict)),
             read.take("home", str),
             read.names("resident"),
         )
