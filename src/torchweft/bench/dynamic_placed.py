@@ -122,8 +122,8 @@ class ByNodes:
         self.placer = placer
         self.bandit = Bandit(len(self.pool.names))
         small = [tree for tree in trees if len(tree.nodes()) <= MAX_OPS]
-        for _ in train(self.bandit, [self.problem(tree) for tree in small], num_episodes):
-            pass
+        with torch.enable_grad():
+            list(train(self.bandit, [self.problem(tree) for tree in small], num_episodes))
 
     def problem(self, tree: Tree) -> Problem:
         """A tree as the bandit sees it: its nodes, at the prices of one row."""
