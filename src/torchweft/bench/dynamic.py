@@ -354,7 +354,7 @@ def run(
             summary[f"{row['row']}_of_loss"] = row["recovered"]["learned"]
         if row["row"] == "placed":
             summary["simulator_error"] = max(
-                each["simulator_error"] for each in row["rows"] if each["trees_a_call"] > 1
+                each.get("simulator_error", 0.0) for each in row["rows"] if each["trees_a_call"] > 1
             )
         if row["row"] in ("killed", "stopped"):
             summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]

@@ -26,6 +26,7 @@ from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.placing import load
 from torchweft.dynamic.pool import Spot
+from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed
 from torchweft.placement.dynpartition import MAX_OPS, Bandit, train
 
@@ -65,10 +66,15 @@ def run_placed(
     model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
     calls = [inputs[at : at + size] for at in range(0, len(inputs) - size + 1, size)]
     with torch.no_grad(), Dynamic(model, workers=spots, watchdog_s=60.0) as dynamic:
-        ways: dict[str, Callable[[Sequence[Input]], Any]] = {
-            name: _by_groups(dynamic, name) for name in planners
-        }
-        dynamic.map(inputs[: 2 * size])  # cells are known and measured
+        ways: dict[str, Callable[[Sequence[Input]], Any]] = {}
+        left_out = []
+        for name in planners:
+            way = _by_groups(dynamic, name)
+            try:
+                way(calls[0])  # cells are known and measured
+                ways[name] = way
+            except PlacementError as error:  # such as: there is no policy
+                left_out.append({"planner": name, "trees_a_call": size, "left_out": str(error)})
         if size == 1:
             ways[BANDIT] = ByNodes(dynamic, [tree for tree, _ in inputs])
         seen = {name: Runs() for name in ways}
@@ -77,13 +83,12 @@ def run_placed(
             for name, way in ways.items():
                 _run(dynamic, way, given, wanted, seen[name])
     heft = seen["heft"].measured_s
-    return [
-        {
-            "planner": name, "trees_a_call": size, **runs.row(),
-            "over_heft": ratio([m / h for m, h in zip(runs.measured_s, heft, strict=True)]).median,
-        }
-        for name, runs in seen.items()
-    ]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for name, runs in seen.items():
+        over = ratio([mine / theirs for mine, theirs in zip(runs.measured_s, heft, strict=True)])
+        row = {"planner": name, "trees_a_call": size, **runs.row(), "over_heft": over.median}
+        rows.append(row)
+    return rows + left_out
 
 
 def _by_groups(dynamic: Dynamic, planner: str) -> Callable[[Sequence[Input]], Any]:
