@@ -222,7 +222,7 @@ def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -
 
 
 def stream(
-    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 4,
+    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 8,
     num_rounds: int = MIN_PAIRS, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
     """Inputs a second of each worker alone and of all together, in turns."""
