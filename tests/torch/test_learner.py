@@ -225,11 +225,12 @@ def test_a_damaged_run_is_told(tmp_path: Path) -> None:
     a_run().save(path)
     whole = json.loads(path.read_text())
     for key, wrong in (
-        ("weft_served", 7), ("graph", {}), ("machine", 3), ("costs", {}), ("trace", {"version": 0}),
+        ("weft_served", 7), ("graph", {}), ("machine", 3), ("costs", {}), ("costs", [[1]]),
+        ("costs", [["tree", "fast", [[0, -1.0]]]]), ("trace", {"version": 0}),
         ("home", None), ("resident", [1]), ("more", 1),
     ):  # fmt: skip
         path.write_text(json.dumps({**whole, key: wrong}))
-        with pytest.raises(WeftError, match=r"file|version|trace"):
+        with pytest.raises(WeftError, match=r"file|version|trace|costs"):
             Served.load(path)
     path.write_text(json.dumps({**whole, "home": "nowhere"}))
     with pytest.raises(WeftError, match="unknown device 'nowhere'"):

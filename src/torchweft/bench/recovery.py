@@ -42,6 +42,7 @@ from torchweft.placement.policy import Policy
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0
 SEARCH_S = 0.5
+LOOKS = (1, 3, 10, 30, 100, 300)  # inputs after the drift: points of the curve
 NOISE = 0.1  # of what a simulated device takes for a call, in logarithms
 
 
@@ -165,17 +166,23 @@ def simulated(
         planner_of(before, guarded)(world.priced(p), deadline_s=None, seed=0) for p in held_out
     ]
     world.truth[0] = SLOWER
-    serve(num_inputs)
 
     def total_s(placements: Iterable[Placement]) -> float:
         pairs = zip(held_out, placements, strict=True)
         return sum(replay(world.true(first), found).score_s for first, found in pairs)
 
     seconds = {"frozen": total_s(frozen)}
-    for arm, planner in arms_of(before, learner).items():
-        seconds[arm] = total_s(planner(world.priced(p), deadline_s=None, seed=0) for p in held_out)
     seconds["best"] = total_s(annealing(world.true(p), seed=seed) for p in held_out)
-    return _row("simulated", seconds, learner) | {"held_out": num_held_out, "ratio": ratio}
+    curve, done = [], 0
+    for num in (*(num for num in LOOKS if num < num_inputs), num_inputs):
+        serve(num - done)
+        done = num
+        for arm, planner in arms_of(before, learner).items():
+            priced = [world.priced(first) for first in held_out]
+            seconds[arm] = total_s(planner(p, deadline_s=None, seed=0) for p in priced)
+        curve.append({"inputs": num, **recovered(seconds)})
+    more = {"held_out": num_held_out, "ratio": ratio, "curve": curve}
+    return _row("simulated", seconds, learner) | more
 
 
 def served(
