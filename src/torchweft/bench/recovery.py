@@ -188,7 +188,7 @@ def simulated(
 def served(
     inputs: Sequence[Any], num_words: int, source: str, *, policy: Policy | None = None,
     pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 8,
-    num_measured: int = 16, repeats: int = 5, mem_dim: int = 450, seed: int = 0,
+    num_measured: int = 12, repeats: int = 3, mem_dim: int = 300, seed: int = 0,
     spots: Sequence[Spot] = (Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=1.5)),
 ) -> dict[str, Any]:  # fmt: skip
     """The same on real workers, in seconds of a placed call without its planning. An input is a
