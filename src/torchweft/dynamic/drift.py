@@ -20,7 +20,8 @@ FOLLOW = 0.3  # how far one call moves its factor
 FAR = 8.0
 MOVED = 1.25
 FADE = 0.99  # of the seconds that cells count by, with all that is seen of their device
-Key = tuple[str, str]
+FROM = "from "
+Key = tuple[str, str]  # (cell, device); of a link (FROM + source, target)
 
 
 class Drift(dict[Key, float]):
@@ -49,8 +50,8 @@ class Drift(dict[Key, float]):
             self.epoch += 1
 
     def forget(self, devices: Iterable[str]) -> None:
-        """Forget devices that are gone."""
+        """Forget devices that are gone, and the links from and to them."""
         gone = set(devices)
         for known in (self, self.settled, self.spent_s):
-            for key in [key for key in known if key[1] in gone]:
+            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
                 del known[key]

@@ -87,6 +87,7 @@ class Executor:
         self.last = 0
         self.num_replanned = 0
         self.lock = threading.RLock()
+        self.ended = threading.Condition()  # a job has
         pool.listen, pool.on_lost = self._hear, self._lost
         self.prices.measure_links()
 
@@ -163,7 +164,9 @@ class Executor:
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
         job.ended_s, job.error = time.perf_counter(), error
-        job.over.set()
+        with self.ended:
+            job.over.set()
+            self.ended.notify_all()
 
     # What workers say.
 
@@ -198,10 +201,10 @@ class Executor:
         assert isinstance(part, Part), "other parts answer"
         groups = {task.label: task.group for task in part.tasks}
         starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
-        if not part.tasks[0].needs:
+        if job.inputs.keys() >= set(part.tasks[0].needs):  # it waited for no other device
             way_s = self.prices.links[HOME, name].latency_s
             begun_s = max(0.0, min(starts) - job.began_s - way_s)
-            self.prices.started(name, begun_s / len(part.tasks))
+            self.prices.started(name, len(part.tasks), begun_s)
         runs = []
         for label, lane, start_s, end_s in message["spans"]:
             job.spans.append((label, lane, name, start_s, end_s))
@@ -210,7 +213,21 @@ class Executor:
         self.prices.saw(name, runs)
         job.waiting.discard(name)
         if not job.waiting:
+            self._price_copies(job)
             self._end(job)
+
+    def _price_copies(self, job: Job) -> None:
+        """Links follow what copies took; between boxes there is no common clock."""
+        copies: dict[str, list[tuple[int, float]]] = {}
+        for label, lane, _, start_s, end_s in job.spans:
+            if label.startswith("copy "):
+                spec, _, count = job.blocks[label.split()[1]]
+                copies.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
+        for lane, found in copies.items():
+            source, _, target = lane.partition(".to.")
+            ends = {source, target} - {HOME}
+            if not any(self.pool.mates[name].spot.address for name in ends):
+                self.prices.carried(source, target, found)
 
     def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
         part = job.parts[name]

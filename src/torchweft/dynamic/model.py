@@ -45,6 +45,7 @@ from torchweft.plan import Plan
 from torchweft.trace import Trace
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
+KEPT = 4  # windows of answers that a stream keeps until those before them are there
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,16 @@ class Dynamic:
         batch: how many inputs make one job.
         """
         placer, pool = self._workers()
-        under_way: deque[tuple[Job | None, list[Any]]] = deque()
+        asked: deque[tuple[Job | None, list[Any]]] = deque()
         for given in _batches(inputs, batch):
-            under_way.append(self._start(placer, given))
-            while len(under_way) >= (window or 2 * len(pool.names) or 1):
-                yield from self._finish(placer, *under_way.popleft())
-        while under_way:
-            yield from self._finish(placer, *under_way.popleft())
+            asked.append(self._start(placer, given))
+            limit = window or 2 * len(pool.names) or 1
+            placer.wait([job for job, _ in asked if job is not None], limit - 1)
+            # A slow worker's answer is waited for only if too many others would have to wait.
+            while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
+                yield from self._finish(placer, *asked.popleft())
+        while asked:
+            yield from self._finish(placer, *asked.popleft())
 
     def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
         if self.turns is not None:
@@ -152,8 +156,7 @@ class Dynamic:
         devices: tuple[str, ...] = ()
         latency_s = 0.0
         if job is not None:
-            job.over.wait()
-            placer.over(job)
+            placer.wait([job], 0)
             self.job = job
             error, devices = job.error, tuple(job.parts)
             latency_s = job.ended_s - job.began_s
@@ -225,7 +228,7 @@ class Dynamic:
             self.pool.stop()
 
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
-        if recording.used or recording.inputs or recording.packs:
+        if recording.used or recording.inputs or recording.apart or recording.packs:
             self._flush(recording, _lazies(outputs), bundles)
         leaves, tree = pytree.tree_flatten(outputs)
         mine = [
@@ -263,6 +266,10 @@ class Dynamic:
 
 def _lazies(outputs: Any) -> list[Lazy]:
     return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
+
+
+def _over(job: Job | None) -> bool:
+    return job is None or job.over.is_set()
 
 
 def _arguments(recording: Recording, given: Any) -> Any:

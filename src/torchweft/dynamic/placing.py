@@ -24,7 +24,7 @@ from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Held, take, take_inputs
+from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
 from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.recording import Recording
@@ -58,15 +58,15 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
     held: Held = recording.store
     before, first = dict(held.layout.num_rows), held.num_values
     pending = take(recording, held.layout)
-    inputs = take_inputs(recording, held.layout)
+    inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
     groups = group(held.layout, pending, bundles)
     held.store.reserve(held.layout.num_rows)
     blocks: dict[str, Block] = {}
     for spec, count in before.items():  # what earlier flushes made and these groups read
         blocks[f"in{len(blocks)}"] = spec, 0, count
-    for spec, start, tensors in inputs:
-        held.store.write(spec, start, torch.stack(tensors))
-        blocks[f"in{len(blocks)}"] = spec, start, len(tensors)
+    for spec, start, rows in inputs:
+        held.store.write(spec, start, rows)
+        blocks[f"in{len(blocks)}"] = spec, start, len(rows)
     read = {spec for each in groups for spec in each.cell.reads}
     blocks = {name: block for name, block in blocks.items() if block[0] in read}
     sent = {
@@ -143,7 +143,16 @@ class Placer:
         job = Job(write)
         return job
 
-    def over(self, job: Job) -> None:
+    def wait(self, jobs: Sequence[Job], num_left: int) -> None:
+        """Wait until no more than `num_left` of these whole jobs are under way."""
+        ended = self.executor.ended
+        with ended:
+            ended.wait_for(lambda: sum(not job.over.is_set() for job in jobs) <= num_left)
+        for job in jobs:
+            if job.over.is_set():
+                self._over(job)
+
+    def _over(self, job: Job) -> None:
         """A whole job has ended: its device is free of it, and its pace is known better."""
         device, seconds = self.backlog_s.pop(id(job), ("", 0.0))
         if job.busy_s and seconds:
@@ -151,14 +160,18 @@ class Placer:
             self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
 
     def simulate(self, found: Plan, job: Job) -> Trace:
-        """What the prices, as they are now, say of a plan of a job; weights are there already."""
+        """What the prices, as they are now, say of a plan of a job; weights are there already.
+
+        Prices of links are what copies took, side by side as they went, so they share nothing more.
+        """
         assert job.drawing is not None, "a job with a plan has a drawing"
         prices, weights = self.executor.prices, job.drawing.weights
         machine = prices.machine()
         labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
         steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
         lean = found.then("weights are resident", steps=steps)
-        return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
+        costs = prices.costs(job.drawing, machine)
+        return simulate(lean, Context(), machine, costs, contention=False)
 
     def _measure(self, cells: Iterable[Cell]) -> None:
         """New cells are measured on every device, before anything is planned."""

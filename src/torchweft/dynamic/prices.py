@@ -3,8 +3,8 @@
     (cell, device) -> {rows: seconds}      measured by the worker itself, as it runs groups
     (device, device) -> latency, rate      measured with rows that go there and back
 
-What it takes to hand a group to a device counts too. Spans of real runs move the prices: seconds =
-measured * drift (see `Drift`), so the table follows a device that slows down or recovers.
+What it takes to hand a group to a device counts too. Spans of real runs and copies move the prices:
+seconds = measured * drift (see `Drift`), so the table follows a device that slows down or recovers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torchweft.cost import Costs, CostTable
 from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.drift import FOLLOW, Drift
+from torchweft.dynamic.drift import FOLLOW, FROM, Drift
 from torchweft.dynamic.graphing import HOME, Drawing, body_of
 from torchweft.dynamic.pool import Pool
 from torchweft.machine import Device, Lane, Link, Machine
@@ -27,6 +28,7 @@ ROWS = (1, 8, 64)
 REPEATS = 5
 MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
 PROBE_BYTES = (1_000, 1_000_000)
+START_GROUPS = 10  # a call costs as much to start as so many groups, and each of its groups
 
 
 class Prices:
@@ -70,10 +72,22 @@ class Prices:
         for name, (took_s, priced_s) in total.items():
             self.drift.saw((name, device), took_s / priced_s, took_s)
 
-    def started(self, device: str, seconds: float) -> None:
-        """It took so long a group until a device had begun: writing, sending and reading parts."""
+    def started(self, device: str, num_groups: int, seconds: float) -> None:
+        """It took so long until a device had begun with so many groups: to write, send and read
+        what it is to do. That is so much a group, and as much as some groups for any call."""
+        seconds /= num_groups + START_GROUPS
         before_s = self.start_s.get(device, seconds)
         self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
+
+    def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
+        """The copies of a call over a link, as (bytes, seconds): the drift follows."""
+        took_s = priced_s = 0.0
+        link = self.links[source, target]
+        for num_bytes, seconds in copies:
+            took_s += seconds
+            priced_s += link.latency_s + num_bytes / link.bytes_per_s
+        key = FROM + source, target
+        self.drift.saw(key, took_s / priced_s / self.drift.get(key, 1.0), 0.0)
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
         """Measure a cell on a device, once, with weights of these shapes; none are sent."""
@@ -128,8 +142,16 @@ class Prices:
         devices = (Device(HOME), *(Device(s.name, memory_bytes=s.memory_bytes) for s in spots))
         lanes = (Lane(HOME, HOME, ("io",)), *(Lane(name, name) for name in names))
         alive = {HOME, *names}
-        links = tuple(link for pair, link in self.links.items() if alive.issuperset(pair))
-        return Machine("workers", devices, lanes, links)
+        links = [self._link_now(link) for pair, link in self.links.items() if alive >= set(pair)]
+        return Machine("workers", devices, lanes, tuple(links))
+
+    def _link_now(self, link: Link) -> Link:
+        """A link as it is now: its drift, and what it takes to start a call."""
+        factor = self.drift.get((FROM + link.source, link.target), 1.0)
+        latency_s = link.latency_s * factor
+        if link.source == HOME:
+            latency_s += START_GROUPS * self.start_s.get(link.target, 0.0)
+        return replace(link, latency_s=latency_s, bytes_per_s=link.bytes_per_s / factor)
 
     def costs(self, drawing: Drawing, machine: Machine) -> Costs:
         """What the ops of a drawing cost on the devices of a machine."""
