@@ -21,7 +21,7 @@ from torchweft.placement.cases import sst_trees
 
 EVERY = 25
 """Steps between two points of the curve."""
-MAX_TREE = 96
+MAX_TREE = 64
 
 
 @place.command("train")
