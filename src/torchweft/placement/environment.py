@@ -6,7 +6,7 @@
 
 It is deterministic: `reset(seed=...)` draws the problem, and nothing in `step` looks at a clock.
 Pairs without room for the op are masked, as are those that are not there; an action that the mask
-forbids ends the game with the reward `FORBIDDEN`.
+forbids ends the game with the reward `FORBIDDEN`. It needs gymnasium: `torchweft[learn]`.
 """
 
 from __future__ import annotations

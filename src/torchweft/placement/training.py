@@ -46,9 +46,9 @@ NUM_TAUGHT = 4
 class Settings:
     """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2."""
 
+    num_imitation: int
+    num_steps: int
     seed: int = 0
-    num_imitation: int = 60
-    num_steps: int = 1200
     num_problems: int = 16
     num_tries: int = 12
     rate: float = 3e-3
