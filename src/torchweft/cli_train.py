@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EVERY = 25
 """Steps between two points of the curve."""
 MAX_TREE = 64
-NUM_STEPS, NUM_IMITATION = 500, 10
+NUM_STEPS, NUM_IMITATION = 300, 5
 
 
 @place.command("train")

@@ -120,6 +120,8 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
         ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
         ("place plan --graph graph.json", "give --machine"),
         ("place plan --graph tree.txt --tree 7", "no tree number 7"),
+        ("place plan --graph tree.txt --planner heft --policy p.safetensors", "has no policy"),
+        ("place plan --graph tree.txt --planner learned --policy tree.txt", "is no policy"),
         ("bench placement --data nowhere", "no folder"),
     ],
 )

@@ -37,7 +37,6 @@ HELD_OUT = 1_000_000_007
 NUM_HELD_OUT = 120
 HELD_OUT_RATIOS = (0.3, 1.0, 3.0)
 MAX_NORM = 1.0
-ENTROPY = 0.01
 NUM_TAUGHT = 4
 """So many of a step's problems are planned by the teacher, which takes long."""
 
@@ -139,7 +138,7 @@ class Trainer:
             loss = imitate(self.policy, problems[:NUM_TAUGHT], self.step)
         else:
             generator = np.random.default_rng([settings.seed, self.step])
-            loss = reinforce(self.policy, problems, settings.num_tries, generator, ENTROPY * left)
+            loss = reinforce(self.policy, problems, settings.num_tries, generator, 0.0)
         descend(self.policy, self.optimizer, loss)
         self.step += 1
         return float(loss.detach())
