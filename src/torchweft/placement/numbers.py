@@ -161,7 +161,7 @@ def _fill(made: Numbers, number: int, problem: Problem) -> None:
         made.costs[1, devices, rows].mean(0),
     )
     made.op_facts[rows] = np.log1p(np.stack(facts, 1))
-    speed = np.nanmean(np.where(allowed.any(1)[:, None], usable, 1.0), 1)
+    speed = np.nanmean(np.where(allowed.any(axis=1, keepdims=True), usable, 1.0), 1)
     speed = np.maximum(speed, 1e-6)
     made.device_facts[number, devices] = np.stack(
         (

@@ -87,8 +87,8 @@ class Policy(nn.Module):
         shape = facts.shape[:-1]
         both = op.unsqueeze(-2).expand(*shape, -1), device.unsqueeze(-3).expand(*shape, -1)
         found = torch.relu(self.pair(torch.cat((facts, *both), -1)))
-        found = self.score(found + torch.relu(self.again(found))) + self.line(facts)
-        return found.squeeze(-1).masked_fill(~mask, FORBIDDEN).flatten(-2)
+        scores: Tensor = self.score(found + torch.relu(self.again(found))) + self.line(facts)
+        return scores.squeeze(-1).masked_fill(~mask, FORBIDDEN).flatten(-2)
 
     def save(self, path: str | Path, **notes: object) -> None:
         """Write the policy; `notes` (plain data) say how it was made."""
@@ -105,15 +105,17 @@ class Policy(nn.Module):
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as cause:
             raise PlacementError(f"file: {path} is no policy: {cause}", rule="file") from None
-        sizes = header.get("sizes") if isinstance(header, dict) else None
-        good = isinstance(sizes, list) and len(sizes) == 4
+        if not isinstance(header, dict):
+            header = {}
+        sizes = header.get("sizes")
         if (
             header.get("weft_policy") != VERSION
-            or not good
+            or not isinstance(sizes, list)
+            or len(sizes) != 4
             or not all(type(size) is int and 0 < size <= 1024 for size in sizes)
         ):
             raise PlacementError(f"file: {path} is no policy of version {VERSION}.", rule="file")
-        policy = Policy(tuple(sizes))
+        policy = Policy((sizes[0], sizes[1], sizes[2], sizes[3]))
         wanted = {name: tensor.shape for name, tensor in policy.state_dict().items()}
         if {name: tensor.shape for name, tensor in tensors.items()} != wanted or not all(
             tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values()

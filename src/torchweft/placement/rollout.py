@@ -86,7 +86,8 @@ class Rollout:
     @property
     def end_s(self) -> Floats:
         """Scaled seconds of each try so far."""
-        return np.where(self.numbers.devices[:, self.problem], self.free_s, 0).max(0)
+        used_s: Floats = np.where(self.numbers.devices[:, self.problem], self.free_s, 0)
+        return np.maximum.reduce(used_s, 0)
 
     @property
     def makespan_s(self) -> Floats:

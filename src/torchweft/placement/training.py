@@ -168,7 +168,7 @@ def fine_tune(
 def descend(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """One step of the optimizer."""
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
     optimizer.step()
 
