@@ -9,6 +9,7 @@ torchweft place plan --graph FILE --planner learned --policy run/best.safetensor
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,7 +152,7 @@ def _tune(
 ) -> None:
     """Stage 3. Every fifth run is set aside, to measure on; of fewer than five, none."""
     from torchweft.placement.checkpoint import BEST, CURVE, picture
-    from torchweft.placement.learned import POLICY
+    from torchweft.placement.learned import default_policy
     from torchweft.placement.learner import one_thread
     from torchweft.placement.policy import Policy
     from torchweft.placement.training import Yardstick, fine_tune
@@ -161,7 +162,8 @@ def _tune(
         raise PlacementError(f"train: there is a policy in {output}. {cure}", rule="train")
     began_s = time.perf_counter()
     problems = problems_in(folder)
-    tuned = Policy.load(policy or (output / BEST if resume else POLICY))
+    start = policy or (output / BEST if resume else None)
+    tuned = copy.deepcopy(default_policy()) if start is None else Policy.load(start)
     yardstick = Yardstick(problems[4::5] or problems)
     kept = [problem for at, problem in enumerate(problems) if at % 5 != 4]
     curve = [yardstick.measure(tuned, "start", 0)]

@@ -31,10 +31,11 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM
 from torchweft.dynamic.drift import Drift
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
+from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
-from torchweft.placement.learned import POLICY, default_policy, guarded, learned, planner_of
+from torchweft.placement.learned import default_policy, guarded, learned, planner_of
 from torchweft.placement.learner import Learner, Pace, one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
@@ -65,8 +66,11 @@ def policy_of(path: str) -> Policy:
     """The policy of a file; without one the package's own, or an untrained one if it has none."""
     if path:
         return Policy.load(path)
-    torch.manual_seed(0)
-    return default_policy() if POLICY.exists() else Policy()
+    try:
+        return default_policy()
+    except PlacementError:
+        torch.manual_seed(0)
+        return Policy()
 
 
 def long_search(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
