@@ -39,7 +39,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def spoiled(seed: int = 0, std: float = 1.0) -> Policy:
+def spoiled(seed: int = 0, std: float = 10.0) -> Policy:
     """A policy that chooses badly."""
     torch.manual_seed(seed)
     found = Policy()
