@@ -43,6 +43,7 @@ from torchweft.placement.policy import Policy
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0
 SEARCH_S = 0.5
+LEAST_LOSS = 0.05  # of the best: a share of less than that is noise
 LOOKS = (1, 3, 10, 30, 100, 300)  # inputs after the drift: points of the curve
 NOISE = 0.1  # of what a simulated device takes for a call, in logarithms
 
@@ -88,12 +89,12 @@ def arms_of(before: Policy, learner: Learner) -> dict[str, Planner]:
     }
 
 
-def recovered(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The share of the loss that each arm wins back; nothing is lost: all of it."""
+def recovered(seconds: Mapping[str, float]) -> dict[str, float | None]:
+    """The share of the loss that each arm wins back; None where next to nothing was lost."""
     lost_s = seconds["frozen"] - seconds["best"]
+    lost = lost_s > LEAST_LOSS * seconds["best"]
     return {
-        arm: (seconds["frozen"] - seconds[arm]) / lost_s if lost_s > 0 else 1.0
-        for arm in ARMS[1:-1]
+        arm: (seconds["frozen"] - seconds[arm]) / lost_s if lost else None for arm in ARMS[1:-1]
     }
 
 
@@ -191,8 +192,8 @@ def simulated(
 
 def served(
     inputs: Sequence[Any], num_words: int, source: str, *, policy: Policy | None = None,
-    pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 8,
-    num_measured: int = 12, repeats: int = 3, mem_dim: int = 300, seed: int = 0,
+    pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 4,
+    num_measured: int = 12, repeats: int = 3, mem_dim: int = 800, seed: int = 0,
     spots: Sequence[Spot] = (Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=1.5)),
 ) -> dict[str, Any]:  # fmt: skip
     """The same on real workers, in seconds of a placed call without its planning. An input is a
