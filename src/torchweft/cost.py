@@ -68,22 +68,14 @@ class CostTable:
         """The measured points by (key, device)."""
         return {(key, device): points for key, device, points in self.entries}
 
-    def to_data(self) -> dict[str, object]:
-        """The table as plain data, ready for JSON."""
-        return {"weft_costs": VERSION, "entries": self.entries}
-
     def save(self, path: str | Path) -> None:
         """Write the table as a JSON file."""
-        write_json(path, self.to_data())
+        write_json(path, {"weft_costs": VERSION, "entries": self.entries})
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """Read a cost file. Raises `MachineError` for a file that is not one."""
-        return CostTable.from_data(read_json(path, MachineError, "cost"), path)
-
-    @staticmethod
-    def from_data(found: object, path: str | Path) -> CostTable:
-        """The table of plain data that stands in this file. Raises `MachineError` as `load`."""
+        found = read_json(path, MachineError, "cost")
         if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
             raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
         try:

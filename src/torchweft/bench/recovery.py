@@ -31,10 +31,11 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM
 from torchweft.dynamic.drift import Drift
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
+from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
-from torchweft.placement.learned import POLICY, default_policy, guarded, learned, planner_of
+from torchweft.placement.learned import default_policy, guarded, learned, planner_of
 from torchweft.placement.learner import Learner, Pace, one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
@@ -42,6 +43,8 @@ from torchweft.placement.policy import Policy
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0
 SEARCH_S = 0.5
+LEAST_LOSS = 0.05  # of the best: a share of less than that is noise
+LOOKS = (1, 3, 10, 30, 100, 300)  # inputs after the drift: points of the curve
 NOISE = 0.1  # of what a simulated device takes for a call, in logarithms
 
 
@@ -64,8 +67,11 @@ def policy_of(path: str) -> Policy:
     """The policy of a file; without one the package's own, or an untrained one if it has none."""
     if path:
         return Policy.load(path)
-    torch.manual_seed(0)
-    return default_policy() if POLICY.exists() else Policy()
+    try:
+        return default_policy()
+    except PlacementError:
+        torch.manual_seed(0)
+        return Policy()
 
 
 def long_search(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
@@ -83,12 +89,12 @@ def arms_of(before: Policy, learner: Learner) -> dict[str, Planner]:
     }
 
 
-def recovered(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The share of the loss that each arm wins back; nothing is lost: all of it."""
+def recovered(seconds: Mapping[str, float]) -> dict[str, float | None]:
+    """The share of the loss that each arm wins back; None where next to nothing was lost."""
     lost_s = seconds["frozen"] - seconds["best"]
+    lost = lost_s > LEAST_LOSS * seconds["best"]
     return {
-        arm: (seconds["frozen"] - seconds[arm]) / lost_s if lost_s > 0 else 1.0
-        for arm in ARMS[1:-1]
+        arm: (seconds["frozen"] - seconds[arm]) / lost_s if lost else None for arm in ARMS[1:-1]
     }
 
 
@@ -165,23 +171,29 @@ def simulated(
         planner_of(before, guarded)(world.priced(p), deadline_s=None, seed=0) for p in held_out
     ]
     world.truth[0] = SLOWER
-    serve(num_inputs)
 
     def total_s(placements: Iterable[Placement]) -> float:
         pairs = zip(held_out, placements, strict=True)
         return sum(replay(world.true(first), found).score_s for first, found in pairs)
 
     seconds = {"frozen": total_s(frozen)}
-    for arm, planner in arms_of(before, learner).items():
-        seconds[arm] = total_s(planner(world.priced(p), deadline_s=None, seed=0) for p in held_out)
     seconds["best"] = total_s(annealing(world.true(p), seed=seed) for p in held_out)
-    return _row("simulated", seconds, learner) | {"held_out": num_held_out, "ratio": ratio}
+    curve, done = [], 0
+    for num in (*(num for num in LOOKS if num < num_inputs), num_inputs):
+        serve(num - done)
+        done = num
+        for arm, planner in arms_of(before, learner).items():
+            priced = [world.priced(first) for first in held_out]
+            seconds[arm] = total_s(planner(p, deadline_s=None, seed=0) for p in priced)
+        curve.append({"inputs": num, **recovered(seconds)})
+    more = {"held_out": num_held_out, "ratio": ratio, "curve": curve}
+    return _row("simulated", seconds, learner) | more
 
 
 def served(
     inputs: Sequence[Any], num_words: int, source: str, *, policy: Policy | None = None,
-    pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 8,
-    num_measured: int = 16, repeats: int = 5, mem_dim: int = 450, seed: int = 0,
+    pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 4,
+    num_measured: int = 12, repeats: int = 3, mem_dim: int = 800, seed: int = 0,
     spots: Sequence[Spot] = (Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=1.5)),
 ) -> dict[str, Any]:  # fmt: skip
     """The same on real workers, in seconds of a placed call without its planning. An input is a

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from torchweft.cost import Costs, CostTable
-from torchweft.errors import PlacementError
+from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader, read_json, write_json
 from torchweft.graph import Graph
 from torchweft.graph_file import graph_data, read_graph
@@ -68,7 +68,7 @@ class Served:
             "resident": list(self.resident),
             "graph": graph_data(self.graph),
             "machine": machine_data(self.machine),
-            "costs": self.table.to_data(),
+            "costs": self.table.entries,
             "trace": trace_data(self.trace),
         }
         write_json(path, data)
@@ -82,13 +82,22 @@ class Served:
         served = Served(
             read_graph(read.take("graph", dict)),
             read_machine(read.take("machine", dict)),
-            CostTable.from_data(read.take("costs", dict), path),
+            _table(read),
             read_trace(read.take("trace", dict)),
             read.take("home", str),
             read.names("resident"),
         )
         read.done()
         return served
+
+
+def _table(read: Reader) -> CostTable:
+    entries = read.take("costs", list)
+    try:
+        rows = [(key, device, tuple(map(tuple, points))) for key, device, points in entries]
+        return CostTable(tuple(rows))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as cause:
+        raise read.fail(f"its costs are damaged: {clip(cause)}.") from None
 
 
 def problems_in(folder: Path) -> Sequence[Problem]:
