@@ -17,7 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -38,6 +38,10 @@ from torchweft.session import Session
 from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
 from torchweft.trace import Trace
+
+if TYPE_CHECKING:
+    from torchweft.dynamic.model import Dynamic
+    from torchweft.dynamic.reporting import DynamicReport
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -157,8 +161,14 @@ def session_of(model: Callable[..., Any]) -> Session:
     return session
 
 
-def report(model: Callable[..., Any]) -> Report:
-    """What became of a compiled model: plans, buckets, shares, fallbacks with reasons."""
+@overload
+def report(model: Dynamic) -> DynamicReport: ...  # type: ignore[overload-overlap]
+@overload
+def report(model: Callable[..., Any]) -> Report: ...
+def report(model: Any) -> Any:
+    """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
+    if not isinstance(model, nn.Module) and hasattr(type(model), "report"):  # a `Dynamic`
+        return model.report()
     return report_of(session_of(model))
 
 

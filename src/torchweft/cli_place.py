@@ -23,11 +23,12 @@ from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.machine import load_machine
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.planners import get_planner
+from torchweft.placement.planners import Planner, get_planner
 from torchweft.placement.read_any import Wanted, read_problem
 from torchweft.trace import format_s
 from torchweft.verify import verify
 
+LEARNED = ("learned", "guarded", "guided")
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
 GraphFile = Annotated[
@@ -54,6 +55,9 @@ PlannerName = Annotated[
 Deadline = Annotated[
     float | None, typer.Option("--deadline-ms", min=0, help="for planners that search")
 ]
+PolicyFile = Annotated[
+    Path | None, typer.Option("--policy", help=f"of your own, for {', '.join(LEARNED)}")
+]
 Seed = Annotated[int, typer.Option("--seed")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
@@ -77,6 +81,7 @@ def plan_command(
     graph: GraphFile,
     machine: MachineFile = None,
     planner: PlannerName = "portfolio",
+    policy: PolicyFile = None,
     deadline_ms: Deadline = None,
     devices: Devices = "",
     ratio: Ratio = None,
@@ -97,8 +102,9 @@ def plan_command(
 ) -> None:
     """Plan where each op runs: placement, starts, makespan, bound and planning time."""
     asked = _asked(context)
+    chosen = _with_policy(planner, policy)
     with bar(f"{planner} places {asked.problem.name}"):
-        found = plan(asked.problem, planner, deadline_s=asked.deadline_s, seed=seed)
+        found = plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=seed)
     if output is not None:
         found.save(output)
     if plan_file is not None:
@@ -307,6 +313,19 @@ def _slowness(text: str) -> tuple[float, ...]:
     if len(numbers) == 1 and type(numbers[0]) is int and 1 <= numbers[0] <= 10_000:
         return (1.0,) * numbers[0]
     return tuple(map(float, numbers))
+
+
+def _with_policy(planner: str, policy: Path | None) -> str | Planner:
+    """The planner, with a policy of the user's own if there is one."""
+    if policy is None:
+        return planner
+    if planner not in LEARNED:
+        text = f"policy: {planner!r} has no policy; --policy goes with {', '.join(LEARNED)}."
+        raise PlacementError(text, rule="policy")
+    from torchweft.placement.learned import planner_of
+    from torchweft.placement.policy import Policy
+
+    return planner_of(Policy.load(policy), get_planner(planner))
 
 
 @contextmanager

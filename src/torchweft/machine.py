@@ -226,7 +226,12 @@ def to_data(machine: Machine) -> dict[str, object]:
 
 def load_machine(path: str | Path) -> Machine:
     """Read a machine file. Raises `MachineError` for a file that is not one."""
-    read = Reader(read_json(path, MachineError, "machine"), MachineError, "machine")
+    return from_data(read_json(path, MachineError, "machine"))
+
+
+def from_data(found: object) -> Machine:
+    """The machine of plain data. Raises `MachineError` for data that is none."""
+    read = Reader(found, MachineError, "machine")
     if read.take("weft_machine", int, None) != VERSION:
         raise read.fail(f"this is not a machine file of version {VERSION}.")
     machine = Machine(

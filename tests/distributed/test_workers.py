@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +21,38 @@ from torch import Tensor, nn
 import torchweft as weft
 from torchweft.bench.dynamic import drawn_trees
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
+from torchweft.bench.dynamic_placed import ByNodes
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
-from torchweft.placement import placed
+from torchweft.placement import Problem, placed
+from torchweft.placement.learner import Learner, Pace
+from torchweft.placement.policy import Policy
+from torchweft.placement.served import Served
 from torchweft.plan import Plan
 from torchweft.verify import verify
 
 TOLERANCE = 1e-5
-LOST_S, CALM_S = 5.0, 60.0  # a loaded machine starves workers for seconds
+LOST_S, CALM_S = 8.0, 60.0  # a loaded machine starves workers for seconds
 TWO = (weft.Spot("one"), weft.Spot("two", slowness=2.0))
+
+
+@dataclass
+class Calm:
+    """A model on two workers that nothing happens to; tests share it, workers start slowly."""
+
+    model: BinaryTreeLSTM
+    inputs: list[Any]
+    wanted: list[Tensor]
+    dynamic: Any
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[Calm]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model, inputs, wanted = a_model(30)
+        with weft.dynamic(model, workers=TWO, watchdog_s=CALM_S) as dynamic:
+            yield Calm(model, inputs, wanted, dynamic)
 
 
 @pytest.fixture(autouse=True)
@@ -63,60 +88,64 @@ def one_by_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
     return placed(problem, devices, range(problem.num_ops))
 
 
+def all_on_one(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
+    """Ops on the first worker that takes them."""
+    return placed(problem, [min(a) for a in problem.allowed], range(problem.num_ops))
+
+
 @pytest.mark.parametrize("planner", ["single", "heft", "portfolio", one_by_one])
-def test_placed_calls_equal_plain_pytorch(planner: Any) -> None:
-    model, inputs, wanted = a_model()
-    with weft.dynamic(model, workers=TWO, planner=planner, watchdog_s=CALM_S) as dynamic:
-        assert close(dynamic.map(inputs), wanted)
-        assert close([dynamic(*each) for each in inputs[:3]], wanted[:3])
-        plan = dynamic.plan()
-        assert Plan.parse(str(plan)).bind(plan.graph) == verify(plan)
-        ran = {span.op for span in dynamic.trace().spans if span.kind == "run"}
-        assert ran == {op.name for op in plan.graph.ops if op.name != "answer"}
+def test_placed_calls_equal_plain_pytorch(calm: Calm, planner: Any) -> None:
+    dynamic, calm.dynamic.placer.planner = calm.dynamic, planner
+    assert close(dynamic.map(calm.inputs), calm.wanted)
+    assert close([dynamic(*each) for each in calm.inputs[:3]], calm.wanted[:3])
+    plan = dynamic.plan()
+    assert Plan.parse(str(plan)).bind(plan.graph) == verify(plan)
+    ran = {span.op for span in dynamic.trace().spans if span.kind == "run"}
+    assert ran == {op.name for op in plan.graph.ops if op.name != "answer"}
 
 
-def test_value_goes_once_to_each_device() -> None:
-    model, inputs, wanted = a_model()
-    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=CALM_S) as dynamic:
-        assert close(dynamic.map(inputs), wanted)
-        copies = [span.label for span in dynamic.trace().spans if span.kind == "copy"]
-        assert copies, "this planner sends"
-        assert len(set(copies)) == len(copies)
+def test_value_goes_once_to_each_device(calm: Calm) -> None:
+    calm.dynamic.placer.planner = one_by_one
+    assert close(calm.dynamic.map(calm.inputs), calm.wanted)
+    copies = [span.label for span in calm.dynamic.trace().spans if span.kind == "copy"]
+    assert copies, "this planner sends"
+    assert len(set(copies)) == len(copies)
 
 
-def test_equal_structure_is_planned_once() -> None:
-    model, inputs, _ = a_model()
-    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
-        dynamic.placer.executor.prices.saw = lambda *facts: None  # prices stand still
-        for _ in range(3):
-            dynamic.map(inputs)
-        assert dynamic.placer.num_hits == 2
-        assert len(dynamic.placer.plans) == 1
+def test_equal_structure_is_planned_once(calm: Calm, monkeypatch: pytest.MonkeyPatch) -> None:
+    placer = calm.dynamic.placer
+    monkeypatch.setattr(placer.executor.prices, "saw", lambda *facts: None)  # prices stand still
+    placer.planner = "heft"
+    calm.dynamic.map(calm.inputs[:7])
+    hits, planned = placer.num_hits, len(placer.plans)
+    for _ in range(2):
+        calm.dynamic.map(calm.inputs[:7])
+    assert placer.num_hits == hits + 2
+    assert len(placer.plans) == planned
 
 
 def test_model_that_needs_numbers_runs_on_workers_too() -> None:
     model = Routed().eval()
     inputs = [torch.randn(3, 12) for _ in range(3)]
     wanted = [model(each) for each in inputs]
-    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
+    with weft.dynamic(model, workers=TWO[:1], planner="heft", watchdog_s=CALM_S) as dynamic:
         assert close([dynamic(each) for each in inputs], wanted)
         assert close(dynamic.map(inputs), wanted)
 
 
-def test_stream_answers_in_order_and_uses_both_workers() -> None:
-    model, inputs, wanted = a_model(30)
-    with weft.dynamic(model, workers=TWO, watchdog_s=CALM_S) as dynamic:
-        answers = list(dynamic.stream(inputs))
-        assert close([answer.outputs for answer in answers], wanted)
-        assert {device for answer in answers for device in answer.devices} == {"one", "two"}
-        batched = list(dynamic.stream(inputs, batch=7))
-        assert close([answer.outputs for answer in batched], wanted)
+def test_stream_answers_in_order_and_uses_both_workers(calm: Calm) -> None:
+    answers = list(calm.dynamic.stream(calm.inputs))
+    assert close([answer.outputs for answer in answers], calm.wanted)
+    assert {device for answer in answers for device in answer.devices} == {"one", "two"}
+    batched = list(calm.dynamic.stream(calm.inputs, batch=7))
+    assert close([answer.outputs for answer in batched], calm.wanted)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_worker_in_a_stream_loses_no_input(how: int) -> None:
+def test_lost_worker_loses_no_input_and_its_name_can_be_used_again(how: int) -> None:
     model, inputs, wanted = a_model(40)
-    with weft.dynamic(model, workers=TWO, watchdog_s=LOST_S) as dynamic:
+    watchdog_s = LOST_S if how == signal.SIGSTOP else CALM_S
+    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=watchdog_s) as dynamic:
         list(dynamic.stream(inputs[:8]))
         answers = []
         for answer in dynamic.stream(inputs):
@@ -127,54 +156,29 @@ def test_lost_worker_in_a_stream_loses_no_input(how: int) -> None:
         assert close([answer.outputs for answer in answers], wanted)
         assert until(["two"], dynamic)
         assert {answer.devices for answer in dynamic.stream(inputs)} == {("two",)}
+        dynamic.join(TWO[0])
+        back = list(dynamic.stream(inputs))
+        assert close([answer.outputs for answer in back], wanted)
+        assert {device for answer in back for device in answer.devices} == {"one", "two"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_worker_in_a_placed_call_is_planned_around(how: int) -> None:
+def test_lost_worker_in_a_placed_call_is_planned_around() -> None:
     model, inputs, wanted = a_model()
-    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=LOST_S) as dynamic:
+    with weft.dynamic(model, workers=TWO, planner=one_by_one, watchdog_s=CALM_S) as dynamic:
         dynamic.map(inputs)
-        os.kill(dynamic.pool.mates["two"].process.pid, how)
+        os.kill(dynamic.pool.mates["two"].process.pid, signal.SIGKILL)
         assert close(dynamic.map(inputs), wanted)
         assert until(["one"], dynamic)
-
-
-def test_without_workers_left_every_input_is_reported_failed() -> None:
-    model, inputs, _ = a_model(10)
-    with weft.dynamic(model, workers=TWO[:1], watchdog_s=LOST_S) as dynamic:
-        list(dynamic.stream(inputs))
         os.kill(dynamic.pool.mates["one"].process.pid, signal.SIGKILL)
-        answers = list(dynamic.stream(inputs))
-        assert len(answers) == 10
-        assert all(isinstance(answer.error, RunError) for answer in answers)
         with pytest.raises(RunError, match="no worker is left"):
-            dynamic(*inputs[0])
-
-
-def test_worker_that_joins_is_used() -> None:
-    model, inputs, wanted = a_model(30)
-    with weft.dynamic(model, workers=TWO[1:], watchdog_s=CALM_S) as dynamic:
-        list(dynamic.stream(inputs))
-        dynamic.join(weft.Spot("new"))
+            dynamic.map(inputs)
         answers = list(dynamic.stream(inputs))
-        assert close([answer.outputs for answer in answers], wanted)
-        assert {device for answer in answers for device in answer.devices} == {"two", "new"}
-
-
-def test_name_of_a_lost_worker_can_be_used_again() -> None:
-    model, inputs, wanted = a_model(10)
-    with weft.dynamic(model, workers=TWO, watchdog_s=LOST_S) as dynamic:
-        list(dynamic.stream(inputs))
-        os.kill(dynamic.pool.mates["one"].process.pid, signal.SIGKILL)
-        assert until(["two"], dynamic)
-        dynamic.join(TWO[0])
-        assert close([answer.outputs for answer in dynamic.stream(inputs)], wanted)
-        assert set(dynamic.pool.names) == {"one", "two"}
+        assert [type(answer.error) for answer in answers] == [RunError] * len(inputs)
 
 
 def test_memory_limit_is_refused_before_anything_runs() -> None:
     model, inputs, _ = a_model()
-    small = [weft.Spot("one", memory_bytes=1000), weft.Spot("two", memory_bytes=1000)]
+    small = [weft.Spot("one", memory_bytes=1000)]
     with weft.dynamic(model, workers=small, planner="heft", watchdog_s=CALM_S) as dynamic:
         with pytest.raises(PlacementError):
             dynamic.map(inputs)
@@ -213,49 +217,100 @@ def right_on_two(problem: Any, *, deadline_s: float | None, seed: int) -> Any:
     return placed(problem, devices, range(problem.num_ops))
 
 
-def test_weights_are_only_where_they_are_needed() -> None:
+def test_weights_are_only_where_they_are_needed_and_sent_again_if_they_change() -> None:
     model, x = Two().eval(), torch.randn(8)
     with weft.dynamic(model, workers=TWO, planner=right_on_two, watchdog_s=CALM_S) as dynamic:
         assert close(dynamic(x), model(x))
         held = {name: set(mate.weights) for name, mate in dynamic.pool.mates.items()}
-    assert held == {
-        "one": {"left.weight", "left.bias"},
-        "two": {"right.weight", "right.bias"},
-    }
-
-
-def test_weights_are_sent_once_and_changed_ones_again() -> None:
-    model = Two().eval()
-    x = torch.randn(8)
-    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
-        assert close(dynamic(x), model(x))
+        assert held == {
+            "one": {"left.weight", "left.bias"},
+            "two": {"right.weight", "right.bias"},
+        }
         model.left.weight.mul_(3.0)
         assert close(dynamic(x), model(x))
 
 
-def test_failing_op_is_one_clean_error_and_the_workers_go_on() -> None:
+def test_dynpartition_places_every_node_by_itself(calm: Calm) -> None:
+    calm.dynamic.map(calm.inputs[:2])
+    way = ByNodes(calm.dynamic, [tree for tree, _ in calm.inputs], num_episodes=40)
+    for each, wanted in zip(calm.inputs[:3], calm.wanted, strict=False):
+        assert close(way([each]), [wanted])
+        num_nodes = len(each[0].nodes())
+        ran = [span.op for span in calm.dynamic.trace().spans if span.kind == "run"]
+        assert sum(op.startswith("output.") for op in ran) == num_nodes
+
+
+def test_failing_op_is_one_clean_error_and_the_workers_go_on(calm: Calm) -> None:
+    calm.dynamic.placer.planner = "heft"
+    tree, words = calm.inputs[0]
+    with pytest.raises(RunError, match="failed"):
+        calm.dynamic(tree, words + 10_000)
+    assert close(calm.dynamic.map(calm.inputs), calm.wanted)
+
+
+def test_prices_follow_a_worker_that_slows_down(calm: Calm) -> None:
+    dynamic, prices = calm.dynamic, calm.dynamic.placer.executor.prices
+    dynamic.placer.planner = all_on_one
+    dynamic.map(calm.inputs[:6])
+    cells = [key for key in prices.seconds if key[0].startswith("composer") and key[1] == "one"]
+    before, epoch = {key: prices.drift[key] for key in cells}, prices.epoch
+    dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 15.0})
+    for _ in range(6):
+        dynamic.map(calm.inputs[:6])
+    dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 1.0})
+    assert all(prices.drift[key] > 3 * before[key] for key in cells)
+    assert prices.epoch > epoch
+    table = prices.table()
+    assert table.seconds[cells[0]][0][1] > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
+
+
+def test_a_worker_that_nothing_runs_on_is_measured_again(calm: Calm) -> None:
+    executor = calm.dynamic.placer.executor
+    calm.dynamic.placer.planner = all_on_one
+    executor.prices.ran.clear()
+    calm.dynamic.map(calm.inputs)
+    assert executor.prices.ran == {"one"}
+    planned = calm.dynamic.placer.num_planned
+    measured = [key for key in executor.prices.seconds if key[1] == "two"]
+    before = {key: executor.prices.drift.get(key, 1.0) for key in measured}
+    calm.dynamic.pool.mates["two"].send({"kind": "throttle", "slowness": 40.0})
+    for _ in range(3):
+        executor.prices.ran = {"one"}
+        executor.look_around()
+    calm.dynamic.pool.mates["two"].send({"kind": "throttle", "slowness": 2.0})
+    factors = sorted(executor.prices.drift[key] / before[key] for key in measured)
+    assert factors[len(factors) // 2] > 2
+    assert not executor.prices.ran
+    calm.dynamic.map(calm.inputs)
+    assert calm.dynamic.placer.num_planned > planned, "no plan of the old prices is served"
+
+
+def no_problem() -> Problem:
+    raise PlacementError("device: no worker is left.")
+
+
+def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
     model, inputs, wanted = a_model()
-    with weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic:
-        tree, words = inputs[0]
-        dynamic(tree, words)
-        with pytest.raises(RunError, match="failed"):
-            dynamic(tree, words + 10_000)
-        assert close(dynamic.map(inputs), wanted)
-
-
-def test_prices_follow_a_worker_that_slows_down() -> None:
-    model, inputs, _ = a_model(30)
-    with weft.dynamic(model, workers=TWO[:1], watchdog_s=CALM_S) as dynamic:
-        list(dynamic.stream(inputs))
-        prices = dynamic.placer.executor.prices
-        cells = [key for key in prices.seconds if key[0].startswith("composer")]
-        before, epoch = {key: prices.drift[key] for key in cells}, prices.epoch
-        dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 20.0})
-        list(dynamic.stream(inputs))
-        assert all(prices.drift[key] > 3 * before[key] for key in cells)
-        assert prices.epoch > epoch
-        table = prices.table()
-        assert table.seconds[cells[0]][0][1] > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
+    pace = Pace(every=3, num_steps=1, num_problems=2, num_tries=2)
+    learner = Learner(Policy(), pace)
+    with weft.dynamic(model, workers=TWO, planner=learner, watchdog_s=CALM_S) as dynamic:
+        dynamic.placer.executor.prices.saw = lambda *facts: None  # prices stand still
+        for _ in range(7):
+            assert close(dynamic.map(inputs), wanted)
+        dynamic.turns.begin()
+        assert (learner.num_served, learner.num_learned, learner.num_turns) == (7, 6, 2)
+        assert learner.num_planned == 3, "anew after each turn, else from the cache"
+        assert "learned from 6 of 7 inputs" in str(weft.report(dynamic))
+        run = dynamic.served()
+        run.save(tmp_path / "run.json")
+        list(dynamic.stream(inputs[:4]))
+        assert learner.num_served == 7, "whole inputs are not placed"
+        learner.past.extend([no_problem] * 50)
+        for _ in range(3):
+            assert close(dynamic.map(inputs), wanted)
+        assert "1 turns failed" in str(dynamic.report())
+    assert Served.load(tmp_path / "run.json") == run
+    assert run.problem().num_ops == len(run.graph.ops)
 
 
 def test_worker_over_torch_distributed() -> None:
@@ -296,7 +351,7 @@ def test_mistakes_of_workers_are_named() -> None:
 
 def test_stopped_pool_leaves_no_process() -> None:
     model, inputs, _ = a_model(3)
-    dynamic = weft.dynamic(model, workers=TWO, watchdog_s=CALM_S)
+    dynamic = weft.dynamic(model, workers=TWO[:1], watchdog_s=CALM_S)
     dynamic.map(inputs)
     processes = [mate.process for mate in dynamic.pool.mates.values()]
     folder = dynamic.pool.folder

@@ -120,6 +120,8 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
         ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
         ("place plan --graph graph.json", "give --machine"),
         ("place plan --graph tree.txt --tree 7", "no tree number 7"),
+        ("place plan --graph tree.txt --planner heft --policy p.safetensors", "has no policy"),
+        ("place plan --graph tree.txt --planner learned --policy tree.txt", "is no policy"),
         ("bench placement --data nowhere", "no folder"),
     ],
 )
@@ -137,6 +139,7 @@ def test_bench_has_rows_for_all_planners_and_the_summary():
         num_ops=9,
         search_ms=2.0,
         solver_s=0.05,
+        no_workers=True,
         progress=lambda *at: seen.append(at),
     )
     assert seen[-1] == (summary["cases"], summary["cases"])
@@ -146,5 +149,8 @@ def test_bench_has_rows_for_all_planners_and_the_summary():
     assert all(row["over_best"] >= 1 and row["over_bound"] >= 1 - 1e-9 for row in rows)
     assert summary["portfolio_worst_guarded"] <= 1.0
     assert 1 <= summary["stg_portfolio_ratio"] < 1.5
-    for name in ("learned_vs_best_classical", "simulator_error", "batched_vs_per_node"):
-        assert summary[name] is None
+    assert {row["planner"] for row in rows} >= {"learned", "learned, seed 2", "guarded", "guided"}
+    assert {row["devices"] for row in rows if row["held_out_devices"]} >= {5}
+    assert len(summary["learned_vs_best_classical_by_seed"]) == 3
+    assert summary["learned_worst_guarded"] <= 1.0
+    assert summary["simulator_error"] is None  # not without workers

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchweft.bench.dynamic import read_trees
 from torchweft.bench.dynamic_models import Tree
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.cell import Cell
+from torchweft.dynamic.channel import SocketChannel
 from torchweft.errors import CaptureError
 
 TOLERANCE = 1e-5
@@ -124,6 +126,88 @@ def test_inputs_that_need_numbers_still_run_together() -> None:
     alone, dynamic.num_groups = dynamic.num_groups, 0
     assert close(dynamic.map(inputs), one_by_one)
     assert dynamic.num_groups < alone / 2
+
+
+def test_sentences_of_any_length_are_looked_up_by_one_cell_and_equal_words_once() -> None:
+    model, inputs = cases()["binary tree"]
+    dynamic = weft.dynamic(model)
+    dynamic.map(inputs)
+    cells = {e.cell.name.partition(".")[0] for e in dynamic.state.entries.values()}
+    assert cells == {"embedding", "leaf", "composer", "output"}
+    assert len(dynamic.state.entries) == 4
+    dynamic.num_ops = 0
+    dynamic.map([inputs[0], inputs[0]])
+    leaves, nodes = len(inputs[0][1]), len(inputs[0][0].nodes())
+    words = len(inputs[0][1].unique())
+    # lookups, leaves and their outputs once a word; inner nodes in both trees
+    assert dynamic.num_ops == 3 * words + 2 * 2 * (nodes - leaves)
+
+
+class Rows(nn.Module):
+    """Takes its input apart, and uses it as a whole as well, before or after numbers are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.all = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, when: str) -> Any:
+        if when == "before":
+            return self.all(x), [self.one(x[n]) for n in range(len(x))]
+        made = [self.one(x[n]) for n in range(len(x))]
+        if when == "numbers between" and made[0].sum() > 1e9:
+            return made
+        return self.all(x), torch.stack([x, x]), x[0], made
+
+
+@pytest.mark.parametrize("when", ["before", "after", "numbers between"])
+def test_input_is_used_by_rows_and_as_a_whole(when: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Rows(), [(torch.randn(n, 4), when) for n in (3, 5, 3)]
+    wanted = [model(*each) for each in inputs]
+    dynamic = weft.dynamic(model)
+    assert close([dynamic(*each) for each in inputs], wanted)
+    assert close(dynamic.map(inputs), wanted)
+
+
+def test_equal_values_are_changed_one_by_one() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, words: Tensor) -> list[Tensor]:
+            return [self.inner[1](each) for each in self.inner[0](words)]
+
+    first, second = weft.dynamic(Words())(torch.tensor([2, 2]))
+    before = second.clone()
+    first.add_(1.0)
+    assert torch.equal(second, before)
+
+
+def test_modules_have_their_own_class_outside_of_calls() -> None:
+    model, inputs = cases()["binary tree"]
+    dynamic = weft.dynamic(model)
+    for _ in range(3):
+        dynamic.map(inputs)
+    assert type(model.leaf) is models.Leaf
+    with pytest.raises(TypeError) as error:
+        dynamic(inputs[0][0], None)
+    assert error.value.__context__ is None, "what is the user's has nothing of ours in it"
+    assert type(model.leaf) is models.Leaf
+
+
+def test_messages_keep_small_and_large_tensors() -> None:
+    sent = [torch.arange(5), torch.empty(0, 3), torch.randn(100, 100), torch.tensor(True)]
+    here, there = Pipe()
+    channel = SocketChannel(here)
+    thread = threading.Thread(target=channel.send, args=({"kind": "x", "n": 1}, sent))
+    thread.start()
+    message, found = SocketChannel(there).receive()
+    thread.join()
+    assert message == {"kind": "x", "n": 1}
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, sent, strict=True))
 
 
 def test_gradients_equal_those_of_plain_pytorch() -> None:

@@ -5,6 +5,8 @@
     stream      200 inputs over both workers, against the sum of what each does alone
     faults      a worker is killed, or stopped, in the middle of a stream
     drift       a worker becomes half as fast; prices follow
+    recovery    the same for placed calls: what 500 served inputs win back of the loss
+    simulated   the same without workers or clock, on inputs that are never served
 
 Trees come from SST if there is a data folder, else they are drawn. Recording, grouping and
 planning are inside every time. One worker is throttled, so its times are emulated.
@@ -12,6 +14,7 @@ planning are inside every time. One worker is throttled, so its times are emulat
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -21,7 +24,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,10 @@ import torch
 from torch import Tensor
 
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
+from torchweft.bench.dynamic_placed import run_placed
 from torchweft.bench.dynpartition_nodes import per_node
+from torchweft.bench.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
+from torchweft.bench.recovery import policy_of, served, simulated
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
@@ -89,15 +96,15 @@ def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
     return *read_trees(path, count), "sst"
 
 
-def median_s(call: Callable[[], Any], repeats: int) -> float:
-    """The median of some timings, after one call to warm up."""
-    call()
-    times = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, as each worker has."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def dynet_s(
@@ -124,106 +131,130 @@ def dynet_s(
 
 
 def batched(
-    data: Path | None, *, num_trees: int = 64, repeats: int = 7, dynet: str = ""
+    data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS, dynet: str = ""
 ) -> dict[str, Any]:
-    """Milliseconds a tree of the ways to run 64 trees on one device, and how far outputs differ."""
+    """Milliseconds a tree of the ways to run 64 trees on one thread, in turns, and how far outputs
+    differ."""
     inputs, num_words, source = trees_of(data, num_trees)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
     plain = [(tree, words.tolist()) for tree, words in inputs]
-    with torch.no_grad():
+    with one_thread(), torch.no_grad(), Dynamic(model) as dynamic:
+
+        def record() -> None:
+            with dynamic.state.record():
+                for each in inputs:
+                    model.forward(*each)
+
         wanted = [per_node(model, *each) for each in plain]
-        seconds = {
-            "per_node": median_s(lambda: [per_node(model, *each) for each in plain], repeats)
-        }
-        seconds["plain"] = median_s(lambda: [model(*each) for each in inputs], repeats)
-        with Dynamic(model) as dynamic:
-            found = dynamic.map(inputs)
-            seconds["one_by_one"] = median_s(lambda: [dynamic(*each) for each in inputs], repeats)
-            seconds["together"] = median_s(lambda: dynamic.map(inputs), repeats)
-
-            def record() -> None:
-                with dynamic.state.record():
-                    for each in inputs:
-                        model.forward(*each)
-
-            seconds["recording"] = median_s(record, repeats)
+        found = dynamic.map(inputs)
+        times = in_turns({
+            "per_node": lambda: [per_node(model, *each) for each in plain],
+            "together": lambda: dynamic.map(inputs),
+            "per_node_again": lambda: [per_node(model, *each) for each in plain],
+            "plain": lambda: [model(*each) for each in inputs],
+            "one_by_one": lambda: [dynamic(*each) for each in inputs],
+            "recording": record,
+        }, num_pairs)  # fmt: skip
+    seconds = {name: statistics.median(each) for name, each in times.items()}
     if dynet:
-        seconds["dynet"], theirs = dynet_s(dynet, model, inputs, repeats)
+        seconds["dynet"], theirs = dynet_s(dynet, model, inputs, num_pairs)
         gaps = [float((a - b).abs().max()) for a, b in zip(theirs, wanted, strict=True)]
         if max(gaps) > 1e-4:
             raise WeftError(f"dynet: its outputs differ by {max(gaps):.2g}; is it the same model?")
     apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
     rows = {f"{name}_ms": 1e3 * s / len(inputs) for name, s in seconds.items()}
     return {
-        "trees": source, "num_trees": len(inputs), "num_threads": torch.get_num_threads(), **rows,
-        "batched_vs_per_node": seconds["per_node"] / seconds["together"],
+        "trees": source, "num_trees": len(inputs), "num_pairs": num_pairs, **rows,
+        **ratio_columns("batched_vs_per_node", times["per_node"], times["together"]),
+        **ratio_columns("control", times["per_node"], times["per_node_again"]),
         "largest_difference": apart,
     }  # fmt: skip
 
 
-def placed(
-    data: Path | None, planners: Sequence[Any] = ("single", "heft", "portfolio"), *,
-    num_trees: int = 16, mem_dim: int = 300, repeats: int = 9, spots: Sequence[Spot] = (FAST, SLOW),
-) -> dict[str, Any]:  # fmt: skip
-    """Measured and simulated milliseconds of one call on two unlike workers, a row a planner."""
-    inputs, num_words, source = trees_of(data, num_trees)
+def in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of every way, round by round, after one round to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(num_rounds + 1):
+        for name, way in ways.items():
+            began_s = time.perf_counter()
+            way()
+            if number:
+                found[name].append(time.perf_counter() - began_s)
+    return found
+
+
+def batched_vs_per_node(
+    data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS
+) -> tuple[Ratio, Ratio]:
+    """How many times as fast as DynPartition's execution by nodes the batched executor runs the
+    same trees, interleaved on one thread; and the A/A control of execution by nodes."""
+    inputs, num_words, _ = trees_of(data, num_trees)
     torch.manual_seed(0)
-    model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
-    rows = []
-    with torch.no_grad(), Dynamic(model, workers=spots) as dynamic:
-        placer, _ = dynamic._workers()
-        wanted = [model(*each) for each in inputs]
-        dynamic.map(inputs)
-        for planner in planners:
-            placer.planner = planner
-            measured, simulated, latency = [], [], []
-            for _ in range(repeats):
-                began_s = time.perf_counter()
-                found = dynamic.map(inputs)
-                latency.append(time.perf_counter() - began_s)
-                job, plan = dynamic.job, dynamic.plan()
-                assert job is not None, "a placed call has a job"
-                measured.append(job.ended_s - job.began_s)
-                simulated.append(placer.simulate(plan, job).makespan_s)
-            errors = [abs(s / m - 1) for s, m in zip(simulated[1:], measured[1:], strict=True)]
-            apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
-            rows.append({
-                "planner": str(planner), "measured_ms": 1e3 * statistics.median(measured),
-                "simulated_ms": 1e3 * statistics.median(simulated),
-                "call_ms": 1e3 * statistics.median(latency),
-                "simulator_error": statistics.median(errors), "largest_difference": apart,
-            })  # fmt: skip
+    model = BinaryTreeLSTM(num_words).eval()
+    plain = [(tree, words.tolist()) for tree, words in inputs]
+    with one_thread(), torch.no_grad(), Dynamic(model) as dynamic:
+        return measure(
+            lambda: [per_node(model, *each) for each in plain],
+            lambda: dynamic.map(inputs),
+            num_pairs=num_pairs,
+        )
+
+
+def placed(
+    data: Path | None, *, num_calls: int = 12, size: int = 16, spots: Sequence[Spot] = (FAST, SLOW)
+) -> dict[str, Any]:
+    """Measured and simulated milliseconds on two unlike workers, a row a planner: calls of many
+    trees, and of one (with DynPartition's bandit)."""
+    inputs, num_words, source = trees_of(data, num_calls * size)
+    rows = run_placed(inputs, num_words, spots, size=size)
+    rows += run_placed(inputs[: 2 * num_calls], num_words, spots, size=1)
     return {"trees": source, "workers": [spot.label for spot in spots], "rows": rows}
 
 
+def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -> float:
+    """The median of |simulated - measured| / measured over calls on two unlike workers, of the
+    planner that it is worst for. The plan is simulated before it runs."""
+    inputs, num_words, _ = trees_of(data, num_calls * size)
+    planners = ("single", "heft", "portfolio")
+    rows = run_placed(inputs, num_words, (FAST, SLOW), size=size, planners=planners)
+    return max(float(row["simulator_error"]) for row in rows)
+
+
 def stream(
-    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 4,
-    spots: Sequence[Spot] = (FAST, SLOW),
+    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 8,
+    num_rounds: int = MIN_PAIRS, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
-    """Inputs a second of each worker alone and of all together."""
+    """Inputs a second of each worker alone and of all together, in turns."""
     inputs, num_words, source = trees_of(data, num_inputs)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
+    with ExitStack() as stack, torch.no_grad():
 
-    def rate(workers: Sequence[Spot]) -> float:
-        with torch.no_grad(), Dynamic(model, workers=workers) as dynamic:
-            seconds = median_s(lambda: list(dynamic.stream(inputs, batch=batch)), 3)
-        return len(inputs) / seconds
+        def way(workers: Sequence[Spot]) -> Callable[[], object]:
+            dynamic = Dynamic(copy.deepcopy(model), workers=workers, watchdog_s=60.0)
+            stack.enter_context(dynamic)
+            return lambda: list(dynamic.stream(inputs, batch=batch))
 
-    alone = {spot.name: rate([spot]) for spot in spots}
-    together = rate(spots)
+        ways = {spot.name: way([spot]) for spot in spots}
+        together = way(spots)
+        times = in_turns({**ways, "together": together, "again": together}, num_rounds)
+    rates = {name: [len(inputs) / s for s in each] for name, each in times.items()}
+    alone = [sum(each) for each in zip(*(rates[spot.name] for spot in spots), strict=True)]
+    medians = {f"{name}_per_s": statistics.median(each) for name, each in rates.items()}
     return {
-        "trees": source, "workers": [spot.label for spot in spots], "alone_per_s": alone,
-        "together_per_s": together, "of_the_sum": together / sum(alone.values()),
+        "trees": source, "workers": [spot.label for spot in spots], "num_rounds": num_rounds,
+        **medians, **ratio_columns("of_the_sum", rates["together"], alone),
+        **ratio_columns("control", rates["together"], rates["again"]),
     }  # fmt: skip
 
 
 def fault(
     data: Path | None, how: int = signal.SIGKILL, *, num_inputs: int = 200, at: int = 60,
-    watchdog_s: float = 1.0, spots: Sequence[Spot] = (FAST, SLOW),
+    watchdog_s: float = 2.0, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
-    """A worker is killed or stopped in the middle of a stream: what became of every input."""
+    """A worker is killed or stopped in the middle of a stream: what became of every input, and
+    how fast the last half of the rest went, against the worker that is left by itself."""
     inputs, num_words, source = trees_of(data, num_inputs)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
@@ -245,12 +276,16 @@ def fault(
                 ):
                     wrong += 1
             left = pool.names
+            half = inputs[(at + len(inputs)) // 2 :]
+            began_s = time.perf_counter()
+            alone = len(list(dynamic.stream(half))) / (time.perf_counter() - began_s)
     gaps = [b - a for a, b in pairwise(seen_s)]
-    rest = seen_s[-1] - seen_s[-50]
+    after = len(half) / (seen_s[-1] - seen_s[-len(half) - 1])
     return {
         "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
         "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,
-        "longest_gap_s": max(gaps), "rate_after_per_s": 49 / rest,
+        "longest_gap_s": max(gaps), "after_per_s": after, "left_alone_per_s": alone,
+        "recovered": after / alone,
     }  # fmt: skip
 
 
@@ -285,10 +320,12 @@ def run(
     data: str = "",
     only: str = "",
     dynet: str = "",
+    policy: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
-    Python that has DyNet, to race against its autobatching."""
+    Python that has DyNet, to race against its autobatching; policy: the file of the policy that
+    learns, by default the one that comes with the package."""
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
     rows: dict[str, Callable[[], dict[str, Any]]] = {
@@ -298,6 +335,8 @@ def run(
         "killed": lambda: fault(where, signal.SIGKILL),
         "stopped": lambda: fault(where, signal.SIGSTOP),
         "drift": lambda: drift(where),
+        "recovery": lambda: served(*trees_of(where, 200), policy=policy_of(policy)),
+        "simulated": lambda: simulated(policy=policy_of(policy)),
     }
     if only and only not in rows:
         raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
@@ -312,8 +351,12 @@ def run(
         for key in ("batched_vs_per_node", "of_the_sum"):
             if key in row:
                 summary[key] = row[key]
+        if row["row"] in ("recovery", "simulated"):
+            summary[f"{row['row']}_of_loss"] = row["recovered"]["learned"]
         if row["row"] == "placed":
-            summary["simulator_error"] = max(each["simulator_error"] for each in row["rows"])
+            summary["simulator_error"] = max(
+                each.get("simulator_error", 0.0) for each in row["rows"] if each["trees_a_call"] > 1
+            )
         if row["row"] in ("killed", "stopped"):
             summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
     return found, summary

@@ -11,7 +11,10 @@ Machines of 2, 3 and 5 devices of unlike speed; transfers of 0.05 to 3 mean ops.
     plan_ms                        planning alone; with_planning: score and planning over the best
 
 An op takes about 1 ms (a unit of time of STG: 1 ms), so planning time weighs as it would for small
-networks. Planners that search have `--search-ms`, the solver `--solver-s` a case.
+networks. Planners that search have `--search-ms`, the solver `--solver-s` a case. `learned` has a
+row for each policy that comes with the package: one training with three seeds. No policy has seen
+any of these graphs, nor machines of more devices than `TRAINED_DEVICES`. What is measured on real
+workers comes from the dynamic bench, unless `--no-workers`.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchweft.errors import PlacementError, WeftError
-from torchweft.placement import Placement, Problem, plan, planner_names
+from torchweft.placement import Placement, Planner, Problem, plan, planner_names
 from torchweft.placement.cases import (
     MACHINES,
     RATIOS,
+    TRAINED_DEVICES,
     UNIT_S,
     case,
     layered,
@@ -79,22 +83,42 @@ def run(
     search_ms: float = 100.0,
     solver_s: float = 2.0,
     seed: int = 0,
+    no_workers: bool = False,
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each family, machine, ratio and planner, and the summary.
 
     data: a folder with sst, dnn-partitioning or stg50 in it; by default WEFT_DATA.
     """
-    folder = _folder(data or os.environ.get("WEFT_DATA", ""))
+    data = data or os.environ.get("WEFT_DATA", "")
+    folder = _folder(data)
     cases = list(_drawn(folder, num_cases, num_ops, seed))
     cases += [*_dnn(folder), *_stg(folder, num_stg, num_ops, seed)]
     _warm(cases[0].problem)
-    results = []
+    results, policies = [], _policies()
     for number, item in enumerate(cases):
-        results.append(_plan(item, search_ms / 1e3, solver_s, seed))
+        results.append(_plan(item, policies, search_ms / 1e3, solver_s, seed))
         if progress is not None:
             progress(number + 1, len(cases))
-    return list(_rows(results)), _summary(results)
+    summary = _summary(results, ["learned", *policies])
+    return list(_rows(results)), {**summary, **({} if no_workers else _on_workers(data))}
+
+
+def _policies() -> dict[str, Planner]:
+    """The other policies of the package, each as a planner that makes one pass."""
+    from torchweft.placement.learned import SEEDS, planner_of, trained_policy
+
+    return {f"learned, seed {seed}": planner_of(trained_policy(seed)) for seed in SEEDS[1:]}
+
+
+def _on_workers(data: str) -> Row:
+    """What the dynamic bench measures on this machine, with or without two workers."""
+    from torchweft.bench import dynamic
+
+    summary: Row = {}
+    for row in ("placed", "batched"):
+        summary |= dynamic.run(data=data, only=row)[1]
+    return {key: summary[key] for key in ("simulator_error", "batched_vs_per_node")}
 
 
 def _folder(data: str) -> Path | None:
@@ -158,20 +182,23 @@ def _warm(problem: Problem) -> None:
             continue
 
 
-def _plan(item: Case, search_s: float, solver_s: float, seed: int) -> Result:
-    wanted: dict[str, tuple[str, float | None]] = {
+def _plan(
+    item: Case, policies: Mapping[str, Planner], search_s: float, solver_s: float, seed: int
+) -> Result:
+    wanted: dict[str, tuple[str | Planner, float | None]] = {
         name: (name, search_s if name in SEARCH else None)
         for name in planner_names()
         if name not in SKIPPED
     }
+    wanted |= {name: (planner, None) for name, planner in policies.items()}
     if item.family in EQUAL:
         wanted["portfolio long"] = "portfolio", solver_s
     else:
         wanted["cp-sat"] = "cp-sat", solver_s
     found = {}
-    for row, (name, deadline_s) in wanted.items():
+    for row, (planner, deadline_s) in wanted.items():
         try:
-            found[row] = plan(item.problem, name, deadline_s=deadline_s, seed=seed)
+            found[row] = plan(item.problem, planner, deadline_s=deadline_s, seed=seed)
         except PlacementError as error:
             if error.rule not in ("tree", "cp-sat"):  # no tree; no ortools
                 raise
@@ -199,6 +226,7 @@ def _rows(results: Sequence[Result]) -> Iterator[Row]:
                 "devices": devices,
                 "ratio": ratio,
                 "planner": name,
+                "held_out_devices": devices not in TRAINED_DEVICES,
                 "cases": len(pairs),
                 "proven": sum(result.proven for result, _ in pairs),
                 "over_best": statistics.mean(over_best),
@@ -213,32 +241,49 @@ def _over(score_s: float, best_s: float) -> float:
     return score_s / best_s if best_s else 1.0
 
 
-def _summary(results: Sequence[Result]) -> Row:
+def _summary(results: Sequence[Result], seeds: Sequence[str]) -> Row:
+    """The figures. `seeds`: the rows of one planner, from trainings with several seeds."""
     transfers = [r for r in results if r.case.ratio is not None and r.case.ratio >= 0.3]
     drawn = [r for r in results if r.case.ratio]
-    equal = [r for r in results if r.case.family in EQUAL]
-    proven = [r for r in equal if r.proven or r.case.optimum_s is not None]
-    heft_gap = _mean_over(drawn, "heft", lambda r: r.best_s)
-    guided_gap = _mean_over(drawn, "guided", lambda r: r.best_s)
+    proven = [r for r in results if r.proven or r.case.optimum_s is not None]
+    equal = [r for r in proven if r.case.family in EQUAL]
+    held_out = [r for r in transfers if r.case.problem.num_devices not in TRAINED_DEVICES]
+    names = dict.fromkeys(name for result in drawn for name in result.found)
+    heft_gap, guided_gap = (_mean_over(drawn, name, _best_s) - 1 for name in ("heft", "guided"))
+    by_seed = [_mean_over(transfers, name, _classical_s) for name in seeds]
+    over_proven = [_mean_over(proven, name, _bound_s) for name in seeds if proven]
     return {
-        "learned_vs_best_classical": _mean_over(transfers, "learned", _classical_s),
-        "learned_worst_guarded": max(_overs(results, "guarded", _classical_s), default=None),
-        "guided_gap_over_heft_gap": (
-            (guided_gap - 1) / (heft_gap - 1) if guided_gap and heft_gap and heft_gap > 1 else None
-        ),
+        "learned_vs_best_classical": statistics.mean(by_seed),
+        "learned_worst_guarded": max(_overs(results, "guarded", _guard_s)),
+        "guided_gap_over_heft_gap": guided_gap / heft_gap if heft_gap > 0 else None,
         "plan_ms_50_nodes": _tree_ms("learned"),
-        "stg_portfolio_ratio": _mean_over(proven, "portfolio long", lambda r: r.bound_s),
+        "stg_portfolio_ratio": _mean_over(equal, "portfolio long", _bound_s) if equal else None,
         "simulator_error": None,
         "batched_vs_per_node": None,
+        "learned_vs_best_classical_by_seed": by_seed,
+        "learned_vs_best_classical_held_out_devices": statistics.mean(
+            _mean_over(held_out, name, _classical_s) for name in seeds
+        ),
+        "learned_over_proven": statistics.mean(over_proven) if proven else None,
+        "learned_over_proven_by_seed": over_proven,
+        "heft_over_proven": _mean_over(proven, "heft", _bound_s) if proven else None,
+        "annealing_gap_over_heft_gap": (
+            (_mean_over(drawn, "annealing", _best_s) - 1) / heft_gap if heft_gap > 0 else None
+        ),
         "heft_ms_50_nodes": _tree_ms("heft"),
-        "mean_over_best": {
-            name: _mean_over(drawn, name, lambda r: r.best_s)
-            for name in dict.fromkeys(name for r in drawn for name in r.found)
-        },
-        "portfolio_worst_guarded": max(_overs(results, "portfolio", _guard_s), default=None),
+        "mean_over_best": {name: _mean_over(drawn, name, _best_s) for name in names},
+        "portfolio_worst_guarded": max(_overs(results, "portfolio", _guard_s)),
         "cases": len(results),
-        "proven": sum(result.proven for result in results),
+        "proven": len(proven),
     }
+
+
+def _best_s(result: Result) -> float:
+    return result.best_s
+
+
+def _bound_s(result: Result) -> float:
+    return result.bound_s
 
 
 def _classical_s(result: Result) -> float:
@@ -257,17 +302,13 @@ def _overs(
             yield _over(result.found[name].score_s, best(result))
 
 
-def _mean_over(
-    results: Iterable[Result], name: str, best: Callable[[Result], float]
-) -> float | None:
-    found = list(_overs(results, name, best))
-    return statistics.mean(found) if found else None
+def _mean_over(results: Iterable[Result], name: str, best: Callable[[Result], float]) -> float:
+    """The mean of a planner's ratios to what is best; it has results there."""
+    return statistics.mean(_overs(results, name, best))
 
 
-def _tree_ms(name: str) -> float | None:
-    """The median milliseconds to plan a tree of about 50 ops, if there is such a planner."""
-    if name not in planner_names():
-        return None
+def _tree_ms(name: str) -> float:
+    """The median milliseconds to plan a tree of about 50 ops."""
     work = random_tree(50, 0)
     times = [plan(case(work, MACHINES[1], 1.0), name).planning_s for _ in range(21)]
     return 1e3 * statistics.median(times)

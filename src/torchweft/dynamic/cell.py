@@ -90,6 +90,12 @@ class Cell:
         """(prepare, run): what depends on weights only, and the rest over rows."""
         return build(self)
 
+    @cached_property
+    def fresh(self) -> tuple[bool, ...]:
+        """Of each result, whether it has memory of its own and is no view of something else."""
+        maker = {place: name for name, _, _, place in self.calls}
+        return tuple([_makes_new(maker.get(place, "operator.getitem")) for place in self.outputs])
+
     def to_data(self) -> dict[str, Any]:
         """The cell as plain data, ready for JSON."""
         specs = [[[list(s.shape), str(s.dtype)] for s in side] for side in (self.reads, self.makes)]
@@ -161,6 +167,13 @@ def operator_of(name: str) -> Callable[..., Any]:
             f"cell: no operator {clip(name)} here; import the module that registers it."
         )
     return found
+
+
+def _makes_new(name: str) -> bool:
+    function = operator_of(name)
+    if isinstance(function, torch._ops.OpOverload):
+        return all(each.alias_info is None for each in function._schema.returns)
+    return name == "weft.linear"
 
 
 def build(cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:

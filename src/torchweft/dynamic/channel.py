@@ -5,7 +5,8 @@
 
 On one box a channel is a Unix socket in a folder of ours (`Connection` of the standard library,
 bytes only); between boxes it is a pair of ranks of torch.distributed (`rank_channel.py`). A
-message is JSON; tensors follow as the bytes they have in memory. Nothing is pickled.
+message is JSON; tensors follow as the bytes they have in memory, small ones in one piece with it.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from torchweft.dynamic.cell import spec_named
 
 Message = dict[str, Any]
+SMALL_BYTES, WORD = 1 << 14, 16
 
 
 class ChannelError(Exception):
@@ -52,9 +55,8 @@ class SocketChannel:
         rows = [tensor.detach().contiguous().cpu() for tensor in tensors]
         try:
             self.connection.send_bytes(head_of(message, rows))
-            for row in rows:
-                if row.numel():
-                    self.connection.send_bytes(bytes_of(row))
+            for row in large(rows):
+                self.connection.send_bytes(bytes_of(row))
         except (OSError, ValueError, TypeError) as cause:  # TypeError: closed meanwhile
             raise ChannelError(f"the other side is gone: {cause}") from cause
 
@@ -62,9 +64,8 @@ class SocketChannel:
         """Wait for a message and its tensors."""
         try:
             message, rows = read_head(self.connection.recv_bytes())
-            for row in rows:
-                if row.numel():
-                    self.connection.recv_bytes_into(bytes_of(row))
+            for row in large(rows):
+                self.connection.recv_bytes_into(bytes_of(row))
         except (OSError, ValueError, EOFError, TypeError) as cause:
             raise ChannelError(f"the other side is gone: {cause!r}") from cause
         return message, rows
@@ -75,16 +76,41 @@ class SocketChannel:
 
 
 def head_of(message: Mapping[str, Any], rows: Sequence[Tensor]) -> bytes:
-    """A message, with the shapes and dtypes of the tensors that follow it."""
+    """A message, with the shapes and dtypes of its tensors, and the bytes of those that are small.
+
+    length of the text | text, filled up to whole words | small tensors, each filled up
+    """
     shapes = [[list(row.shape), str(row.dtype)] for row in rows]
-    return json.dumps({"message": message, "tensors": shapes}).encode()
+    text = json.dumps({"message": message, "tensors": shapes}).encode()
+    parts = [len(text).to_bytes(WORD, "little"), text, bytes(-len(text) % WORD)]
+    for row in rows:
+        if 0 < row.nbytes <= SMALL_BYTES:
+            parts += ctypes.string_at(row.data_ptr(), row.nbytes), bytes(-row.nbytes % WORD)
+    return b"".join(parts)
 
 
 def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
-    """The message of a head, and empty tensors for what follows it."""
-    found = json.loads(head)
-    specs = [spec_named(shape, dtype) for shape, dtype in found["tensors"]]
-    return found["message"], [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    """The message of a head and its tensors; those that follow are empty still."""
+    length = int.from_bytes(head[:WORD], "little")
+    found = json.loads(head[WORD : WORD + length])
+    at = WORD + length + -length % WORD
+    small, rows = bytearray(memoryview(head)[at:]), []
+    at = 0
+    for shape, dtype in found["tensors"]:
+        spec = spec_named(shape, dtype)
+        size = spec.num_bytes
+        if 0 < size <= SMALL_BYTES:
+            flat = torch.frombuffer(small, dtype=spec.dtype, count=prod(shape), offset=at)
+            rows.append(flat.view(spec.shape))
+            at += size + -size % WORD
+        else:
+            rows.append(torch.empty(spec.shape, dtype=spec.dtype))
+    return found["message"], rows
+
+
+def large(rows: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that follow a head."""
+    return [row for row in rows if row.nbytes > SMALL_BYTES]
 
 
 def bytes_of(tensor: Tensor) -> Any:

@@ -32,6 +32,7 @@ from torchweft.trace import Span, Trace
 
 MAX_TRIES = 5
 Parts = tuple[Mapping[str, Part | Recorded], dict[str, list[str]], Plan | None]
+Measure = Callable[[Cell, str, Sequence[Tensor]], None]
 
 
 @dataclass(eq=False)
@@ -86,6 +87,7 @@ class Executor:
         self.last = 0
         self.num_replanned = 0
         self.lock = threading.RLock()
+        self.ended = threading.Condition()  # a job has
         pool.listen, pool.on_lost = self._hear, self._lost
         self.prices.measure_links()
 
@@ -99,13 +101,24 @@ class Executor:
         """Measure cells on devices, those that have not been."""
         for cell in cells:
             self.cells[cell] = None
-            weights = [self.weights[name] for name in cell.weights]
-            for device in devices:
-                try:
-                    self.prices.measure(cell, device, weights)
-                except RunError:
-                    if not self.pool.mates[device].lost:
-                        raise
+            self._measure(self.prices.measure, cell, devices)
+
+    def look_around(self) -> None:
+        """Measure devices anew on which nothing has run since the last look: they may have changed,
+        and nobody would see it."""
+        idle = [name for name in self.pool.names if name not in self.prices.ran]
+        for cell in list(self.cells):
+            self._measure(self.prices.measure_again, cell, idle)
+        self.prices.ran.clear()
+
+    def _measure(self, how: Measure, cell: Cell, devices: Sequence[str]) -> None:
+        weights = [self.weights[name] for name in cell.weights]
+        for device in devices:
+            try:
+                how(cell, device, weights)
+            except RunError:
+                if not self.pool.mates[device].lost:
+                    raise
 
     def welcome(self, device: str) -> None:
         """Measure a device that has just joined: its links, and every cell that is known."""
@@ -151,7 +164,9 @@ class Executor:
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
         job.ended_s, job.error = time.perf_counter(), error
-        job.over.set()
+        with self.ended:
+            job.over.set()
+            self.ended.notify_all()
 
     # What workers say.
 
@@ -186,27 +201,44 @@ class Executor:
         assert isinstance(part, Part), "other parts answer"
         groups = {task.label: task.group for task in part.tasks}
         starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
-        if not part.tasks[0].needs:
+        if job.inputs.keys() >= set(part.tasks[0].needs):  # it waited for no other device
             way_s = self.prices.links[HOME, name].latency_s
             begun_s = max(0.0, min(starts) - job.began_s - way_s)
-            self.prices.started(name, begun_s / len(part.tasks))
+            self.prices.started(name, len(part.tasks), begun_s)
+        runs = []
         for label, lane, start_s, end_s in message["spans"]:
             job.spans.append((label, lane, name, start_s, end_s))
             if label in groups:
-                group = groups[label]
-                self.prices.saw(group.cell, group.num_rows, name, end_s - start_s)
+                runs.append((groups[label].cell, groups[label].num_rows, end_s - start_s))
+        self.prices.saw(name, runs)
         job.waiting.discard(name)
         if not job.waiting:
+            self._price_copies(job)
             self._end(job)
+
+    def _price_copies(self, job: Job) -> None:
+        """Links follow what copies took; between boxes there is no common clock."""
+        copies: dict[str, list[tuple[int, float]]] = {}
+        for label, lane, _, start_s, end_s in job.spans:
+            if label.startswith("copy "):
+                spec, _, count = job.blocks[label.split()[1]]
+                copies.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
+        for lane, found in copies.items():
+            source, _, target = lane.partition(".to.")
+            ends = {source, target} - {HOME}
+            if not any(self.pool.mates[name].spot.address for name in ends):
+                self.prices.carried(source, target, found)
 
     def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
         part = job.parts[name]
         assert isinstance(part, Recorded), "other parts are done"
         cells = {cell.name: cell for cell in part.cells}
+        runs = []
         for span, (cell, rows) in zip(message["spans"], message["groups"], strict=True):
             label, lane, start_s, end_s = span
             job.spans.append((label, lane, name, start_s, end_s))
-            self.prices.saw(cells[cell], rows, name, end_s - start_s)
+            runs.append((cells[cell], rows, end_s - start_s))
+        self.prices.saw(name, runs)
         numbers = [number for number, _ in part.wanted]
         job.values = dict(zip(numbers, values, strict=True))
         job.busy_s = message["busy_s"]

@@ -16,61 +16,88 @@ from torchweft.dynamic.lazy import Lazy
 
 MAX_ARGS = 8
 _TEMPLATE = """
-def call({params}, *more, **options):
+def call(module, {params}, *more, **options):
     try:
-        used, bases, append, extend, first, second = table[{specs}, module.training]
+        home, used, ops, extend, first, second = table[{kinds}, module.training]
     except (KeyError, AttributeError):
-        return slow(*[each for each in ({names},) if each is not missing], *more, **options)
-    home = state.recording
-    if home is None or {homes} or more or options:
-        return slow({names}, *more, **options)
-    if not bases:
+        home = None
+    if home is None or more or options:
+        return unseen(*[each for each in ({names},) if each is not missing], *more, **options)
+    if not ops:
         home.used.append(used)
     number = home.next
-    append(number)
-    extend(({ids},))
+    extend((number, {ids}))
     one = new(Lazy)
     one.id = number
-    one.spec = first
-    one.home = home
+    one.kind = first
     if second is None:
         home.next = number + 1
         return one
     home.next = number + 2
     two = new(Lazy)
     two.id = number + 1
-    two.spec = second
-    two.home = home
+    two.kind = second
     return one, two
 """
 
 
-def fast_call(
-    state: Any, module: nn.Module, slow: Callable[..., Any], table: dict[Any, Any], num_args: int
-) -> Callable[..., Any]:
-    """A call of a module with `num_args` arguments; `table` is filled by `fast_row`."""
-    names = [f"a{number}" for number in range(num_args)]
+class Fast:
+    """The fast way of one module: entries by the specs of their arguments, for good; and `table`
+    by their kinds, for one recording."""
+
+    def __init__(self, module: nn.Module, slow: Callable[..., Any], num_args: int) -> None:
+        self.module, self.slow, self.num_args = module, slow, num_args
+        self.entries: dict[Any, Any] = {}
+        self.table: dict[Any, Any] = {}
+        self.lookups: dict[Any, Any] = {}  # entries of lookups, by the dtype of words
+        self.own = type(module)
+        self.worn = _class(self)
+
+    def wear(self, recording: bool) -> None:
+        """Give the module its class: the fast one while there is a recording, else its own."""
+        self.table.clear()
+        object.__setattr__(self.module, "__class__", self.worn if recording else self.own)
+
+    def learn(self, entry: Any) -> None:
+        """Let calls of an entry go the fast way, if they can."""
+        makes = entry.cell.makes
+        flat = entry.unflatten is None or (entry.unflatten is tuple and len(makes) == 2)
+        if flat and len(makes) <= 2 and len(entry.cell.reads) == self.num_args:
+            self.entries[(*entry.cell.reads, self.module.training)] = entry
+
+    def unseen(self, *args: Any, **options: Any) -> Any:
+        """A call that is not in the table: put it there, or go the slow way."""
+        if options or len(args) != self.num_args or any(type(arg) is not Lazy for arg in args):
+            return self.slow(*args, **options)
+        home, training = args[0].home, self.module.training
+        if home is not home.state.recording or any(arg.home is not home for arg in args):
+            return self.slow(*args)
+        entry = self.entries.get((*[arg.spec for arg in args], training))
+        if entry is not None:
+            kinds = [home.kind(spec) for spec in entry.cell.makes]
+            row = home, entry, entry.ops, entry.ops.extend, *kinds, None
+            self.table[(*[arg.kind for arg in args], training)] = row[:6]
+        elif self.lookups and len(args[0].spec.shape) == 1 and len(args[0]):
+            entry = self.lookups.get((args[0].spec.dtype, training))
+            if entry is not None:
+                return home.each(entry, args[0])
+        return self.slow(*args)
+
+
+def _class(fast: Fast) -> type[nn.Module]:
+    """The class of a module while it is recorded. It changes its class, as modules under FSDP do,
+    because the call of `nn.Module` alone would take half of the time."""
+    names = [f"a{number}" for number in range(fast.num_args)]
     source = _TEMPLATE.format(
         params=", ".join(f"{name}=missing" for name in names),
         names=", ".join(names),
-        specs=", ".join(f"{name}.spec" for name in names),
+        kinds=", ".join(f"{name}.kind" for name in names),
         ids=", ".join(f"{name}.id" for name in names),
-        homes=" or ".join(f"{name}.home is not home" for name in names),
     )
     space: dict[str, Any] = {
-        "table": table, "slow": slow, "state": state, "module": module, "Lazy": Lazy,
-        "missing": object(), "new": object.__new__,
+        "table": fast.table, "unseen": fast.unseen, "Lazy": Lazy, "missing": object(),
+        "new": object.__new__,
     }  # fmt: skip
     exec(compile(source, "<weft fast call>", "exec"), space)
-    call: Callable[..., Any] = space["call"]
-    return call
-
-
-def fast_row(entry: Any) -> tuple[Any, ...] | None:
-    """What the fast way needs of a cell's entry; None if it must go the slow way."""
-    makes = entry.cell.makes
-    flat = entry.unflatten is None or (entry.unflatten is tuple and len(makes) == 2)
-    if not flat or len(makes) > 2 or not 0 < len(entry.cell.reads) <= MAX_ARGS:
-        return None
-    second = makes[1] if len(makes) == 2 else None
-    return entry, entry.bases, entry.bases.append, entry.args.extend, makes[0], second
+    own = fast.own
+    return type(own.__name__, (own,), {"__call__": space["call"], "__module__": own.__module__})

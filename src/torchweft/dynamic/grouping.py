@@ -4,7 +4,8 @@
     2. cells that feed each other (a cell over trees feeds itself) are one *ring*
     3. rings in order; a cell outside of a ring is one group, whatever the depth of its ops;
        in a ring, ops of one cell and one depth are one group
-    4. every value gets a row of the store of its spec; what a group reads is a list of rows
+    4. every value gets a row of the store of its spec; what a group reads is a list of rows.
+       Outside of rings, ops of a cell that read the same row (the leaves of equal words) are one
 
 With `bundles` (the first value of each bundle of inputs) groups are kept apart by bundle, so that
 they can be placed on different devices.
@@ -13,13 +14,13 @@ they can be placed on different devices.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, pack_cell
+from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,7 +43,7 @@ class Pending:
     cell: Cell
     args: Tensor
     bases: Tensor
-    order: Tensor | None = None
+    rows: Tensor | None = None  # what the ops read, where they are fewer than they were asked for
     bounds: Sequence[tuple[int, int, int, int]] = ()  # (level, bundle, first op, last op + 1)
     starts: tuple[int, ...] = ()
 
@@ -82,6 +83,30 @@ class Layout:
         self.num_values = num_values
 
 
+def read_of(specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]) -> set[int]:
+    """Those of these values that pending ops, or packs, read."""
+    found, kinds = set(_read_by_ops(specs, layout, pending)), set(specs.values())
+    for spec, numbers in layout.packs.values():
+        if spec in kinds:
+            found |= specs.keys() & numbers
+    return found
+
+
+def _read_by_ops(
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]
+) -> list[int]:
+    kinds = set(specs.values())
+    readers = [item for item in pending if not kinds.isdisjoint(item.cell.reads)]
+    if not readers:
+        return []
+    mask = torch.zeros(layout.num_values, dtype=torch.bool)
+    for item in readers:
+        mask[item.args] = True
+    known = numbers_of(list(specs))
+    found: list[int] = known[mask[known]].tolist()
+    return found
+
+
 def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
     """The groups of the pending ops, in an order in which they can run."""
     pending = [*pending, *_packs_read(layout, pending)]
@@ -95,6 +120,8 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
         alone = len(ring) == 1 and ring[0] not in reads[ring[0]]
         levels = None if alone else _levels([pending[n] for n in ring], maker_of)
         for at, number in enumerate(ring):
+            if alone and borders is None and _place_equal(pending[number], layout):
+                continue
             _sort(pending[number], None if levels is None else levels[at], borders)
             _place(pending[number], layout)
     groups = []
@@ -107,22 +134,37 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
 def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     """Packs that pending ops (or other such packs) read, as ops."""
     found: dict[tuple[Spec, int], list[int]] = {}
-    read = [item.args.flatten() for item in pending]
-    while layout.packs and read:
-        known = numbers_of(list(layout.packs))
-        wanted = known[torch.isin(known, torch.cat(read))].tolist()
-        read = []
-        for number in wanted:
-            spec, values = layout.packs.pop(number)
-            found.setdefault((spec, len(values)), []).append(number)
-            read.append(numbers_of(values))
-            layout.packed[number] = values
+    for number in packs_needed(layout, pending):
+        spec, values = layout.packs.pop(number)
+        found.setdefault((spec, len(values)), []).append(number)
+        layout.packed[number] = values
     made = []
     for (spec, count), numbers in found.items():
         cell = pack_cell(spec, count)
         args = torch.tensor([layout.packed[number] for number in numbers])
         made.append(Pending(cell, args, torch.tensor(numbers)))
     return made
+
+
+def packs_needed(
+    layout: Layout, pending: Sequence[Pending], wanted: Iterable[int] = ()
+) -> list[int]:
+    """The packs that are wanted or that ops read, and those that these consist of."""
+    packs = layout.packs
+    specs = {
+        number: spec_of((len(values), *spec.shape), spec.dtype)
+        for number, (spec, values) in packs.items()
+    }
+    kinds, read = set(specs.values()), dict.fromkeys(each for each in wanted if each in packs)
+    read |= dict.fromkeys(_read_by_ops(specs, layout, pending))
+    todo = list(read)
+    while todo:
+        spec, values = packs[todo.pop()]
+        if spec in kinds:
+            inner = [each for each in packs.keys() & values if each not in read]
+            read |= dict.fromkeys(inner)
+            todo += inner
+    return list(read)
 
 
 def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
@@ -160,21 +202,23 @@ def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
     for item in ring:
         inside[item.bases] = True
     depth = [0] * len(maker_of)
+    bases = [item.bases.tolist() for item in ring]
     items: list[tuple[int, tuple[int, ...]]] = []
-    for item in ring:
+    for item, numbers in zip(ring, bases, strict=True):
         makers = maker_of[item.args]
         columns = [makers[:, at] for at in range(makers.shape[1])]
         columns = [c for n, c in enumerate(columns) if not any(map(c.equal, columns[:n]))]
         columns = [c for c in columns if bool(inside[c].any())]
-        items += zip(
-            item.bases.tolist(), zip(*[c.tolist() for c in columns], strict=True), strict=True
-        )
+        items += zip(numbers, zip(*[c.tolist() for c in columns], strict=True), strict=True)
     if len(ring) > 1:
         items.sort()
     for base, makers_of in items:
-        depth[base] = max([depth[maker] for maker in makers_of]) + 1
-    found = numbers_of(depth)
-    return [found[item.bases] for item in ring]
+        deepest = 0
+        for maker in makers_of:  # max() takes twice as long
+            if depth[maker] > deepest:
+                deepest = depth[maker]
+        depth[base] = deepest + 1
+    return [numbers_of([depth[base] for base in numbers]) for numbers in bases]
 
 
 def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
@@ -187,7 +231,7 @@ def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
     num = 1 if borders is None else len(borders) + 1
     bundle = None if borders is None else torch.bucketize(item.bases, borders, right=True)
     keys = level * num if bundle is None else level * num + bundle
-    keys, item.order = torch.sort(keys, stable=True)
+    keys, order = torch.sort(keys, stable=True)
     kinds, counts = torch.unique_consecutive(keys, return_counts=True)
     ends = torch.cumsum(counts, 0).tolist()
     starts = [0, *ends[:-1]]
@@ -195,7 +239,7 @@ def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
         (kind // num, kind % num, start, end)
         for kind, start, end in zip(kinds.tolist(), starts, ends, strict=True)
     ]
-    item.bases, item.args = item.bases[item.order], item.args[item.order]
+    item.bases, item.args = item.bases[order], item.args[order]
 
 
 def _place(item: Pending, layout: Layout) -> None:
@@ -214,8 +258,24 @@ def _place(item: Pending, layout: Layout) -> None:
     item.starts = tuple(starts)
 
 
+def _place_equal(item: Pending, layout: Layout) -> bool:
+    """Rows for what the ops of a cell make, one for all that read the same row; False if there is
+    no such pair, or they read more than one value."""
+    if item.args.shape[1] != 1 or item.cell.kind != "calls" or len(item.bases) < 2:
+        return False
+    rows, which = torch.unique(layout.row_of[item.args[:, 0]], return_inverse=True)
+    count = len(rows)
+    if count == len(item.bases):
+        return False
+    item.starts = tuple([layout.take(spec, count) for spec in item.cell.makes])
+    for at, start in enumerate(item.starts):
+        layout.row_of[item.bases + at] = start + which
+    item.rows, item.bounds = rows[None], [(0, 0, 0, count)]
+    return True
+
+
 def _cut(item: Pending, layout: Layout) -> list[Group]:
-    rows = layout.row_of[item.args].t().contiguous()
+    rows = layout.row_of[item.args].t().contiguous() if item.rows is None else item.rows
     scale = len(item.cell.makes) if item.cell.kind == "unpack" else 1
     found = []
     for level, bundle, first, last in item.bounds:

@@ -21,16 +21,34 @@ if TYPE_CHECKING:
     from torchweft.dynamic.recording import Recording
 
 
+class Kind:
+    """What values of one spec in one recording have in common; there is one object for each."""
+
+    __slots__ = ("home", "spec")
+
+    def __init__(self, spec: Spec, home: Recording) -> None:
+        self.spec, self.home = spec, home
+
+
 class Lazy:
     """The value `id` of a recording; `spec` is its shape and dtype."""
 
-    __slots__ = ("__weakref__", "home", "id", "spec")
+    __slots__ = ("id", "kind")
     __class__ = property(lambda self: Tensor)  # so isinstance(x, Tensor) holds
 
-    def __init__(self, id: int, spec: Spec, home: Recording) -> None:
+    def __init__(self, id: int, kind: Kind) -> None:
         self.id = id
-        self.spec = spec
-        self.home = home
+        self.kind = kind
+
+    @property
+    def spec(self) -> Spec:
+        """Its shape and dtype."""
+        return self.kind.spec
+
+    @property
+    def home(self) -> Recording:
+        """The recording that it belongs to."""
+        return self.kind.home
 
     @classmethod
     def __torch_function__(
@@ -82,8 +100,9 @@ class Lazy:
 
     def __getitem__(self, index: Any) -> Any:
         if type(index) is int:
-            rows = self.home.rows_of.get(self.id)
-            return self.home.select(self, index) if rows is None else rows[index]
+            home = self.kind.home
+            rows = home.rows_of.get(self.id)
+            return home.select(self, index) if rows is None else rows[index]
         return self.home.function(Tensor.__getitem__, (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -6,18 +6,22 @@ flush:   inputs into the store  ->  groups of what is pending  ->  run one after
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of, read_of
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.state import State
 from torchweft.dynamic.store import Store
 from torchweft.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torchweft.dynamic.state import State
+
+Given = tuple[range, Tensor]  # numbers of values, and a row for each
 
 
 class Held:
@@ -27,6 +31,7 @@ class Held:
         self.layout = Layout()
         self.store = Store(device, grad=grad)
         self.first_away, self.brought = 1 << 62, frozenset[int]()
+        self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
 
     def stay(self, first: int, brought: Iterable[int]) -> None:
         """Values from this number on stay on the workers, except those that were brought."""
@@ -43,7 +48,9 @@ class Held:
             raise away(spec)
         found, rows = self.place(number, spec)
         if found is spec:
-            return self.store.rows[spec][int(rows)]
+            made = self.store.rows[spec][int(rows)]
+            owner = self.owner.setdefault((spec, int(rows)), number)
+            return made if owner == number else made.clone()  # equal values share a row
         return self.store.rows[found].index_select(0, rows)
 
     def values(self, wanted: Sequence[Lazy]) -> list[Tensor]:
@@ -122,44 +129,60 @@ def take(recording: Recording, layout: Layout) -> list[Pending]:
     layout.grow(recording.next)
     found = []
     for entry in recording.used:
-        args = numbers_of(entry.args).view(len(entry.bases), len(entry.cell.reads))
-        found.append(Pending(entry.cell, args, numbers_of(entry.bases)))
-        entry.args.clear()
-        entry.bases.clear()
+        numbers = numbers_of(entry.ops).view(-1, 1 + len(entry.cell.reads))
+        found.append(Pending(entry.cell, numbers[:, 1:], numbers[:, 0].contiguous()))
+        entry.ops.clear()
     recording.used.clear()
     layout.packs.update(recording.packs)
     recording.packs.clear()
     return found
 
 
-def inputs_in(recording: Recording) -> list[tuple[int, Tensor]]:
-    """The pending inputs by number; they are pending no more.
+def inputs_in(recording: Recording, layout: Layout, pending: Sequence[Pending]) -> list[Given]:
+    """The pending inputs, with rows of those that were taken apart; they are pending no more.
 
     Raises `CaptureError` if one was changed in place behind the call that uses it.
     """
-    for _, tensor, version in recording.inputs:
+    whole, apart = dict(recording.inputs), recording.apart
+    specs = {number: spec_of(given.shape, given.dtype) for number, (_, given, _) in apart.items()}
+    for number in read_of(specs, layout, pending):  # as a whole, too
+        whole[number] = apart[number][1:]
+    rows = [each for each in apart.values() if each[0] >= 0]
+    for tensor, version in (*whole.values(), *(each[1:] for each in rows)):
         if not tensor.is_inference() and tensor._version != version:
             raise CaptureError(
                 f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
                 "call that has not run yet used it. Change a clone() of it."
             )
-    found = [(number, tensor) for number, tensor, _ in recording.inputs]
     recording.inputs.clear()
-    return found
+    recording.apart = {
+        number: (-1, tensor, version)
+        for number, (_, tensor, version) in apart.items()
+        if number not in whole
+    }
+    return [
+        *((range(first, first + len(tensor)), tensor) for first, tensor, _ in rows),
+        *((range(number, number + 1), tensor[None]) for number, (tensor, _) in whole.items()),
+    ]
 
 
-def take_inputs(recording: Recording, layout: Layout) -> list[tuple[Spec, int, list[Tensor]]]:
-    """The pending inputs: (spec, first row, tensors)."""
+def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int, Tensor]]:
+    """A place for all inputs: (spec, first row, rows)."""
     by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
-    for number, tensor in inputs_in(recording):
-        numbers, tensors = by_spec.setdefault(spec_of(tensor.shape, tensor.dtype), ([], []))
-        numbers.append(number)
-        tensors.append(tensor)
+    for numbers, rows in given:
+        known, tensors = by_spec.setdefault(spec_of(rows.shape[1:], rows.dtype), ([], []))
+        known += numbers
+        tensors.append(rows)
     found = []
-    for spec, (numbers, tensors) in by_spec.items():
-        start = layout.take(spec, len(numbers))
-        layout.row_of[numbers_of(numbers)] = torch.arange(start, start + len(numbers))
-        found.append((spec, start, tensors))
+    for spec, (known, tensors) in by_spec.items():
+        made = torch.cat(tensors)
+        if not spec.shape and not spec.dtype.is_floating_point:  # words: equal ones are one
+            made, which = torch.unique(made, return_inverse=True)
+        else:
+            which = torch.arange(len(known))
+        start = layout.take(spec, len(made))
+        layout.row_of[numbers_of(known)] = start + which
+        found.append((spec, start, made))
     return found
 
 
@@ -171,12 +194,13 @@ def flush_here(recording: Recording, prepared: Weights) -> list[Group]:
         recording.store = Held(state.device, grad=grad)
     held: Held = recording.store
     pending = take(recording, held.layout)
-    inputs = take_inputs(recording, held.layout)
+    inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
     groups = group(held.layout, pending)
     held.store.reserve(held.layout.num_rows)
     with torch.autocast(state.device.type, enabled=False):
-        for spec, start, tensors in inputs:
-            held.store.write(spec, start, torch.stack(tensors))
+        for spec, start, rows in inputs:
+            held.store.write(spec, start, rows)
+        ready = {cell: prepared(cell) for cell in dict.fromkeys(each.cell for each in groups)}
         for each in groups:
-            held.store.run(each, prepared)
+            held.store.run(each, ready.__getitem__)
     return groups

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -28,18 +29,23 @@ from torch.utils import _pytree as pytree
 from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.executor import Executor, Job
 from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.learning import Turns
 from torchweft.dynamic.local import Brought, Weights, flush_here
 from torchweft.dynamic.placing import Placer, load
 from torchweft.dynamic.pool import Pool, Spot
 from torchweft.dynamic.recorded import take_all
 from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.reporting import DynamicReport
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
+from torchweft.placement.learner import Learner
+from torchweft.placement.served import Served
 from torchweft.plan import Plan
 from torchweft.trace import Trace
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
+KEPT = 4  # windows of answers that a stream keeps until those before them are there
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,9 @@ class Dynamic:
         if self.pool is not None:
             executor = Executor(self.pool, self.state.weights)
             self.placer = Placer(executor, planner, deadline_s)
+        self.turns: Turns | None = None
+        if self.placer is not None and isinstance(planner, Learner):
+            self.turns = Turns(planner, self.placer)
         self.job: Job | None = None
 
     def __enter__(self) -> Self:
@@ -86,14 +95,14 @@ class Dynamic:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of one input."""
-        with self.state.record() as recording:
+        with self._between_turns(), self.state.record() as recording:
             given, options = recording.inputs_of((args, kwargs))
             return self._real(recording, self.state.model.forward(*given, **options))
 
     def map(self, inputs: Iterable[Any]) -> list[Any]:
         """The outputs of each input (a tuple is taken as several arguments), in order."""
         forward = self.state.model.forward
-        with self.state.record() as recording:
+        with self._between_turns(), self.state.record() as recording:
             given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
@@ -116,15 +125,20 @@ class Dynamic:
         batch: how many inputs make one job.
         """
         placer, pool = self._workers()
-        under_way: deque[tuple[Job | None, list[Any]]] = deque()
+        asked: deque[tuple[Job | None, list[Any]]] = deque()
         for given in _batches(inputs, batch):
-            under_way.append(self._start(placer, given))
-            while len(under_way) >= (window or 2 * len(pool.names) or 1):
-                yield from self._finish(placer, *under_way.popleft())
-        while under_way:
-            yield from self._finish(placer, *under_way.popleft())
+            asked.append(self._start(placer, given))
+            limit = window or 2 * len(pool.names) or 1
+            placer.wait([job for job, _ in asked if job is not None], limit - 1)
+            # A slow worker's answer is waited for only if too many others would have to wait.
+            while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
+                yield from self._finish(placer, *asked.popleft())
+        while asked:
+            yield from self._finish(placer, *asked.popleft())
 
     def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
+        if self.turns is not None:
+            self.turns.begin()
         with self.state.record() as recording:
             outputs = []
             for each in given:
@@ -142,8 +156,7 @@ class Dynamic:
         devices: tuple[str, ...] = ()
         latency_s = 0.0
         if job is not None:
-            job.over.wait()
-            placer.over(job)
+            placer.wait([job], 0)
             self.job = job
             error, devices = job.error, tuple(job.parts)
             latency_s = job.ended_s - job.began_s
@@ -157,6 +170,16 @@ class Dynamic:
         pool.join(spot)
         placer.executor.welcome(spot.name)
 
+    @contextmanager
+    def _between_turns(self) -> Iterator[None]:
+        """A planner that learns does so before and after this, never meanwhile."""
+        if self.turns is None:
+            yield
+            return
+        self.turns.begin()
+        yield
+        self.turns.end()
+
     def plan(self) -> Plan:
         """The plan of the last call that was placed."""
         if self.job is None or self.job.plan is None:
@@ -169,6 +192,28 @@ class Dynamic:
             raise WeftError("trace: no call has run on workers yet.", rule="trace")
         return self.job.trace()
 
+    def served(self) -> Served:
+        """The last call that was placed, as data that a policy can be fine-tuned on."""
+        self.plan()  # or its error
+        placer, _ = self._workers()
+        assert self.job is not None and self.job.drawing is not None, "a plan has a drawing"
+        return placer.served(self.job.drawing, self.job.trace())
+
+    def report(self) -> DynamicReport:
+        """What became of the calls so far; `weft.report(model)` gives the same."""
+        placer, pool = self.placer, self.pool
+        return DynamicReport(
+            num_ops=self.num_ops,
+            num_groups=self.num_groups,
+            workers=tuple(m.spot.label for m in pool.mates.values() if not m.lost) if pool else (),
+            lost=tuple(m.lost for m in pool.mates.values() if m.lost) if pool else (),
+            num_planned=placer.num_planned if placer else 0,
+            num_hits=placer.num_hits if placer else 0,
+            num_replanned=placer.executor.num_replanned if placer else 0,
+            reasons=tuple(self.state.reasons.most_common()),
+            learning=str(self.turns or ""),
+        )
+
     def _workers(self) -> tuple[Placer, Pool]:
         if self.placer is None or self.pool is None:
             raise MachineError("dynamic: there are no workers; give workers=[Spot(...), ...].")
@@ -177,11 +222,13 @@ class Dynamic:
     def close(self) -> None:
         """Give the model's modules back as they were, and send the workers home."""
         self.state.close()
+        if self.turns is not None:
+            self.turns.close()
         if self.pool is not None:
             self.pool.stop()
 
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
-        if recording.used or recording.inputs or recording.packs:
+        if recording.used or recording.inputs or recording.apart or recording.packs:
             self._flush(recording, _lazies(outputs), bundles)
         leaves, tree = pytree.tree_flatten(outputs)
         mine = [
@@ -211,12 +258,18 @@ class Dynamic:
             groups = loaded.groups
             self.job = self.placer.executor.submit(self.placer.planned(loaded))
             self.job.wait()
+            if self.turns is not None:
+                self.turns.served(self.job)
         self.num_groups += len(groups)
         self.num_ops += sum(group.num_rows for group in groups)
 
 
 def _lazies(outputs: Any) -> list[Lazy]:
     return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
+
+
+def _over(job: Job | None) -> bool:
+    return job is None or job.over.is_set()
 
 
 def _arguments(recording: Recording, given: Any) -> Any:

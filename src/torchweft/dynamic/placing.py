@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from torchweft.context import Context
 from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.drift import FOLLOW
 from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Held, take, take_inputs
-from torchweft.dynamic.prices import FOLLOW
+from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
 from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.recording import Recording
 from torchweft.errors import PlacementError
-from torchweft.placement import Planner, as_plan, graph_problem, plan
+from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
+from torchweft.placement.served import Served
 from torchweft.plan import Plan
 from torchweft.runtimes.simulator import simulate
 from torchweft.trace import Trace
@@ -57,15 +58,15 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
     held: Held = recording.store
     before, first = dict(held.layout.num_rows), held.num_values
     pending = take(recording, held.layout)
-    inputs = take_inputs(recording, held.layout)
+    inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
     groups = group(held.layout, pending, bundles)
     held.store.reserve(held.layout.num_rows)
     blocks: dict[str, Block] = {}
     for spec, count in before.items():  # what earlier flushes made and these groups read
         blocks[f"in{len(blocks)}"] = spec, 0, count
-    for spec, start, tensors in inputs:
-        held.store.write(spec, start, torch.stack(tensors))
-        blocks[f"in{len(blocks)}"] = spec, start, len(tensors)
+    for spec, start, rows in inputs:
+        held.store.write(spec, start, rows)
+        blocks[f"in{len(blocks)}"] = spec, start, len(rows)
     read = {spec for each in groups for spec in each.cell.reads}
     blocks = {name: block for name, block in blocks.items() if block[0] in read}
     sent = {
@@ -114,6 +115,7 @@ class Placer:
     deadline_s: float = 0.01
     plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
     num_hits: int = 0
+    num_planned: int = 0
     backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=dict)
 
@@ -141,7 +143,16 @@ class Placer:
         job = Job(write)
         return job
 
-    def over(self, job: Job) -> None:
+    def wait(self, jobs: Sequence[Job], num_left: int) -> None:
+        """Wait until no more than `num_left` of these whole jobs are under way."""
+        ended = self.executor.ended
+        with ended:
+            ended.wait_for(lambda: sum(not job.over.is_set() for job in jobs) <= num_left)
+        for job in jobs:
+            if job.over.is_set():
+                self._over(job)
+
+    def _over(self, job: Job) -> None:
         """A whole job has ended: its device is free of it, and its pace is known better."""
         device, seconds = self.backlog_s.pop(id(job), ("", 0.0))
         if job.busy_s and seconds:
@@ -149,14 +160,18 @@ class Placer:
             self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
 
     def simulate(self, found: Plan, job: Job) -> Trace:
-        """What the prices, as they are now, say of a plan of a job; weights are there already."""
+        """What the prices, as they are now, say of a plan of a job; weights are there already.
+
+        Prices of links are what copies took, side by side as they went, so they share nothing more.
+        """
         assert job.drawing is not None, "a job with a plan has a drawing"
         prices, weights = self.executor.prices, job.drawing.weights
         machine = prices.machine()
         labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
         steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
         lean = found.then("weights are resident", steps=steps)
-        return simulate(lean, Context(), machine, prices.costs(job.drawing, machine))
+        costs = prices.costs(job.drawing, machine)
+        return simulate(lean, Context(), machine, costs, contention=False)
 
     def _measure(self, cells: Iterable[Cell]) -> None:
         """New cells are measured on every device, before anything is planned."""
@@ -169,20 +184,39 @@ class Placer:
 
     def _plan(self, structure: str, drawing: Drawing) -> Plan:
         prices, pool = self.executor.prices, self.executor.pool
-        key = structure, tuple(pool.names), prices.epoch, str(self.planner)
+        version = getattr(self.planner, "version", 0)  # of a planner that learns
+        key = structure, tuple(pool.names), prices.epoch, self.planner, version
         if (known := self.plans.get(key)) is not None:
             self.num_hits += 1
             return known
-        machine = prices.machine()
-        problem = graph_problem(
-            drawing.graph, machine, prices.costs(drawing, machine), home=HOME,
-            resident=drawing.weights,
-        )  # fmt: skip
+        self.num_planned += 1
+        problem = self.problem(drawing)
         found = as_plan(problem, plan(problem, self.planner, deadline_s=self.deadline_s))
         self.plans[key] = verify(found)
         while len(self.plans) > MAX_PLANS:
             self.plans.popitem(last=False)
         return found
+
+    def problem(self, drawing: Drawing) -> Problem:
+        """A drawing as a problem, on the devices and at the prices of this moment."""
+        with self.executor.lock:  # a worker may be lost meanwhile
+            prices = self.executor.prices
+            machine = prices.machine()
+            costs = prices.costs(drawing, machine)
+            return graph_problem(drawing.graph, machine, costs, home=HOME, resident=drawing.weights)
+
+    def served(self, drawing: Drawing, trace: Trace) -> Served:
+        """What was drawn and how it went, with the prices of this moment."""
+        prices = self.executor.prices
+        machine = prices.machine()
+        table = prices.costs(drawing, machine).table
+        devices = [
+            replace(device, overhead_s=prices.start_s.get(device.name, 0.0))
+            for device in machine.devices
+        ]
+        machine = replace(machine, devices=tuple(devices))
+        weights = tuple(sorted(drawing.weights))
+        return Served(drawing.graph, machine, table, trace, HOME, weights)
 
     def _first_done(self, recorded: Recorded) -> tuple[str, float]:
         """The device with room that would be done first, and its seconds for this job."""

@@ -115,8 +115,7 @@ class Pool:
         self.news = threading.Condition()
         self.tickets = 0
         self.stopping = False
-        for spot in spots:
-            self.join(spot)
+        self._join(spots)
         self.watch = threading.Thread(target=self._watch, name="weft watch", daemon=True)
         self.watch.start()
 
@@ -133,23 +132,31 @@ class Pool:
 
     def join(self, spot: Spot) -> None:
         """Start a worker; it takes part from the next plan on."""
-        if spot.name in self.names:
-            raise MachineError(f"pool: there is a worker {spot.name!r} already.")
-        process, channel = self._remote(spot) if spot.address else self._local(spot)
-        self.mates[spot.name] = mate = Mate(spot, process, channel)
-        threading.Thread(target=self._read, args=(spot.name, mate), daemon=True).start()
+        self._join([spot])
+
+    def _join(self, spots: Sequence[Spot]) -> None:
+        """Start workers, all at once."""
+        names = [spot.name for spot in spots]
+        if twice := [name for name in names if name in self.names or names.count(name) > 1]:
+            raise MachineError(f"pool: there is a worker {twice[0]!r} already.")
+        started = {spot.name: self._start(spot) for spot in spots if not spot.address}
+        channels: dict[str, Channel] = dict(self._accept(started))
+        for spot in spots:
+            channel = channels[spot.name] if spot.name in channels else self._remote(spot)
+            mate = self.mates[spot.name] = Mate(spot, started.get(spot.name), channel)
+            threading.Thread(target=self._read, args=(spot.name, mate), daemon=True).start()
         self._introduce()
 
-    def _remote(self, spot: Spot) -> tuple[None, Channel]:
+    def _remote(self, spot: Spot) -> Channel:
         """Wait for a worker that somebody starts on another box."""
         try:
             channel = RankChannel(spot.address, spot.name, DRIVER, wait_s=START_S)
             channel.receive()  # its hello
         except ChannelError as error:
             raise MachineError(f"pool: worker {spot.name!r} did not come: {error}") from None
-        return None, channel
+        return channel
 
-    def _local(self, spot: Spot) -> tuple[subprocess.Popen[bytes], Channel]:
+    def _start(self, spot: Spot) -> subprocess.Popen[bytes]:
         """Start a worker on this box."""
         address = self.folder / spot.name
         address.unlink(missing_ok=True)
@@ -158,30 +165,32 @@ class Pool:
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-m", "torchweft.dynamic.worker", json.dumps(config)]
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        return process, self._accept(spot, process)
+        return subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def _accept(self, spot: Spot, process: subprocess.Popen[bytes]) -> SocketChannel:
-        """The channel of a worker that has just been started."""
-        found: list[SocketChannel] = []
+    def _accept(self, started: Mapping[str, subprocess.Popen[bytes]]) -> dict[str, SocketChannel]:
+        """The channels of workers that have just been started, by the names they come with."""
+        found: dict[str, SocketChannel] = {}
 
         def accept() -> None:
-            channel = SocketChannel(self.listener.accept())
-            channel.receive()  # its hello
-            found.append(channel)
+            for _ in started:
+                channel = SocketChannel(self.listener.accept())
+                found[channel.receive()[0]["name"]] = channel
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         ends_s = time.monotonic() + START_S
-        while not found:
+        while missing := [name for name in started if name not in found]:
             thread.join(timeout=0.05)
-            if process.poll() is not None or time.monotonic() > ends_s:
-                process.kill()
+            ended = [name for name in missing if started[name].poll() is not None]
+            if ended or time.monotonic() > ends_s:
+                name = (ended or missing)[0]
+                for process in started.values():
+                    process.kill()
                 raise MachineError(
-                    f"pool: worker {spot.name!r} did not start (exit code {process.poll()}); "
+                    f"pool: worker {name!r} did not start (exit code {started[name].poll()}); "
                     "what it wrote stands above."
                 )
-        return found[0]
+        return found
 
     def _introduce(self) -> None:
         local = [name for name in self.names if not self.mates[name].spot.address]
@@ -206,7 +215,12 @@ class Pool:
                     self.answers[message["ticket"]] = message, tensors
                     self.news.notify_all()
             else:
-                self.listen(name, message, tensors)
+                try:
+                    self.listen(name, message, tensors)
+                except Exception:
+                    log.exception("what worker %r says cannot be handled", name)
+                    mate.heard_s = -1e9  # nobody listens to it any more: the watch gives it up
+                    return
 
     def _watch(self) -> None:
         while not self.stopping:

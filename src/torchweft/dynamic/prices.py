@@ -3,9 +3,8 @@
     (cell, device) -> {rows: seconds}      measured by the worker itself, as it runs groups
     (device, device) -> latency, rate      measured with rows that go there and back
 
-What it takes to hand a group to a device counts too. Spans of real runs move the prices: seconds =
-measured * drift, and every run moves the drift of its cell on its device a part of the way to what
-was seen, so the table follows a device that slows down or recovers.
+What it takes to hand a group to a device counts too. Spans of real runs and copies move the prices:
+seconds = measured * drift (see `Drift`), so the table follows a device that slows down or recovers.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torchweft.cost import Costs, CostTable
 from torchweft.dynamic.cell import Cell
+from torchweft.dynamic.drift import FOLLOW, FROM, Drift
 from torchweft.dynamic.graphing import HOME, Drawing, body_of
 from torchweft.dynamic.pool import Pool
 from torchweft.machine import Device, Lane, Link, Machine
@@ -26,9 +27,8 @@ from torchweft.machine import Device, Lane, Link, Machine
 ROWS = (1, 8, 64)
 REPEATS = 5
 MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
-FOLLOW = 0.3  # how far one run moves the drift
-MOVED = 1.25  # a price that moved by this factor makes plans anew
 PROBE_BYTES = (1_000, 1_000_000)
+START_GROUPS = 10  # a call costs as much to start as so many groups, and each of its groups
 
 
 class Prices:
@@ -37,11 +37,15 @@ class Prices:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.seconds: dict[tuple[str, str], dict[int, float]] = {}
-        self.drift: dict[tuple[str, str], float] = {}
+        self.drift = Drift()
         self.links: dict[tuple[str, str], Link] = {}
         self.start_s: dict[str, float] = {}
-        self.epoch = 0  # changes when prices have moved so far that plans should be made anew
-        self.settled: dict[tuple[str, str], float] = {}
+        self.ran: set[str] = set()  # devices that have run something since the last look around
+
+    @property
+    def epoch(self) -> int:
+        """Changes when prices have moved so far that plans should be made anew."""
+        return self.drift.epoch
 
     def of(self, cell: Cell, num_rows: int, device: str) -> float:
         """Seconds of one run of a cell over so many rows."""
@@ -54,20 +58,36 @@ class Prices:
             base = _between(sorted(points.items()), num_rows)
         return base * self.drift.get((cell.name, device), 1.0)
 
-    def saw(self, cell: Cell, num_rows: int, device: str, seconds: float) -> None:
-        """A run took so long: the drift follows."""
-        ratio = max(1e-3, min(1e3, seconds / self.of(cell, num_rows, device)))
-        key = cell.name, device
-        self.drift[key] = now = self.drift.get(key, 1.0) * ratio**FOLLOW
-        settled = self.settled.setdefault(key, 1.0)
-        if not 1 / MOVED < now / settled < MOVED:
-            self.settled[key] = now
-            self.epoch += 1
+    def saw(self, device: str, runs: Iterable[tuple[Cell, int, float]]) -> None:
+        """The runs of a call on a device, as (cell, rows, seconds): the drift follows.
 
-    def started(self, device: str, seconds: float) -> None:
-        """It took so long a group until a device had begun: writing, sending and reading parts."""
+        A cell moves once a call, by all its runs together: what few rows are priced too high and
+        many too low must not send it up and down.
+        """
+        self.ran.add(device)
+        total: dict[str, tuple[float, float]] = {}
+        for cell, num_rows, seconds in runs:
+            took_s, priced_s = total.get(cell.name, (0.0, 0.0))
+            total[cell.name] = took_s + seconds, priced_s + self.of(cell, num_rows, device)
+        for name, (took_s, priced_s) in total.items():
+            self.drift.saw((name, device), took_s / priced_s, took_s)
+
+    def started(self, device: str, num_groups: int, seconds: float) -> None:
+        """It took so long until a device had begun with so many groups: to write, send and read
+        what it is to do. That is so much a group, and as much as some groups for any call."""
+        seconds /= num_groups + START_GROUPS
         before_s = self.start_s.get(device, seconds)
         self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
+
+    def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
+        """The copies of a call over a link, as (bytes, seconds): the drift follows."""
+        took_s = priced_s = 0.0
+        link = self.links[source, target]
+        for num_bytes, seconds in copies:
+            took_s += seconds
+            priced_s += link.latency_s + num_bytes / link.bytes_per_s
+        key = FROM + source, target
+        self.drift.saw(key, took_s / priced_s / self.drift.get(key, 1.0), 0.0)
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
         """Measure a cell on a device, once, with weights of these shapes; none are sent."""
@@ -75,10 +95,19 @@ class Prices:
         need = sum(weight.numel() * weight.element_size() for weight in weights)
         if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
             return
+        self.seconds[key] = self._ask(cell, device, weights)
+
+    def measure_again(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
+        """Measure a cell that was measured before: the drift follows, as after runs."""
+        if (cell.name, device) in self.seconds:
+            found = self._ask(cell, device, weights)
+            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in found.items()])
+
+    def _ask(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> dict[int, float]:
         shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
         ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
         answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
-        self.seconds[key] = dict(zip(ROWS, answer["seconds"], strict=True))
+        return dict(zip(ROWS, answer["seconds"], strict=True))
 
     def measure_links(self) -> None:
         """Measure every link that is not known yet, over its real way."""
@@ -113,8 +142,16 @@ class Prices:
         devices = (Device(HOME), *(Device(s.name, memory_bytes=s.memory_bytes) for s in spots))
         lanes = (Lane(HOME, HOME, ("io",)), *(Lane(name, name) for name in names))
         alive = {HOME, *names}
-        links = tuple(link for pair, link in self.links.items() if alive.issuperset(pair))
-        return Machine("workers", devices, lanes, links)
+        links = [self._link_now(link) for pair, link in self.links.items() if alive >= set(pair)]
+        return Machine("workers", devices, lanes, tuple(links))
+
+    def _link_now(self, link: Link) -> Link:
+        """A link as it is now: its drift, and what it takes to start a call."""
+        factor = self.drift.get((FROM + link.source, link.target), 1.0)
+        latency_s = link.latency_s * factor
+        if link.source == HOME:
+            latency_s += START_GROUPS * self.start_s.get(link.target, 0.0)
+        return replace(link, latency_s=latency_s, bytes_per_s=link.bytes_per_s / factor)
 
     def costs(self, drawing: Drawing, machine: Machine) -> Costs:
         """What the ops of a drawing cost on the devices of a machine."""
@@ -141,9 +178,9 @@ class Prices:
         self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
         for name in gone:
             self.start_s.pop(name, None)
-        for known in (self.seconds, self.drift, self.settled):
-            for key in [key for key in known if key[1] in gone]:
-                del known[key]
+        self.drift.forget(gone)
+        for key in [key for key in self.seconds if key[1] in gone]:
+            del self.seconds[key]
 
 
 def _between(points: Sequence[tuple[int, float]], rows: int) -> float:

@@ -8,10 +8,11 @@ devices, and where its results go (the copy steps of the lanes of its links).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, spec_named
@@ -46,7 +47,7 @@ class Part:
         return list(dict.fromkeys(task.group.cell for task in self.tasks))
 
     def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """The part as plain data, and the row numbers of its groups as tensors."""
+        """The part as plain data, and the row numbers of all its groups in one tensor."""
         specs = list(self.num_rows)
         tasks = [
             {
@@ -61,20 +62,20 @@ class Part:
         }
         rows = [[list(spec.shape), str(spec.dtype), n] for spec, n in self.num_rows.items()]
         data = {"tasks": tasks, "blocks": blocks, "num_rows": rows}
-        return data, [task.group.rows for task in self.tasks]
+        return data, [torch.cat([task.group.rows.reshape(-1) for task in self.tasks])]
 
     @staticmethod
-    def from_data(
-        data: Mapping[str, Any], rows: Sequence[Tensor], cells: Mapping[str, Cell]
-    ) -> Part:
+    def from_data(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> Part:
         """The part of plain data."""
         specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
         num_rows = {
             spec: count for spec, (_, _, count) in zip(specs, data["num_rows"], strict=True)
         }
         tasks = []
-        for item, mine in zip(data["tasks"], rows, strict=True):
-            found = Group(cells[item["cell"]], item["rows"], mine, tuple(item["starts"]))
+        sizes = [len(cells[item["cell"]].reads) * item["rows"] for item in data["tasks"]]
+        for item, flat in zip(data["tasks"], torch.split(rows, sizes), strict=True):
+            cell, mine = cells[item["cell"]], flat.view(-1, item["rows"])
+            found = Group(cell, item["rows"], mine, tuple(item["starts"]))
             sends = [(value, device) for value, device in item["sends"]]
             tasks.append(Task(item["label"], found, item["needs"], sends))
         blocks = {
@@ -89,12 +90,13 @@ def parts_of(
     """What each device does, and the inputs that the home sends to each of them."""
     parts: dict[str, Part] = {}
     task_of: dict[str, Task] = {}
+    device_of: dict[str, str] = {}
     inputs: dict[str, list[str]] = {}
     for step in plan.steps:
         device = plan.lane[step.lane].device
         if step.kind == "run" and device != home:
             name = step.names[0]
-            task_of[name] = Task(name, drawing.groups[name])
+            task_of[name], device_of[name] = Task(name, drawing.groups[name]), device
             part = parts.setdefault(device, Part(num_rows=drawing.num_rows))
             part.tasks.append(task_of[name])
             for value in plan.graph.op[name].makes:
@@ -111,7 +113,6 @@ def parts_of(
         else:
             task_of[maker.name].sends.append((value, target))
         for reader in plan.graph.readers[value]:
-            task = task_of.get(reader.name)
-            if task is not None and task in parts.get(target, Part()).tasks:
-                task.needs.append(value)
+            if device_of.get(reader.name) == target:
+                task_of[reader.name].needs.append(value)
     return parts, inputs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from torchweft.dynamic.channel import ChannelError, Message, head_of, read_head
+from torchweft.dynamic.channel import ChannelError, Message, bytes_of, head_of, large, read_head
 
 IDLE = timedelta(days=1)  # a channel may be silent; whoever is dead is found by its heart
 DRIVER, WORKER = 0, 1
@@ -39,7 +39,7 @@ class RankChannel:
         """Send a message and its tensors."""
         rows = [tensor.detach().contiguous().cpu() for tensor in tensors]
         head = torch.frombuffer(bytearray(head_of(message, rows)), dtype=torch.uint8)
-        self._each([torch.tensor([len(head)]), head, *rows], self.group.send)
+        self._each([torch.tensor([len(head)]), head, *large(rows)], self.group.send)
 
     def receive(self) -> tuple[Message, list[Tensor]]:
         """Wait for a message and its tensors."""
@@ -47,15 +47,14 @@ class RankChannel:
         self._each([size], self.group.recv)
         head = torch.empty(int(size), dtype=torch.uint8)
         self._each([head], self.group.recv)
-        message, rows = read_head(bytes(head.tolist()))
-        self._each(rows, self.group.recv)
+        message, rows = read_head(bytes(bytes_of(head)))
+        self._each(large(rows), self.group.recv)
         return message, rows
 
     def _each(self, tensors: Sequence[Tensor], act: Any) -> None:
         try:
             for tensor in tensors:
-                if tensor.numel():
-                    act([tensor], self.peer, 0).wait()
+                act([tensor], self.peer, 0).wait()
         except RuntimeError as cause:
             raise ChannelError(f"the other rank is gone: {cause}") from cause
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_named, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of
+from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_named
+from torchweft.dynamic.grouping import Group, Layout, Pending, group, packs_needed
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import inputs_in, take
+from torchweft.dynamic.local import Given, inputs_in, place_inputs, take
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.store import Store
 
@@ -29,7 +28,7 @@ class Recorded:
     num_values: int
     pending: Sequence[Pending]
     packs: Mapping[int, tuple[Spec, list[int]]]
-    inputs: Sequence[tuple[int, Tensor]]
+    inputs: Sequence[Given]
     wanted: Sequence[tuple[int, Spec]]
 
     kind = "recorded"
@@ -58,7 +57,7 @@ class Recorded:
                 [number, pack_cell(spec, len(values)).name, values]
                 for number, (spec, values) in self.packs.items()
             ],
-            "inputs": [number for number, _ in self.inputs],
+            "inputs": [[numbers.start, numbers.stop] for numbers, _ in self.inputs],
             "wanted": [[number, spec.shape, str(spec.dtype)] for number, spec in self.wanted],
         }
         numbers = [each for item in self.pending for each in (item.args, item.bases)]
@@ -70,9 +69,10 @@ def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
     assert recording.store is None, "what ran before is not in it"
     layout = Layout()
     pending = take(recording, layout)
-    inputs = inputs_in(recording)
-    values = [(lazy.id, lazy.spec) for lazy in wanted if lazy.id not in recording.given]
-    return Recorded(recording.next, pending, layout.packs, inputs, values)
+    inputs = inputs_in(recording, layout, pending)
+    values = {lazy.id: lazy.spec for lazy in wanted if lazy.id not in recording.given}
+    packs = {number: layout.packs[number] for number in packs_needed(layout, pending, values)}
+    return Recorded(recording.next, pending, packs, inputs, list(values.items()))
 
 
 class Unfolded:
@@ -94,20 +94,13 @@ class Unfolded:
         ]
         for number, name, values in data["packs"]:
             self.layout.packs[number] = cells[name].reads[0], values
-        given: dict[Spec, tuple[list[int], list[Tensor]]] = {}
-        rows = tensors[2 * len(pending) :]
-        for number, tensor in zip(data["inputs"], rows, strict=True):
-            numbers, items = given.setdefault(spec_of(tensor.shape, tensor.dtype), ([], []))
-            numbers.append(number)
-            items.append(tensor)
-        places = {spec: self.layout.take(spec, len(items)) for spec, (_, items) in given.items()}
-        for spec, (numbers, items) in given.items():
-            stop = places[spec] + len(items)
-            self.layout.row_of[numbers_of(numbers)] = torch.arange(places[spec], stop)
+        numbers = [range(first, last) for first, last in data["inputs"]]
+        given = zip(numbers, tensors[2 * len(pending) :], strict=True)
+        inputs = place_inputs(self.layout, given)
         self.groups: list[Group] = group(self.layout, pending)
         store.reserve(self.layout.num_rows)
-        for spec, (_, items) in given.items():
-            store.write(spec, places[spec], torch.stack(items).to(store.device))
+        for spec, start, rows in inputs:
+            store.write(spec, start, rows.to(store.device))
 
     def answers(self) -> list[Tensor]:
         """The values wanted, in order."""

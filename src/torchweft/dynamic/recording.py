@@ -11,6 +11,8 @@ on real tensors: always right, never batched, and counted with its reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.cell import Spec, spec_of
-from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.lazy import Kind, Lazy
 from torchweft.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -38,12 +40,17 @@ class Recording:
         self.state = state
         self.next = 0  # the number of the next value
         self.used: list[Entry] = []  # entries with ops that are pending
-        self.inputs: list[tuple[int, Tensor, int]] = []  # pending: number, tensor, its version
+        self.inputs: dict[int, tuple[Tensor, int]] = {}  # pending: tensor, its version
+        self.apart: dict[
+            int, tuple[int, Tensor, int]
+        ] = {}  # by rows: number of the first; -1: done
         self.known: dict[int, tuple[Lazy, int]] = {}  # inputs and versions, by identity
         self.given: dict[int, Tensor] = {}  # inputs by number; they are kept
-        self.rows_of: dict[int, list[Lazy]] = {}  # rows of values that were taken apart
+        self.numbers: dict[int, Sequence[int]] = {}  # of the rows of values that were taken apart
+        self.rows_of: dict[int, list[Lazy]] = {}  # these rows, where they were asked for
         self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
         self.viewed: set[int] = set()
+        self.kinds: dict[Spec, Kind] = {}
         self.store: Any = None  # where computed rows are; set by the first flush
 
     # What user code asks for.
@@ -79,17 +86,33 @@ class Recording:
 
     def select(self, lazy: Lazy, index: int) -> Any:
         """One row of a value: all its rows are taken apart together, once."""
-        rows = self.rows_of.get(lazy.id)
-        if rows is None:
-            shape = lazy.spec.shape
-            if not shape:
-                raise IndexError("invalid index of a 0-dim tensor")
-            if self.state.recording is not self or shape[0] == 0:
-                return self.at_once(Tensor.__getitem__, (lazy, index), {})
-            rows = self.rows_of[lazy.id] = self.add(self.state.unpack(lazy.spec), [lazy])
-            self.viewed.add(lazy.id)
-            self.viewed.update(each.id for each in rows)
-        return rows[index]
+        shape = lazy.spec.shape
+        if not shape:
+            raise IndexError("invalid index of a 0-dim tensor")
+        if self.state.recording is not self or shape[0] == 0:
+            return self.at_once(Tensor.__getitem__, (lazy, index), {})
+        return self.rows(lazy)[index]
+
+    def rows(self, lazy: Lazy, count: int | None = None) -> list[Lazy]:
+        """The first rows of a value, or all. An input's go to the store as they are."""
+        shape, numbers = lazy.spec.shape, self.numbers.get(lazy.id)
+        row = spec_of(shape[1:], lazy.spec.dtype)
+        if numbers is None:
+            given = self.inputs.pop(lazy.id, None)
+            if given is None:
+                numbers = [each.id for each in self.add(self.state.unpack(lazy.spec), [lazy])]
+            else:
+                numbers = range(self.next, self.next + shape[0])
+                self.apart[lazy.id] = self.next, *given
+                self.next += shape[0]
+            self._apart(lazy, numbers)
+        kind = self.kind(row)
+        if count is None:
+            found = self.rows_of.get(lazy.id)
+            if found is None:
+                found = self.rows_of[lazy.id] = [Lazy(number, kind) for number in numbers]
+            return found
+        return [Lazy(number, kind) for number in numbers[:count]]
 
     def change(self, lazy: Lazy, name: str, args: Any, kwargs: Any) -> Lazy:
         """A change in place: the handle stands for the new value from here on."""
@@ -98,7 +121,7 @@ class Recording:
         if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
             if self.used or self.packs:
                 self.state.flush(self)  # who read it before sees it as it was
-            self.inputs = [each for each in self.inputs if each[1] is not tensor]
+            self.inputs.pop(lazy.id, None)
             made = self.at_once(getattr(Tensor, name), (tensor, *args), kwargs)
         elif hasattr(Tensor, name[:-1]):
             made = self.function(getattr(Tensor, name[:-1]), (lazy, *args), kwargs)
@@ -121,24 +144,55 @@ class Recording:
 
     def add(self, entry: Entry, values: list[Lazy]) -> list[Lazy]:
         """One op of a cell on these values."""
-        if not entry.bases:
+        if not entry.ops:
             self.used.append(entry)
-        entry.args += [value.id for value in values]
         number = self.next
-        entry.bases.append(number)
+        entry.ops += [number, *[value.id for value in values]]
         makes = entry.cell.makes
         self.next = number + len(makes)
-        return [Lazy(number + at, spec, self) for at, spec in enumerate(makes)]
+        return [Lazy(number + at, self.kind(spec)) for at, spec in enumerate(makes)]
+
+    def each(self, entry: Entry, lazy: Lazy) -> Lazy:
+        """One op of a cell for each row of a value; all that they make is one value."""
+        if not entry.ops:
+            self.used.append(entry)
+        (spec,) = entry.cell.makes
+        self.rows(lazy, 0)
+        numbers = range(self.next, self.next + len(lazy))
+        self.next = numbers.stop
+        entry.ops += chain.from_iterable(zip(numbers, self.numbers[lazy.id], strict=True))
+        made = self._packed(spec, [*numbers])
+        self._apart(made, numbers)
+        return made
+
+    def kind(self, spec: Spec) -> Kind:
+        """The kind of values of a spec."""
+        found = self.kinds.get(spec)
+        return found if found is not None else self.kinds.setdefault(spec, Kind(spec, self))
+
+    def _new(self, spec: Spec, count: int) -> list[Lazy]:
+        first, kind = self.next, self.kind(spec)
+        self.next += count
+        return [Lazy(number, kind) for number in range(first, self.next)]
+
+    def _packed(self, spec: Spec, numbers: list[int]) -> Lazy:
+        """Values of one spec as one value."""
+        self.packs[self.next] = spec, numbers
+        return self._new(spec_of((len(numbers), *spec.shape), spec.dtype), 1)[0]
+
+    def _apart(self, lazy: Lazy, numbers: Sequence[int]) -> None:
+        self.numbers[lazy.id] = numbers
+        self.viewed.add(lazy.id)
+        self.viewed.update(numbers)
 
     def input(self, tensor: Tensor) -> Lazy:
         """A real tensor as a value; the same tensor, unchanged, is the same value."""
         version = 0 if tensor.is_inference() else tensor._version
         found, old = self.known.get(id(tensor), (None, version))
         if found is None or old != version:
-            found = Lazy(self.next, spec_of(tensor.shape, tensor.dtype), self)
-            self.next += 1
+            (found,) = self._new(spec_of(tensor.shape, tensor.dtype), 1)
             self.known[id(tensor)] = found, version
-            self.inputs.append((found.id, tensor, version))
+            self.inputs[found.id] = tensor, version
             self.given[found.id] = tensor
         return found
 
@@ -158,20 +212,20 @@ class Recording:
         """Rows of one spec as one value, if that is what they are."""
         if not isinstance(items, (list, tuple)) or not items:
             return None
-        values = [
-            item if type(item) is Lazy and item.home is self else self._value(item)
-            for item in items
-        ]
-        spec = values[0].spec
-        if any(value.spec is not spec for value in values):
-            return None
-        made = Lazy(self.next, spec_of((len(values), *spec.shape), spec.dtype), self)
-        self.packs[self.next] = spec, [value.id for value in values]
-        self.next += 1
-        return made
+        kind = items[0].kind if type(items[0]) is Lazy else None
+        numbers = [item.id for item in items if type(item) is Lazy and item.kind is kind]
+        if kind is None or kind.home is not self or len(numbers) < len(items):
+            values = [self._value(item) for item in items]
+            kind = values[0].kind
+            numbers = [value.id for value in values if value.kind is kind]
+            if len(numbers) < len(items):
+                return None
+        return self._packed(kind.spec, numbers)
 
     def _value(self, item: Any) -> Lazy:
-        return self.input(item.home.real(item) if type(item) is Lazy else item)
+        if type(item) is Lazy:
+            return item if item.home is self else self.input(item.home.real(item))
+        return self.input(item)
 
 
 _VIEWS = frozenset(

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.cell import Cell, Spec, unpack_cell
-from torchweft.dynamic.fast import fast_call, fast_row
+from torchweft.dynamic.fast import MAX_ARGS, Fast
 from torchweft.dynamic.lazy import Lazy
+from torchweft.dynamic.pattern import Weight, fill, weights_in
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
@@ -31,15 +33,14 @@ _PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device,
 
 
 class Entry:
-    """A cell with its pending ops: the values each op reads, and the first value it makes."""
+    """A cell with its pending ops: of each the first value it makes, and the values it reads."""
 
-    __slots__ = ("args", "bases", "cell", "unflatten")
+    __slots__ = ("cell", "ops", "unflatten")
 
     def __init__(self, cell: Cell, unflatten: Callable[[list[Lazy]], Any] | None = None) -> None:
         self.cell = cell
         self.unflatten = unflatten
-        self.args: list[int] = []
-        self.bases: list[int] = []
+        self.ops: list[int] = []
 
 
 class _OddArgumentError(Exception):
@@ -56,7 +57,7 @@ class State:
         self.entries: dict[Any, Entry | str] = {}
         self.inner: dict[nn.Module, tuple[nn.Module, ...]] = {}
         self.slow: dict[nn.Module, Callable[..., Any]] = {}
-        self.fast: dict[nn.Module, tuple[int, dict[Any, Any]]] = {}
+        self.fast: dict[nn.Module, Fast] = {}
         self.recording: Recording | None = None
         self.paused = False
         self.online = False  # whether a call ever needed numbers before its end
@@ -112,17 +113,21 @@ class State:
         for parent, name, child in self.children:  # nn.Module finds them slowly
             if parent._modules.get(name) is child:
                 vars(parent)[name] = child
+        worn = list(self.fast.values())
+        for fast in worn:
+            fast.wear(True)
         try:
             yield recording
         finally:
             self.recording = None
+            for fast in worn:
+                fast.wear(False)
             for parent, name, _ in self.children:
                 vars(parent).pop(name, None)
             if collecting:
                 gc.enable()
             for entry in recording.used:  # pending only if the call failed
-                entry.args.clear()
-                entry.bases.clear()
+                entry.ops.clear()
 
     def _refresh(self) -> None:
         """See what was done to the model since: other weights, hooks."""
@@ -132,16 +137,11 @@ class State:
                 continue
             if new.shape != old.shape or new.dtype != old.dtype:
                 self.entries.clear()
-                self._all_slow()
+                self.fast.clear()
             del self.names[id(old)]
             self.weights[name], self.names[id(new)] = new, name
         if self.fast and any(getattr(m, hook) for m in self.modules for hook in _HOOKS):
-            self._all_slow()  # the fast way does not look for hooks
-
-    def _all_slow(self) -> None:
-        for module in self.fast:
-            module._compiled_call_impl = self.slow[module]
-        self.fast.clear()
+            self.fast.clear()  # the fast way does not look for hooks
 
     # Real tensors.
 
@@ -216,11 +216,37 @@ class State:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """One op; of a lookup one for each word, so that one cell serves any number of them."""
+        words = _looked_up(target, args, kwargs)
+        if words is not None and words.home is recording:
+            word = recording.rows(words, 1)[0], *args[1:]
+            entry, _ = self._entry(recording, target, name, call, word, kwargs)
+            if entry is not None:
+                module = target[0] if isinstance(target, tuple) else None
+                if module in self.fast:
+                    self.fast[module].lookups[words.dtype, target[1]] = entry
+                return recording.each(entry, words)
+        entry, values = self._entry(recording, target, name, call, args, kwargs)
+        if entry is None:
+            return _REFUSED
+        made = recording.add(entry, values)
+        return entry.unflatten(made) if entry.unflatten is not None else made[0]
+
+    def _entry(
+        self,
+        recording: Recording,
+        target: Any,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Entry | None, list[Lazy]]:
+        """The entry of a call (None: it cannot be an op), and the values among its arguments."""
         values: list[Lazy] = []
         try:
             pattern = self._pattern(recording, (args, kwargs), values)
         except _OddArgumentError:
-            return _REFUSED
+            return None, values
         key = target, pattern, torch.is_autocast_enabled("cpu")
         entry = self.entries.get(key)
         if entry is None:
@@ -235,9 +261,8 @@ class State:
                 self._speed_up(module, entry)  # type: ignore[arg-type]
         if isinstance(entry, str):
             self.reasons[entry] += 1
-            return _REFUSED
-        made = recording.add(entry, values)
-        return entry.unflatten(made) if entry.unflatten is not None else made[0]
+            return None, values
+        return entry, values
 
     def _trace(
         self,
@@ -250,11 +275,11 @@ class State:
         """The entry of a new cell, or the reason why there is none."""
         shared = weights
         if shared is None:
-            shared = {each: self.weights[each] for each in sorted(set(_weights_in(pattern)))}
+            shared = {each: self.weights[each] for each in sorted(set(weights_in(pattern)))}
         outer: list[Any] = []
 
         def function(given: Mapping[str, Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-            args, options = _fill(pattern, iter(rows), given)
+            args, options = fill(pattern, iter(rows), given)
             leaves, tree = pytree.tree_flatten(call(given, args, options))
             outer[:] = [tree]
             if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -291,7 +316,7 @@ class State:
             return item.spec
         if isinstance(item, Tensor):
             if (name := self.names.get(id(item))) is not None:
-                return _Weight, name
+                return Weight, name
             values.append(recording.input(item))
             return values[-1].spec
         if kind in (list, tuple):
@@ -306,14 +331,13 @@ class State:
         raise _OddArgumentError
 
     def _speed_up(self, module: nn.Module, entry: Entry) -> None:
-        """Let later calls of this module with these shapes go the fast way."""
-        row, num_args = fast_row(entry), len(entry.cell.reads)
-        known, table = self.fast.setdefault(module, (num_args, {}))
-        if row is None or known != num_args:
-            return
-        table[(*entry.cell.reads, module.training)] = row
-        slow = self.slow[module]
-        module._compiled_call_impl = fast_call(self, module, slow, table, num_args)
+        """Let calls of this module with these shapes go the fast way, from the next call on."""
+        num_args = len(entry.cell.reads)
+        known = module in self.fast or type(module).__call__ is not nn.Module.__call__
+        if not known and 0 < num_args <= MAX_ARGS:
+            self.fast[module] = Fast(module, self.slow[module], num_args)
+        if module in self.fast:
+            self.fast[module].learn(entry)
 
 
 def _plain(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -324,31 +348,18 @@ def _plain(module: nn.Module, args: Any, kwargs: Any) -> Any:
 _REFUSED = object()
 
 
-class _Weight:
-    """Marks the name of a weight in a pattern."""
-
-
-def _weights_in(pattern: Any) -> Iterator[str]:
-    if isinstance(pattern, tuple):
-        if pattern and pattern[0] is _Weight:
-            yield pattern[1]
-        elif pattern and pattern[0] in (list, tuple, dict):
-            for each in pattern[1]:
-                yield from _weights_in(each[1] if pattern[0] is dict else each)
-
-
-def _fill(pattern: Any, rows: Iterator[Tensor], weights: Mapping[str, Tensor]) -> Any:
-    """The arguments of a pattern with tensors in the place of specs."""
-    if isinstance(pattern, Spec):
-        return next(rows)
-    kind, *rest = pattern
-    if kind is _Weight:
-        return weights[rest[0]]
-    if kind is dict:
-        return {key: _fill(each, rows, weights) for key, each in rest[0]}
-    if kind in (list, tuple):
-        return kind(_fill(each, rows, weights) for each in rest[0])
-    return slice(*rest) if kind is slice else rest[0]
+def _looked_up(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy | None:
+    """The words that a call looks up one by one, if that is all it does."""
+    if kwargs or not args or type(args[0]) is not Lazy or len(args[0].spec.shape) != 1:
+        return None
+    module = target[0] if isinstance(target, tuple) else None
+    plain = (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+    )
+    lookup = target is functional.embedding and len(args) == 2
+    return args[0] if (plain or lookup) and len(args[0]) else None
 
 
 def _word(name: str) -> str:

@@ -37,11 +37,13 @@ class Store:
             new = torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
             self.rows[spec] = new if old is None else torch.cat([old, new[len(old) :]])
 
-    def write(self, spec: Spec, start: int, made: Tensor) -> None:
-        """Put rows where they belong."""
+    def write(self, spec: Spec, start: int, made: Tensor, *, own: bool = False) -> None:
+        """Put rows where they belong. own: nobody else has them."""
         if self.grad:
             stop = start + len(made)
             self.rows[spec] = torch.slice_scatter(self.rows[spec], made, 0, start, stop)
+        elif own and len(made) == len(self.rows[spec]) and made.is_contiguous():
+            self.rows[spec] = made  # all rows there will be: nothing to copy
         else:
             self.rows[spec][start : start + len(made)] = made
 
@@ -51,7 +53,7 @@ class Store:
         if cell.kind == "pack":
             spec = cell.reads[0]
             index = group.rows.t().reshape(-1)
-            made = self.rows[spec].index_select(0, index)
+            made = self.rows[spec].index_select(0, index.to(self.device))
             self.write(cell.makes[0], group.starts[0], made.view(count, *cell.makes[0].shape))
             return
         given = self.gather(cell, group.rows, count)
@@ -59,15 +61,27 @@ class Store:
             self.write(cell.makes[0], group.starts[0], given[0].flatten(0, 1))
             return
         outputs = cell.functions[1](self.device, prepared(cell), *given)
-        for spec, start, made in zip(cell.makes, group.starts, outputs, strict=True):
-            self.write(spec, start, made)
+        results = zip(cell.makes, group.starts, outputs, cell.fresh, strict=True)
+        for spec, start, rows, fresh in results:
+            self.write(spec, start, rows, own=fresh)
 
     def gather(self, cell: Cell, rows: Tensor, count: int) -> Sequence[Tensor]:
         """The arguments of a group; those of one spec in one gather."""
         reads = cell.reads
+        if len(reads) == 1 and (start := _consecutive(rows[0])) is not None:
+            return (self.rows[reads[0]][start : start + count],)
+        rows = rows.to(self.device)
         if len(set(reads)) == 1:
             found = self.rows[reads[0]].index_select(0, rows.reshape(-1))
             if len(reads) == 1:
                 return (found,)
             return found.view(len(reads), count, *reads[0].shape).unbind(0)
         return [self.rows[spec].index_select(0, rows[at]) for at, spec in enumerate(reads)]
+
+
+def _consecutive(rows: Tensor) -> int | None:
+    """The first of these rows, if they stand one after another: they need no gather then."""
+    start, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - start != count - 1 or not bool((rows[1:] > rows[:-1]).all()):
+        return None
+    return start

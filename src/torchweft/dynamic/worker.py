@@ -116,7 +116,6 @@ class Worker:
         while True:
             target, message, tensors = self.outbox.get()
             try:
-                message = {**message, "sent_s": time.perf_counter()}
                 if target not in self.channels and target not in self.peers:
                     target, message = HOME, {**message, "relay": target}  # no way but through it
                 if target not in self.channels:
@@ -155,11 +154,10 @@ class Worker:
 
         def begin() -> None:
             number, data = message["call"], message["part"]
-            rows = tensors[: len(data["tasks"])]
-            part = Part.from_data(data, rows, self.cells)
+            part = Part.from_data(data, tensors[0], self.cells)
             call = _Call(number, part, Store(self.device))
             call.store.reserve(part.num_rows)
-            given = zip(message["inputs"], tensors[len(rows) :], strict=True)
+            given = zip(message["inputs"], tensors[1:], strict=True)
             with self.news:
                 self.calls[number] = call
                 for name, tensor in given:
@@ -305,15 +303,19 @@ class Worker:
 
     def _group(self, store: Store, group: Group, prepare: Prepared | None = None) -> float:
         """Run a group, as slow as this device is; when it began."""
-        began_s = time.perf_counter()
+        began_s, worked_s = time.perf_counter(), self._clock()
         store.run(group, prepare or self._prepare)
         self._synchronize()
-        self.throttle.pay(time.perf_counter() - began_s)
+        self.throttle.pay(self._clock() - worked_s)
         return began_s
+
+    def _clock(self) -> float:
+        """Seconds of work: while others have the core, a device that is throttled does not work."""
+        return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
     def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
         message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
-        self.outbox.put((target, message, [rows]))
+        self.outbox.put((target, {**message, "sent_s": time.perf_counter()}, [rows]))
 
     def _wait(self, call: _Call, task: Task) -> bool:
         """Wait for rows of other devices; False if the call was cancelled meanwhile."""

@@ -28,6 +28,7 @@ from torchweft.placement.work import Work, on_pool, slowness_pool
 UNIT_S = 1e-3
 MACHINES = ((1.0, 2.0), (1.0, 1.6, 4.0), (1.0, 1.3, 2.0, 3.0, 5.0))
 RATIOS = (0.05, 0.3, 1.0, 3.0)
+TRAINED_DEVICES = (2, 3, 4)
 
 
 def case(work: Work, slowness: Sequence[float], ratio: float | None = None) -> Problem:
@@ -97,7 +98,7 @@ def draw_case(
     draw: random.Random,
     *,
     trees: Sequence[Tree] = (),
-    num_devices: Sequence[int] = (2, 3, 4),
+    num_devices: Sequence[int] = TRAINED_DEVICES,
     ratio: float | None = None,
 ) -> Problem:
     """A problem of 8 to 64 ops: of the trees, if there are any, or drawn; on 2 to 4 devices, equal

@@ -28,20 +28,31 @@ OPTIMIZER, CURVE = "optimizer.safetensors", "curve.svg"
 
 
 def save_run(folder: Path, trainer: Trainer, curve: Sequence[Point]) -> None:
-    """Write the run as it stands; the file that names all others comes last."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the run as it stands; the file that names all others comes last.
+
+    Raises `WeftError` if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        text = f"file: cannot make the folder {folder}: {cause.strerror}."
+        raise PlacementError(text, rule="file") from None
     trainer.policy.save(folder / POLICY, seed=trainer.settings.seed, step=trainer.step)
     if curve and min(curve, key=lambda point: point.mean) is curve[-1]:
         trainer.policy.save(folder / BEST, seed=trainer.settings.seed, step=trainer.step)
     write_bytes(folder / OPTIMIZER, save(moments(trainer)))
     write_text(folder / CURVE, picture(curve))
     settings = {k: v for k, v in asdict(trainer.settings).items() if k != "trees"}
+    settings["num_trees"] = len(trainer.settings.trees)
     run = {"weft_training": VERSION, "settings": settings, "step": trainer.step}
     write_json(folder / RUN, {**run, "curve": [list(point) for point in curve]})
 
 
 def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]:
-    """The run that a folder holds. Raises `PlacementError` if it holds none."""
+    """The run that a folder holds, with the trees that it was started with.
+
+    Raises `PlacementError` if it holds none, or was started with others.
+    """
     read = Reader(read_json(folder / RUN, PlacementError, "training"), PlacementError, "training")
     if read.take("weft_training", int, None) != VERSION:
         raise read.fail(f"this is no training run of version {VERSION}.")
@@ -54,6 +65,9 @@ def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]
         num_tries=found.take("num_tries", int),
         rate=found.take("rate", float),
     )
+    if (num_trees := found.take("num_trees", int)) != len(trees):
+        cure = f"the run draws from {num_trees} trees, not {len(trees)}; give the same --data."
+        raise found.fail(cure)
     found.done()
     trainer = Trainer(replace(settings, trees=tuple(trees)), Policy.load(folder / POLICY))
     trainer.step = read.take("step", int)

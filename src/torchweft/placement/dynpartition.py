@@ -53,7 +53,7 @@ class Bandit(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Values [tree, op, device]."""
         found: Tensor = self.net(states.flatten(-2))
-        return found.unflatten(-1, (MAX_OPS, self.num_devices))
+        return found.view(*found.shape[:-1], MAX_OPS, self.num_devices)
 
     def choose(self, problem: Problem, *, epsilon: float = 0.0) -> tuple[list[int], Tensor, Tensor]:
         """A device for every op; with the state and the choice as tensors for the replay."""
@@ -88,7 +88,7 @@ class Bandit(nn.Module):
         total = (values * (picked >= 0)).sum(-1)
         loss = nn.functional.mse_loss(total, torch.tensor(rewards))
         self.optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
 
     def plan(

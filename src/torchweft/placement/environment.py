@@ -6,14 +6,14 @@
 
 It is deterministic: `reset(seed=...)` draws the problem, and nothing in `step` looks at a clock.
 Pairs without room for the op are masked, as are those that are not there; an action that the mask
-forbids ends the game with the reward `FORBIDDEN`.
+forbids ends the game with the reward `FORBIDDEN`. It needs gymnasium: `torchweft[learn]`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -37,7 +37,7 @@ Observation = dict[str, npt.NDArray[Any]]
 class PlacementEnv(gymnasium.Env[Observation, np.int64]):
     """A game of placing. draw: makes the next problem from a `random.Random`."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
         self.draw, self.max_devices, self.render_mode = draw, max_devices, render_mode
         num_pairs = NUM_CANDIDATES * max_devices
         limit = float(LIMIT)
-        self.observation_space = spaces.Dict(
+        space: Any = spaces.Dict(
             {
                 "facts": spaces.Box(-limit, limit, (num_pairs, len(FACTS)), np.float32),
                 "mask": spaces.MultiBinary(num_pairs),
             }
         )
+        self.observation_space = space
         self.action_space = spaces.Discrete(num_pairs)
         self.problem: Problem | None = None
         self.placement: Placement | None = None
@@ -97,7 +98,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
         """Which actions may be chosen now, by the name that maskable agents look for."""
         return self.mask
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """The placement as text, once the game is over."""
         return str(self.placement) if self.placement is not None else None
 

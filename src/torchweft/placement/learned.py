@@ -19,7 +19,7 @@ import numpy as np
 
 from torchweft.placement.annealing import annealing
 from torchweft.placement.draft import Room, pack
-from torchweft.placement.lists import heft, peft, put_all_on
+from torchweft.placement.lists import heft, peft, put_all_on, ranked, upward_ranks
 from torchweft.placement.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.planners import Planner
@@ -28,7 +28,9 @@ from torchweft.placement.problem import Problem
 from torchweft.placement.rollout import Rollout, Seen
 from torchweft.placement.simple import single
 
-POLICY = Path(__file__).parent / "policy.safetensors"
+POLICIES = Path(__file__).parent / "policies"
+SEEDS = (0, 1, 2)
+"""Of the trainings whose policies come with the package; the first is the default."""
 NUM_TRIES = 16
 SEARCH_S = 0.1
 DRAWN_SHARE = 0.3
@@ -36,9 +38,14 @@ DRAWN_SHARE = 0.3
 
 
 @cache
+def trained_policy(seed: int) -> Policy:
+    """A policy that comes with the package, by the seed of its training."""
+    return Policy.load(POLICIES / f"seed{seed}.safetensors")
+
+
 def default_policy() -> Policy:
-    """The policy that comes with the package."""
-    return Policy.load(POLICY)
+    """The policy that planners take without one of the user's own."""
+    return trained_policy(SEEDS[0])
 
 
 def learned(
@@ -107,8 +114,8 @@ def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
         if room is not None:
             mask = seen.mask & with_room(room, seen, numbers.num_devices)
             if not mask.any():
-                order = [int(ops[0]) for ops in rollout.order]
-                return put_all_on(problem, _completed(problem, order), pack(problem))
+                order = ranked(problem, upward_ranks(problem))
+                return put_all_on(problem, order, pack(problem))
             scores = masked(scores.reshape(mask.shape), mask)
         chosen = scores.argmax(1)
         rollout.put(chosen)
@@ -148,22 +155,17 @@ def _of_try(problem: Problem, rollout: Rollout, number: int) -> Placement:
 
 
 def orders(rollout: Rollout, number: int) -> tuple[list[int], list[int]]:
-    """The order of a try's ops, and the device of each op."""
+    """The order in which a try's ops run, and the device of each op."""
     steps: Ints = np.stack(rollout.order)[:, number]
     where: Ints = np.stack(rollout.device)[:, number]
-    num_ops = rollout.numbers.problems[rollout.problem[number]].num_ops
+    of = rollout.problem[number]
+    num_ops = rollout.numbers.problems[of].num_ops
     kept = steps < num_ops
     order = steps[kept].tolist()
     devices = [0] * num_ops
     for op, device in zip(order, where[kept].tolist(), strict=True):
         devices[op] = device
-    return order, devices
-
-
-def _completed(problem: Problem, order: Sequence[int]) -> list[int]:
-    """An order that starts like this one and has all ops."""
-    known = set(order)
-    return [*order, *(op for op in range(problem.num_ops) if op not in known)]
+    return order[::-1] if rollout.numbers.turned[of] else order, devices
 
 
 def _guards(problem: Problem) -> list[Placement]:

@@ -19,20 +19,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchweft.placement.numbers import Bools, Floats, Ints, Numbers
+from torchweft.placement.numbers import FORBIDDEN, Bools, Floats, Ints, Numbers
 
 NUM_CANDIDATES = 8
 BIG = np.float32(1e9)
 LIMIT = np.float32(8)
 FACTS = (
     "regret of its end", "regret of its path", "regret ahead", "regret of its seconds",
-    "regret of its inputs", "end against the first", "path against the last",
-    "ahead against the last", "urgency of its path", "urgency ahead", "urgency by rank", "idle",
-    "seconds", "tail", "device against the first", "sent", "slack", "work left", "beside it here",
+    "regret of its inputs", "device against the first", "end against the first",
+    "path against the last", "ahead against the last", "urgency of its path", "urgency ahead",
+    "urgency by rank", "idle", "seconds", "tail", "sent", "slack", "work left", "beside it here",
     "beside it elsewhere", "read here",
 )  # fmt: skip
 """What is seen of a pair, in the order of the last axis."""
-REGRET, URGENCY = FACTS.index("regret ahead"), FACTS.index("urgency ahead")
 NUM_LOGS = FACTS.index("work left")
 """So many of the facts are seconds, and seen as logarithms; the others are shares."""
 
@@ -52,22 +51,23 @@ class Rollout:
     def __init__(self, numbers: Numbers, repeat: int = 1) -> None:
         self.numbers = numbers
         self.problem = np.repeat(np.arange(numbers.num_problems), repeat)
-        num_tries, width = len(self.problem), numbers.width
-        self.tries = np.arange(num_tries)
+        width = numbers.width
+        self.tries = np.arange(len(self.problem))
         self.static = self.problem * width  # where a try's problem starts in the numbers' rows
         self.own = self.tries * width  # and where its own rows start
         rows = (self.static[:, None] + np.arange(width)).ravel()
-        self.free_s = np.where(numbers.devices, np.float32(0), BIG)[self.problem]
-        self.there_s = numbers.ready_s[rows]
-        self.inputs = np.zeros((len(rows), numbers.num_devices), np.float32)
+        self.free_s = np.where(numbers.devices, np.float32(0), BIG)[:, self.problem]
+        # [2, device, row]: when all that it reads is there; how many of these are made there.
+        self.state = np.zeros((2, numbers.num_devices, len(rows)), np.float32)
+        self.state[0] = numbers.ready_s[:, rows]
         self.missing = numbers.num_preds[rows]
         self.key = np.where(self.missing == 0, numbers.rank_s[rows], -BIG).reshape(-1, width)
         self.key[:, -1] = -BIG
         self.left_s = numbers.least_s.reshape(-1, width).sum(1)[self.problem]
         self.work_s = np.maximum(self.left_s, np.float32(1e-6))
-        self.num_devices = numbers.devices.sum(1).astype(np.float32)[self.problem]
-        self.num_left = (self.missing.reshape(-1, width) >= 0).sum(1)
-        self.end_s = np.zeros(num_tries, np.float32)
+        self.num_devices = numbers.devices.sum(0).astype(np.float32)[self.problem]
+        self.num_ops = np.array([problem.num_ops for problem in numbers.problems])[self.problem]
+        self.least_ops, self.most_ops = int(self.num_ops.min()), int(self.num_ops.max())
         self.order: list[Ints] = []
         self.device: list[Ints] = []
         self._ops: Ints | None = None
@@ -76,7 +76,18 @@ class Rollout:
     @property
     def going(self) -> bool:
         """Whether any try has ops left."""
-        return bool((self.key > -BIG).any())
+        return len(self.order) < self.most_ops
+
+    @property
+    def live(self) -> Bools:
+        """Which tries have ops left."""
+        return self.num_ops > len(self.order)
+
+    @property
+    def end_s(self) -> Floats:
+        """Scaled seconds of each try so far."""
+        used_s: Floats = np.where(self.numbers.devices[:, self.problem], self.free_s, 0)
+        return np.maximum.reduce(used_s, 0)
 
     @property
     def makespan_s(self) -> Floats:
@@ -94,68 +105,66 @@ class Rollout:
         count = min(NUM_CANDIDATES, self.key.shape[1])
         ops = np.argpartition(-self.key, count - 1, axis=1)[:, :count]
         there = np.take_along_axis(self.key, ops, 1) > -BIG
-        return ops, None if there.all() else there[:, :, None]
+        return ops, None if there.all() else there
 
     def look(self) -> Seen:
         """What there is to choose from, for every try. Tries that are done have no choice."""
-        table = self.numbers
+        table, free_s = self.numbers, self.free_s[:, :, None]
         ops, there = self.candidates()
         rows, own = ops + self.static[:, None], ops + self.own[:, None]
-        seconds, tail_s = table.seconds[rows], table.tail_s[rows]
-        there_s, free_s = self.there_s[own], self.free_s[:, None]
+        seconds, tail_s = table.costs.take(rows, 2)
+        there_s, read = self.state.take(own, 2)
+        rank_s = table.rank_s.take(rows)
+
+        spans = np.empty((6, *seconds.shape), np.float32)
+        end_s, path_s, ahead_s = spans[:3]
         start_s = np.maximum(there_s, free_s)
-        end_s = start_s + seconds
-        path_s = end_s + tail_s
+        np.add(start_s, seconds, out=end_s)
+        np.add(end_s, tail_s, out=path_s)
+        spans[3], spans[4], spans[5] = seconds, there_s, free_s
         self._ops, self._ends = ops, end_s
 
         # One op ahead: the followers, where they could be done soonest.
-        succs = table.succs[rows] + self.own[:, None, None]
-        known_s = np.maximum(self.there_s[succs], self.free_s[:, None, None])
-        ahead = table.moved_s[rows] + end_s[:, :, None, :, None]
-        np.maximum(ahead, known_s[:, :, :, None], out=ahead)
-        ahead += table.follow_s[rows][:, :, :, None]
-        ahead_s = np.maximum(ahead.min(-1).max(2), path_s)
+        edges = table.ahead.take(rows, 1)
+        succs = table.target.take(edges) + self.own[:, None]
+        known_s, beside = self.state.take(succs, 2)
+        known_s = np.maximum(known_s, self.free_s[:, None, :, None])
+        ahead = table.moved_s.take(edges, 2)
+        ahead += end_s[:, None]
+        np.maximum(ahead, known_s[:, None], out=ahead)
+        ahead += table.follow_s.take(edges, 1)[:, None]
+        soonest = np.maximum.reduce(np.minimum.reduce(ahead, 0), 1)
+        np.maximum(soonest, path_s, out=ahead_s)
 
-        end_min, path_min = end_s.min(2, keepdims=True), path_s.min(2, keepdims=True)
-        ahead_min, rank_s = ahead_s.min(2, keepdims=True), table.rank_s[rows][:, :, None]
-        free_min = free_s.min(2, keepdims=True)
-        slack_s = free_min + (self.left_s / self.num_devices)[:, None, None]
-        lasts = np.concatenate((path_min, ahead_min, rank_s), 2)
+        # Against the other devices, then against the other candidates.
+        least = np.minimum.reduce(spans, 1)
+        lasts = np.stack((-least[0], least[1], least[2], rank_s))
         if there is not None:
             lasts = np.where(there, lasts, -BIG)
-        last = lasts.max(1, keepdims=True)
-        first_end = end_min if there is None else np.where(there, end_min, BIG)
-        first_end = first_end.min(1, keepdims=True)
-        last_path, last_ahead = last[:, :, 0:1], last[:, :, 1:2]
-
-        facts = np.empty((len(FACTS), *end_s.shape), np.float32)
-        np.subtract(end_s, end_min, out=facts[0])
-        np.subtract(path_s, path_min, out=facts[1])
-        np.subtract(ahead_s, ahead_min, out=facts[2])
-        facts[3] = table.regret_s[rows]
-        np.subtract(there_s, there_s.min(2, keepdims=True), out=facts[4])
-        np.subtract(end_s, first_end, out=facts[5])
-        np.subtract(path_s, last_path, out=facts[6])
-        np.subtract(ahead_s, last_ahead, out=facts[7])
-        facts[8:11] = (lasts - last).transpose(2, 0, 1)[..., None]
-        np.subtract(start_s, free_s, out=facts[11])
-        facts[12], facts[13] = seconds, tail_s
-        np.subtract(free_s, free_min, out=facts[14])
-        facts[15] = table.sent_s[rows][:, :, None]
-        np.subtract(ahead_min, slack_s, out=facts[16])
+        last = np.maximum.reduce(lasts, 2, keepdims=True)
+        last[0] *= -1
+        facts = np.empty((len(FACTS), *seconds.shape), np.float32)
+        np.subtract(spans, least[:, None], out=facts[:6])
+        np.subtract(spans[:3], last[:3, None], out=facts[6:9])
+        facts[9:12] = (lasts[1:] - last[1:])[:, None]
+        np.subtract(start_s, free_s, out=facts[12])
+        facts[13], facts[14], facts[15] = seconds, tail_s, table.sent_s.take(rows)
+        facts[16] = least[2] - least[5] - (self.left_s / self.num_devices)[:, None]
         logs = facts[:NUM_LOGS]
         np.copysign(np.log1p(np.abs(logs)), logs, out=logs)
 
-        beside, read = self.inputs[succs].sum(2), self.inputs[own]
-        beside_all = beside.sum(2, keepdims=True)
-        facts[17] = (self.left_s / self.work_s)[:, None, None]
-        np.divide(beside, 1 + beside_all, out=facts[18])
-        np.divide(beside_all - beside, 1 + beside_all, out=facts[19])
-        np.divide(read, 1 + read.sum(2, keepdims=True), out=facts[20])
-        np.clip(facts, -LIMIT, LIMIT, out=facts)
-        allowed = table.allowed[rows]
-        mask = allowed if there is None else allowed & there
-        return Seen(np.moveaxis(facts, 0, -1), ops, mask)
+        beside = np.add.reduce(beside, 1)
+        total = np.add.reduce(beside, 0)
+        facts[17] = (self.left_s / self.work_s)[:, None]
+        np.divide(beside, 1 + total, out=facts[18])
+        np.divide(total - beside, 1 + total, out=facts[19])
+        np.divide(read, 1 + np.add.reduce(read, 0), out=facts[20])
+        np.minimum(facts, LIMIT, out=facts)
+        np.maximum(facts, -LIMIT, out=facts)
+        mask = seconds < FORBIDDEN
+        if there is not None:
+            mask &= there
+        return Seen(facts.transpose(2, 3, 1, 0), ops, mask.transpose(1, 2, 0))
 
     def put(self, chosen: Ints) -> None:
         """Put a pair (candidate * devices + device) in every try that has ops left."""
@@ -163,30 +172,30 @@ class Rollout:
         table, tries = self.numbers, self.tries
         at, device = np.divmod(chosen, table.num_devices)
         ops = self._ops[tries, at]
-        live = self.key[tries, ops] > -BIG
-        end_s = self._ends[tries, at, device]
-        if not live.all():
-            ops = np.where(live, ops, table.width - 1)  # the dummy takes what is too much
-            end_s = np.where(live, end_s, self.free_s[tries, device])
+        end_s = self._ends[device, tries, at]
+        if len(self.order) >= self.least_ops:  # the dummy takes what is too much
+            live = self.live
+            ops = np.where(live, ops, table.width - 1)
+            end_s = np.where(live, end_s, self.free_s[device, tries])
         self.order.append(ops)
         self.device.append(device)
-        self.free_s[tries, device] = end_s
-        self.end_s = np.maximum(self.end_s, np.where(live, end_s, 0))
+        self.free_s[device, tries] = end_s
         self.key[tries, ops] = -BIG
         rows = ops + self.static
-        self.left_s = self.left_s - table.least_s[rows]
-        succs = table.succs[rows]
-        own = succs + self.own[:, None]
-        moved_s = table.moved_s[rows, :, device] + end_s[:, None, None]
-        for column in range(succs.shape[1]):  # a try's followers are all different
-            there = own[:, column]
-            self.there_s[there] = np.maximum(self.there_s[there], moved_s[:, column])
-            self.inputs[there, device] += 1
-            self.missing[there] -= 1
-            followers = succs[:, column]
-            ready = (self.missing[there] == 0) & (followers < table.width - 1)
+        self.left_s = self.left_s - table.least_s.take(rows)
+        first, last = table.first.take(rows), table.first.take(rows + 1)
+        there_s, inputs = self.state
+        for column in range(int((last - first).max())):  # a try's followers are all different
+            edge = first + column
+            real = edge < last
+            edge = np.where(real, edge, len(table.target) - 1)
+            succs = table.target.take(edge)
+            there = succs + self.own
+            moved_s = table.moved_s[:, device, edge] + end_s
+            there_s[:, there] = np.maximum(there_s.take(there, 1), moved_s)
+            inputs[device, there] += real
+            self.missing[there] -= real
+            ready = self.missing.take(there) == 0
             if ready.any():
-                found = followers[ready]
+                found = succs[ready]
                 self.key[ready, found] = table.rank_s[found + self.static[ready]]
-        self.there_s[self.own + table.width - 1] = 0
-        self.inputs[self.own + table.width - 1] = 0

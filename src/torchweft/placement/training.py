@@ -30,23 +30,24 @@ from torchweft.placement.placement import Placement
 from torchweft.placement.policy import Policy, Scorer
 from torchweft.placement.problem import Problem
 from torchweft.placement.read_trees import Tree
-from torchweft.placement.rollout import BIG, Rollout, Seen
+from torchweft.placement.rollout import Rollout, Seen
 
 HELD_OUT = 1_000_000_007
 """Added to the seed for problems that are set aside."""
 NUM_HELD_OUT = 120
 HELD_OUT_RATIOS = (0.3, 1.0, 3.0)
 MAX_NORM = 1.0
-ENTROPY = 0.01
+NUM_TAUGHT = 4
+"""So many of a step's problems are planned by the teacher, which takes long."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2."""
 
+    num_imitation: int
+    num_steps: int
     seed: int = 0
-    num_imitation: int = 60
-    num_steps: int = 1200
     num_problems: int = 16
     num_tries: int = 12
     rate: float = 3e-3
@@ -130,14 +131,14 @@ class Trainer:
         settings = self.settings
         draw = random.Random(settings.seed * 1_000_003 + self.step)
         problems = [draw_case(draw, trees=settings.trees) for _ in range(settings.num_problems)]
+        left = 1 - max(0, self.step - settings.num_imitation) / max(1, settings.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.rate * max(0.05, left)
         if self.stage == "imitation":
-            loss = imitate(self.policy, problems, self.step)
+            loss = imitate(self.policy, problems[:NUM_TAUGHT], self.step)
         else:
-            left = 1 - (self.step - settings.num_imitation) / max(1, settings.num_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = settings.rate * max(0.05, left)
             generator = np.random.default_rng([settings.seed, self.step])
-            loss = reinforce(self.policy, problems, settings.num_tries, generator, ENTROPY * left)
+            loss = reinforce(self.policy, problems, settings.num_tries, generator, 0.0)
         descend(self.policy, self.optimizer, loss)
         self.step += 1
         return float(loss.detach())
@@ -167,7 +168,7 @@ def fine_tune(
 def descend(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """One step of the optimizer."""
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
     optimizer.step()
 
@@ -184,7 +185,7 @@ def imitate(policy: Policy, problems: Sequence[Problem], seed: int) -> Tensor:
         wanted, known = _wanted(rollout, seen, teachers)
         made.seen.append(seen)
         made.chosen.append(wanted)
-        made.counts.append(known & (rollout.key > -BIG).any(1))
+        made.counts.append(known & rollout.live)
         rollout.put(np.where(known, wanted, scorer(rollout, seen).argmax(1)))
     return weighted_loss(policy, rollout, made, torch.ones(len(problems)), 0.0)
 
@@ -195,13 +196,16 @@ def _teacher(problem: Problem, seed: int) -> Placement:
 
 
 def _wanted(rollout: Rollout, seen: Seen, teachers: Sequence[Placement]) -> tuple[Ints, Bools]:
-    """For each try the candidate that its teacher starts first, there; and whether there is one."""
+    """For each try the candidate that its teacher starts first (of a turned problem: ends last), on
+    that device; and whether there is one."""
     num_devices = rollout.numbers.num_devices
     wanted = np.zeros(len(teachers), np.int64)
     known = np.zeros(len(teachers), np.bool_)
     for number, teacher in enumerate(teachers):
+        turned = rollout.numbers.turned[number]
+        turns = [-end_s for end_s in teacher.end_s] if turned else teacher.start_s
         choices = [
-            (teacher.start_s[op], at, teacher.device[op])
+            (turns[op], at, teacher.device[op])
             for at, op in enumerate(seen.ops[number].tolist())
             if seen.mask[number, at].any()
         ]
@@ -239,7 +243,7 @@ def drawn(
         chosen = (scores + generator.gumbel(size=scores.shape)).argmax(1)
         made.seen.append(seen)
         made.chosen.append(chosen)
-        made.counts.append((rollout.key > -BIG).any(1))
+        made.counts.append(rollout.live)
         rollout.put(chosen)
     return rollout, made
 

@@ -1,0 +1,57 @@
+"""`Drift`: how far real runs have moved from the seconds that were measured, by (cell, device).
+
+    drift.saw(("tree", "fast"), ratio=1.9, seconds=2e-4)       every call moves its factor
+    drift["tree", "fast"]                                      the factor on what was measured
+    drift.epoch                                                changes when plans are out of date
+
+A call moves a factor a part of the way (in logarithms) to what was seen, and one that was far off
+counts as `FAR` times: on a busy machine single runs are late by any factor. Plans are out of date
+once the work of a device, all its cells by the seconds they take, costs a quarter more or less than
+when they were made. One noisy cell does not throw all plans away; one that slows down for good and
+matters does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+FOLLOW = 0.3  # how far one call moves its factor
+FAR = 8.0
+MOVED = 1.25
+FADE = 0.99  # of the seconds that cells count by, with all that is seen of their device
+FROM = "from "
+Key = tuple[str, str]  # (cell, device); of a link (FROM + source, target)
+
+
+class Drift(dict[Key, float]):
+    """Factors by (cell, device); a pair that is not in it has not moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.settled: dict[Key, float] = {}
+        self.spent_s: dict[Key, float] = {}
+
+    def saw(self, key: Key, ratio: float, seconds: float) -> None:
+        """Runs took these seconds, `ratio` times what they were expected to take."""
+        ratio = max(1 / FAR, min(FAR, ratio))
+        self[key] = self.get(key, 1.0) * ratio**FOLLOW
+        self.settled.setdefault(key, 1.0)
+        self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
+        beside = [other for other in self.spent_s if other[1] == key[1]]
+        moved = total_s = 0.0
+        for other in beside:
+            self.spent_s[other] *= FADE
+            total_s += self.spent_s[other]
+            moved += self.spent_s[other] * math.log(self[other] / self.settled[other])
+        if abs(moved) > total_s * math.log(MOVED):
+            self.settled.update((other, self[other]) for other in beside)
+            self.epoch += 1
+
+    def forget(self, devices: Iterable[str]) -> None:
+        """Forget devices that are gone, and the links from and to them."""
+        gone = set(devices)
+        for known in (self, self.settled, self.spent_s):
+            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
+                del known[key]
