@@ -222,7 +222,7 @@ def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -
 
 
 def stream(
-    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 4,
+    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 8,
     num_rounds: int = MIN_PAIRS, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
     """Inputs a second of each worker alone and of all together, in turns."""
@@ -276,10 +276,11 @@ def fault(
                 ):
                     wrong += 1
             left = pool.names
+            half = inputs[(at + len(inputs)) // 2 :]
             began_s = time.perf_counter()
-            alone = len(list(dynamic.stream(inputs))) / (time.perf_counter() - began_s)
+            alone = len(list(dynamic.stream(half))) / (time.perf_counter() - began_s)
     gaps = [b - a for a, b in pairwise(seen_s)]
-    after = (len(seen_s) - at) / 2 / (seen_s[-1] - seen_s[(at + len(seen_s)) // 2])
+    after = len(half) / (seen_s[-1] - seen_s[-len(half) - 1])
     return {
         "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
         "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,

@@ -4,8 +4,9 @@
     dynpartition                        its bandit names a device for every node of a tree; nodes
                                         run one by one, unbatched, as in its own execution
 
-For every input a plan is made and run once to warm up; then the simulator says how long it will
-take, with the prices of that moment, and then it runs. Planners take turns, input by input.
+For every input a plan is made and run some times to warm up (prices follow what runs); then the
+simulator says how long it will take, with the prices of that moment, and then it runs. Planners
+take turns, input by input.
 The bandit has been trained before, in the simulator, on the same trees.
 """
 
@@ -33,7 +34,7 @@ from torchweft.placement.dynpartition import MAX_OPS, Bandit, train
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
 PLANNERS = ("single", "heft", "portfolio", "learned")
-NUM_EPISODES = 400
+NUM_EPISODES, NUM_WARM = 400, 3
 
 
 @dataclass
@@ -105,7 +106,8 @@ def _run(
 ) -> None:
     """Warm up, ask the simulator, run."""
     assert dynamic.placer is not None, "there are workers"
-    way(given)
+    for _ in range(NUM_WARM):
+        way(given)
     assert dynamic.job is not None, "a placed call has a job"
     runs.simulated_s.append(dynamic.placer.simulate(dynamic.plan(), dynamic.job).makespan_s)
     began_s = time.perf_counter()
