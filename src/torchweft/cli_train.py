@@ -29,6 +29,8 @@ from torchweft.placement.served import problems_in
 if TYPE_CHECKING:
     from torchweft.placement.training import Point, Trainer
 
+__all__ = ["place"]
+
 EVERY = 25
 """Steps between two points of the curve."""
 MAX_TREE = 64

@@ -86,8 +86,9 @@ class Rollout:
     @property
     def end_s(self) -> Floats:
         """Scaled seconds of each try so far."""
-        used_s: Floats = np.where(self.numbers.devices[:, self.problem], self.free_s, 0)
-        return np.maximum.reduce(used_s, 0)
+        there = self.numbers.devices[:, self.problem]
+        found: Floats = np.where(there, self.free_s, 0).max(0)
+        return found
 
     @property
     def makespan_s(self) -> Floats:
