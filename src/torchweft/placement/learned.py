@@ -29,7 +29,7 @@ from torchweft.placement.rollout import Rollout, Seen
 from torchweft.placement.simple import single
 
 POLICIES = Path(__file__).parent / "policies"
-SEEDS: tuple[int, ...] = (0,)
+SEEDS = (0, 1, 2)
 """Of the trainings whose policies come with the package; the first is the default."""
 NUM_TRIES = 16
 SEARCH_S = 0.1
