@@ -95,7 +95,7 @@ def _table(read: Reader) -> CostTable:
     entries = read.take("costs", list)
     try:
         rows = [(key, device, tuple(map(tuple, points))) for key, device, points in entries]
-        return CostTable(tuple(rows))  # type: ignore[arg-type]
+        return CostTable(tuple(rows))
     except (TypeError, ValueError) as cause:
         raise read.fail(f"its costs are damaged: {clip(cause)}.") from None
 
