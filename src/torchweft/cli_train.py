@@ -155,9 +155,8 @@ def _tune(
     """Stage 3. Every fifth run is set aside, to measure on; of fewer than five, none."""
     from torchweft.placement.checkpoint import BEST, CURVE, picture
     from torchweft.placement.learned import default_policy
-    from torchweft.placement.learner import one_thread
     from torchweft.placement.policy import Policy
-    from torchweft.placement.training import Yardstick, fine_tune
+    from torchweft.placement.training import Yardstick, fine_tune, one_thread
 
     if (output / BEST).exists() and not resume:
         cure = "Go on from it with --resume, or take another folder."

@@ -24,8 +24,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
 from torchweft.files import write_json
+from torchweft.placement.training import one_thread
 
 Input = tuple[Tree, Tensor]
 FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
@@ -94,17 +95,6 @@ def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
     if not path.is_file():
         raise WeftError(f"data: there is no {path}; --data names a folder with sst/dev.txt.")
     return *read_trees(path, count), "sst"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread, as each worker has."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def dynet_s(

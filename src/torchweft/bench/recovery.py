@@ -36,9 +36,10 @@ from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import case, random_tree
 from torchweft.placement.learned import default_policy, guarded, learned, planner_of
-from torchweft.placement.learner import Learner, Pace, one_thread
+from torchweft.placement.learner import Learner, Pace
 from torchweft.placement.placement import replay
 from torchweft.placement.policy import Policy
+from torchweft.placement.training import one_thread
 
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0

@@ -21,8 +21,7 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from torchweft.placement.placement import Placement
 from torchweft.placement.policy import Policy
 from torchweft.placement.portfolio import GUARD
 from torchweft.placement.problem import Problem
-from torchweft.placement.training import descend, reinforce
+from torchweft.placement.training import descend, one_thread, reinforce
 
 Rebuild = Callable[[], Problem]
 
@@ -144,14 +143,3 @@ class Learner:
         cut = f", {self.num_cut} more left out for time" if self.num_cut else ""
         steps = f"{self.num_turns} turns, {self.num_steps} steps{cut}"
         return f"learned from {self.num_learned} of {self.num_served} inputs ({steps}); {guard}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch has one thread here: equal seeds give equal bits, and small sums need not wait."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
