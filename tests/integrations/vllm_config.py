@@ -59,6 +59,7 @@ def settings(model: str, extra: dict, **more) -> dict:
     """What a configuration says of how models are run."""
     config = EngineArgs(model, dtype="float32", additional_config=extra, **more)
     found = config.create_engine_config()
+    found.__post_init__()  # as the engine does in a process of its own
     return {
         "mode": CompilationMode(found.compilation_config.mode).name,
         "backend": found.compilation_config.backend,

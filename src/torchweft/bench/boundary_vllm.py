@@ -21,7 +21,7 @@ from vllm import LLM
 
 from torchweft import lab
 from torchweft.bench.host_vllm import ENVIRONMENT, REST_S, engine, requests, save, timed
-from torchweft.bench.told import say
+from torchweft.bench.told import leaving, say
 from torchweft.strategies import overlap
 from torchweft.trials import Trials
 
@@ -36,7 +36,7 @@ RUNS = {
 def main(text: str) -> None:
     """Race both engines and print the result."""
     spec = json.loads(text)
-    with tempfile.TemporaryDirectory() as folder:
+    with leaving(), tempfile.TemporaryDirectory() as folder:
         save(spec, folder)
         engines = {
             "graph": engine(folder, additional_config={"weft": {}}),
@@ -45,8 +45,6 @@ def main(text: str) -> None:
             ),
         }
         say("result", measure(spec, engines))
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def measure(spec: Mapping[str, Any], engines: Mapping[str, LLM]) -> dict[str, Any]:

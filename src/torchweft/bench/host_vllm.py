@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from torchweft import lab
-from torchweft.bench.told import say
+from torchweft.bench.told import leaving, say
 from torchweft.trials import Trials
 
 SIZES = {
@@ -75,13 +75,11 @@ class Worker(CPUWorker):  # type: ignore[misc]
 def main(text: str) -> None:
     """Race one workload and print its results."""
     spec = json.loads(text)
-    with tempfile.TemporaryDirectory() as folder:
+    with leaving(), tempfile.TemporaryDirectory() as folder:
         save(spec, folder)
         compiled = engine(folder)  # before our option has set anything in this process
         for result in measure(spec, engine(folder, additional_config={"weft": {}}), compiled):
             say("result", result)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def engine(folder: str, **more: Any) -> LLM:

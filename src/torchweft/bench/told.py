@@ -9,8 +9,11 @@ Other lines (libraries talk much) are passed over.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torchweft.errors import WeftError
@@ -24,6 +27,21 @@ def say(kind: str, value: Any) -> None:
     """Tell the bench; only one rank may."""
     sys.stdout.write(MARK + json.dumps({kind: value}) + "\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """End the process with the block: engines that still run would hold it up, also if it fails."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def listen(command: Command, bench: str, on_progress: Progress) -> Iterator[dict[str, Any]]:

@@ -80,10 +80,10 @@ def adopt(config: Any) -> None:
         return
     parallel, wanted = config.parallel_config, phases_of(extra[KEY])
     if wanted.session.capture == "boundary":
-        here = (config.device_config.device_type, parallel.worker_cls)
-        if here != ("cpu", "auto") or parallel.tensor_parallel_size == 1:
+        here, mine = (config.device_config.device_type, parallel.worker_cls), f"{__name__}.Worker"
+        if here not in (("cpu", "auto"), ("cpu", mine)) or parallel.tensor_parallel_size == 1:
             raise WeftError('vllm: "boundary" is for several CPU ranks in a worker class of ours.')
-        compilation.mode, parallel.worker_cls = CompilationMode.NONE, f"{__name__}.Worker"
+        compilation.mode, parallel.worker_cls = CompilationMode.NONE, mine
         return
     if compilation.mode == CompilationMode.NONE:
         raise WeftError('vllm: without a graph (drop enforce_eager) only "capture": "boundary".')
