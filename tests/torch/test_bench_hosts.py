@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from torchweft.bench import hosts
@@ -90,3 +93,14 @@ def test_lines_of_code_are_those_that_hold_code(tmp_path):
     assert code_lines(tmp_path / "one.py") == 5
     (tmp_path / "two.py").write_text("x = 1\n")
     assert code_lines(tmp_path) == 6
+
+
+@pytest.mark.parametrize(("line", "code"), [("pass", 0), ("raise ValueError('no engine')", 1)])
+def test_a_player_ends_though_its_engines_run(line, code):
+    text = (
+        "import threading\nfrom torchweft.bench.told import leaving\n"
+        f"threading.Thread(target=threading.Event().wait).start()\nwith leaving():\n    {line}\n"
+    )
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert found.returncode == code
+    assert ("no engine" in found.stderr) is bool(code)
