@@ -34,7 +34,7 @@ __all__ = ["place"]
 EVERY = 25
 """Steps between two points of the curve."""
 MAX_TREE = 64
-NUM_STEPS, NUM_IMITATION, NUM_TUNED = 300, 5, 50
+NUM_STEPS, NUM_IMITATION, NUM_TUNED = 1500, 5, 50
 
 
 @place.command("train")

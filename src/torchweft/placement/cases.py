@@ -102,8 +102,12 @@ def draw_case(
     ratio: float | None = None,
 ) -> Problem:
     """A problem of 8 to 64 ops: of the trees, if there are any, or drawn; on 2 to 4 devices, equal
-    or up to five times slower than the fastest, in a third of all cases each good at other ops."""
+    or up to five times slower than the fastest, in a third of all cases each good at other ops.
+    One in six, and all with a ratio of 0, are graphs on equal processors without transfers."""
     number, num_ops = draw.randrange(10**9), draw.randint(8, 64)
+    if ratio == 0 or (ratio is None and draw.random() < 1 / 6):
+        work = draw.choice((random_dag, layered))(num_ops, number)
+        return case(work, (1.0,) * draw.choice(num_devices), 0.0)
     kinds = [random_tree, random_dag, layered]
     if trees and draw.random() < 0.5:
         work = tree_case(draw.choice(trees), "tree")

@@ -27,6 +27,7 @@ from torchweft.placement.policy import Policy, Scorer, masked
 from torchweft.placement.problem import Problem
 from torchweft.placement.rollout import Rollout, Seen
 from torchweft.placement.simple import single
+from torchweft.placement.stages import best_quick, cuts
 
 POLICIES = Path(__file__).parent / "policies"
 SEEDS = (0, 1, 2)
@@ -82,7 +83,7 @@ def guided(
     began_s, budget_s = time.perf_counter(), SEARCH_S if deadline_s is None else deadline_s
     numbers = numbers_of([problem])
     scorer = Scorer(policy or default_policy(), numbers)
-    best = _best([one_pass(problem, numbers, scorer), *_guards(problem)])
+    best = _best([one_pass(problem, numbers, scorer), best_quick(problem)])
     draw = np.random.default_rng(seed)
     free = not problem.limited and not problem.together
     last_s = time.perf_counter() - began_s
@@ -149,9 +150,13 @@ def with_room(room: Room, seen: Seen, num_devices: int) -> Bools:
 
 
 def _of_try(problem: Problem, rollout: Rollout, number: int) -> Placement:
-    """The placement of a try: as it was put, or with gaps filled if that is better."""
+    """The placement of a try: as it was put, or with gaps filled if that is better. For a stream
+    the order counts more than the devices: consecutive ops may be better on one device."""
     order, devices = orders(rollout, number)
-    return _best([placed(problem, devices, order), put_all_on(problem, order, devices)])
+    found = [placed(problem, devices, order), put_all_on(problem, order, devices)]
+    if problem.objective == "throughput":
+        found += [put_all_on(problem, order, cut) for cut in cuts(problem, order)]
+    return _best(found)
 
 
 def orders(rollout: Rollout, number: int) -> tuple[list[int], list[int]]:

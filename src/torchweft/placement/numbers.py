@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 
 FORBIDDEN = np.float32(1e6)
 """Scaled seconds of an op on a device that may not run it."""
-NUM_OP_FACTS, NUM_DEVICE_FACTS = 8, 5
+NUM_OP_FACTS, NUM_DEVICE_FACTS = 9, 5
 NUM_FOLLOWERS = 8
 """A policy looks ahead to so many followers of an op, the most urgent ones."""
 
@@ -50,6 +50,7 @@ class Numbers:
     ready_s: Floats  # [device, row]: inputs from outside
     rank_s: Floats  # [row]: mean seconds from its start to the end of the graph
     sent_s: Floats  # [row]: mean seconds of its largest value over a link
+    behind_s: Floats  # [row]: least seconds of its followers and theirs, shared by who they read
     num_preds: Ints  # [row]
     least_s: Floats  # [row]: its seconds where it is fastest
     first: Ints  # [row]: its first edge; the row behind it has the next one's
@@ -85,6 +86,7 @@ def numbers_of(problems: Sequence[Problem]) -> Numbers:
         ready_s=np.zeros((num_devices, rows), np.float32),
         rank_s=np.full(rows, -1.0, np.float32),
         sent_s=np.zeros(rows, np.float32),
+        behind_s=np.zeros(rows, np.float32),
         num_preds=np.ones(rows, np.int64),
         least_s=np.zeros(rows, np.float32),
         first=np.concatenate(([0], num_succs.cumsum())),
@@ -150,6 +152,7 @@ def _fill(made: Numbers, number: int, problem: Problem) -> None:
     usable = np.where(allowed, seconds / scale, np.nan)
     made.least_s[rows] = np.nanmin(usable, 0)
     made.sent_s[rows] = _fill_edges(made, at, problem) / scale
+    made.behind_s[rows] = _behind(problem, made.least_s[rows].tolist())
     facts = (
         means / scale,
         made.least_s[rows],
@@ -159,6 +162,7 @@ def _fill(made: Numbers, number: int, problem: Problem) -> None:
         made.num_preds[rows],
         np.diff(made.first)[rows],
         made.costs[1, devices, rows].mean(0),
+        made.behind_s[rows],
     )
     made.op_facts[rows] = np.log1p(np.stack(facts, 1))
     speed = np.nanmean(np.where(allowed.any(axis=1, keepdims=True), usable, 1.0), 1)
@@ -173,6 +177,17 @@ def _fill(made: Numbers, number: int, problem: Problem) -> None:
         ),
         1,
     )
+
+
+def _behind(problem: Problem, own_s: Sequence[float]) -> list[float]:
+    """For each op the work that follows it: an op's own and all behind it are shared equally by
+    those it reads. In a tree that is put from its root: the whole subtree below."""
+    turned, found = is_turned(problem), [0.0] * problem.num_ops
+    readers, every = _nexts(problem), range(problem.num_ops)
+    makers = problem.succs if turned else problem.preds
+    for op in every if turned else reversed(every):
+        found[op] = sum((own_s[o] + found[o]) / len(makers[o]) for o, _ in readers[op])
+    return found
 
 
 def _fill_edges(made: Numbers, at: int, problem: Problem) -> Floats:

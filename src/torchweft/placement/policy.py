@@ -36,7 +36,7 @@ from torchweft.placement.numbers import (
 )
 from torchweft.placement.rollout import FACTS, Rollout, Seen
 
-VERSION = 1
+VERSION = 2
 PRIOR = {
     "regret of its end": -10.0, "regret ahead": -12.0, "ahead against the last": -2.0,
     "urgency ahead": -11.0, "urgency by rank": 16.0, "tail": -2.0,

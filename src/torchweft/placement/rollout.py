@@ -23,13 +23,14 @@ from torchweft.placement.numbers import FORBIDDEN, Bools, Floats, Ints, Numbers
 
 NUM_CANDIDATES = 8
 BIG = np.float32(1e9)
+SMALL = np.float32(1e-6)
 LIMIT = np.float32(8)
 FACTS = (
     "regret of its end", "regret of its path", "regret ahead", "regret of its seconds",
     "regret of its inputs", "device against the first", "end against the first",
     "path against the last", "ahead against the last", "urgency of its path", "urgency ahead",
-    "urgency by rank", "idle", "seconds", "tail", "sent", "slack", "work left", "beside it here",
-    "beside it elsewhere", "read here",
+    "urgency by rank", "idle", "seconds", "tail", "sent", "slack", "behind", "work left",
+    "share behind", "beside it here", "beside it elsewhere", "read here",
 )  # fmt: skip
 """What is seen of a pair, in the order of the last axis."""
 NUM_LOGS = FACTS.index("work left")
@@ -64,7 +65,7 @@ class Rollout:
         self.key = np.where(self.missing == 0, numbers.rank_s[rows], -BIG).reshape(-1, width)
         self.key[:, -1] = -BIG
         self.left_s = numbers.least_s.reshape(-1, width).sum(1)[self.problem]
-        self.work_s = np.maximum(self.left_s, np.float32(1e-6))
+        self.work_s = np.maximum(self.left_s, SMALL)
         self.num_devices = numbers.devices.sum(0).astype(np.float32)[self.problem]
         self.num_ops = np.array([problem.num_ops for problem in numbers.problems])[self.problem]
         self.least_ops, self.most_ops = int(self.num_ops.min()), int(self.num_ops.max())
@@ -151,15 +152,18 @@ class Rollout:
         np.subtract(start_s, free_s, out=facts[12])
         facts[13], facts[14], facts[15] = seconds, tail_s, table.sent_s.take(rows)
         facts[16] = least[2] - least[5] - (self.left_s / self.num_devices)[:, None]
+        behind_s = table.behind_s.take(rows)
+        facts[17] = behind_s
         logs = facts[:NUM_LOGS]
         np.copysign(np.log1p(np.abs(logs)), logs, out=logs)
 
         beside = np.add.reduce(beside, 1)
         total = np.add.reduce(beside, 0)
-        facts[17] = (self.left_s / self.work_s)[:, None]
-        np.divide(beside, 1 + total, out=facts[18])
-        np.divide(total - beside, 1 + total, out=facts[19])
-        np.divide(read, 1 + np.add.reduce(read, 0), out=facts[20])
+        facts[18] = (self.left_s / self.work_s)[:, None]
+        facts[19] = behind_s / np.maximum(self.left_s, SMALL)[:, None]
+        np.divide(beside, 1 + total, out=facts[20])
+        np.divide(total - beside, 1 + total, out=facts[21])
+        np.divide(read, 1 + np.add.reduce(read, 0), out=facts[22])
         np.minimum(facts, LIMIT, out=facts)
         np.maximum(facts, -LIMIT, out=facts)
         mask = seconds < FORBIDDEN

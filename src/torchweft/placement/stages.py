@@ -24,14 +24,14 @@ NUM_HALVINGS = 12
 def stages(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
     """The best of the cuts into consecutive stages; where there is none, what `pack` finds."""
     order = ranked(problem, upward_ranks(problem))
-    found = [put_all_on(problem, order, devices) for devices in _cuts(problem, order)]
+    found = [put_all_on(problem, order, devices) for devices in cuts(problem, order)]
     if not found:
         found = [put_all_on(problem, order, pack(problem))]
     return min(found, key=lambda item: item.score_s)
 
 
-def _cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
-    """The assignment without a limit, and that of the least limit."""
+def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
+    """The assignment without a limit, and that of the least limit: in this order, and by index."""
     turns = _turns(problem)
     for by_index in (False, True):
         ops = range(problem.num_ops) if by_index else order

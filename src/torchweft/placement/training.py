@@ -35,8 +35,8 @@ from torchweft.placement.rollout import Rollout, Seen
 
 HELD_OUT = 1_000_000_007
 """Added to the seed for problems that are set aside."""
-NUM_HELD_OUT = 120
-HELD_OUT_RATIOS = (0.3, 1.0, 3.0)
+NUM_HELD_OUT = 160
+HELD_OUT_RATIOS = (0.3, 1.0, 3.0, 0.0)
 MAX_NORM = 1.0
 NUM_TAUGHT = 4
 """So many of a step's problems are planned by the teacher, which takes long."""
@@ -92,7 +92,8 @@ class Yardstick:
 
 
 def held_out(settings: Settings, num: int = NUM_HELD_OUT) -> Yardstick:
-    """Problems that training never draws: also on five devices, at ratios from 0.3 up."""
+    """Problems that training never draws: also on five devices, at ratios from 0.3 up, and on
+    equal processors without transfers."""
     draw = random.Random(settings.seed + HELD_OUT)
     return Yardstick(
         [
