@@ -130,8 +130,9 @@ def test_mistakes_are_told(words, why, capsys):
 
 
 @pytest.mark.usefixtures("folder")
-def test_bench_has_rows_for_all_planners_and_the_summary():
+def test_bench_has_rows_for_all_planners_and_the_summary(monkeypatch):
     pytest.importorskip("ortools")
+    monkeypatch.setattr(bench, "NUM_EPISODES", 40)
     seen: list[tuple[int, int]] = []
     rows, summary = bench.run(
         num_cases=1,
@@ -149,7 +150,7 @@ def test_bench_has_rows_for_all_planners_and_the_summary():
     assert all(row["over_best"] >= 1 and row["over_bound"] >= 1 - 1e-9 for row in rows)
     assert summary["portfolio_worst_guarded"] <= 1.0
     assert 1 <= summary["stg_portfolio_ratio"] < 1.5
-    assert {row["planner"] for row in rows} >= {"learned", "guarded", "guided"}
+    assert {row["planner"] for row in rows} >= {"learned", "guarded", "guided", "dynpartition"}
     seeds = {row["planner"] for row in rows if row["planner"].startswith("learned")}
     assert {row["devices"] for row in rows if row["held_out_devices"]} >= {5}
     assert len(summary["learned_vs_best_classical_by_seed"]) == len(seeds)

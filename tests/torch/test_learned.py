@@ -103,6 +103,44 @@ def test_a_graph_that_joins_is_put_from_its_end(policy):
     assert [bool(each.numbers.turned[0]) for each in rollouts] == [True, False]
 
 
+def test_the_work_behind_an_op_is_its_whole_subtree():
+    tree = case(random_tree(31, 3), (1.0, 2.0), 1.0)
+    numbers = numbers_of([tree])
+    assert numbers.turned[0]
+
+    def below(op):
+        return sum(numbers.least_s[o] + below(o) for o, _ in tree.preds[op])
+
+    every = [below(op) for op in range(tree.num_ops)]
+    np.testing.assert_allclose(numbers.behind_s[: tree.num_ops], every, rtol=1e-5)
+
+
+def test_work_that_several_ops_lead_to_is_shared_by_them(policy):
+    graph = next(p for p in problems(9, num_devices=(2,)) if not numbers_of([p]).turned[0])
+    numbers = numbers_of([graph])
+    firsts = [op for op, preds in enumerate(graph.preds) if not preds]
+    behind = sum(numbers.behind_s[op] + numbers.least_s[op] for op in firsts)
+    assert behind == pytest.approx(numbers.least_s.sum(), rel=1e-4)  # nothing counts twice
+
+
+def test_equal_processors_without_transfers_are_drawn_too():
+    def equal(problem):
+        free = not any(edge.num_bytes for edge in problem.edges)
+        return free and all(len(set(row)) == 1 for row in problem.seconds)
+
+    assert 3 < sum(map(equal, problems(60))) < 20
+    assert all(map(equal, problems(4, ratio=0.0)))
+
+
+def test_for_a_stream_consecutive_ops_share_a_device(policy):
+    """A chain on two equal devices: one cut, each device one half."""
+    link = ((0.0, 0.1), (0.1, 0.0))
+    edges = tuple(Edge(op, op + 1, 1, f"v{op}") for op in range(19))
+    names, seconds = tuple(f"n{op}" for op in range(20)), ((1.0, 1.0),) * 20
+    chain = Problem("chain", names, ("a", "b"), seconds, edges, link, link, objective="throughput")
+    assert learned(chain, policy=policy).score_s == pytest.approx(10.0)
+
+
 def test_many_followers_take_little_memory():
     """A star of 2,000 ops: the numbers grow with the edges, not with ops times followers."""
     seconds = ((1.0, 2.0),) * 2000

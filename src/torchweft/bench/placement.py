@@ -13,8 +13,9 @@ Machines of 2, 3 and 5 devices of unlike speed; transfers of 0.05 to 3 mean ops.
 An op takes about 1 ms (a unit of time of STG: 1 ms), so planning time weighs as it would for small
 networks. Planners that search have `--search-ms`, the solver `--solver-s` a case. `learned` has a
 row for each policy that comes with the package: one training with three seeds. No policy has seen
-any of these graphs, nor machines of more devices than `TRAINED_DEVICES`. What is measured on real
-workers comes from the dynamic bench, unless `--no-workers`.
+any of these graphs, nor machines of more devices than `TRAINED_DEVICES`. DynPartition's bandit
+places trees alone; it is trained for each machine and ratio on other trees. What is measured on
+real workers comes from the dynamic bench, unless `--no-workers`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +53,8 @@ SEARCH = ("annealing", "tree-dp", "portfolio", "guided")
 SKIPPED = ("exhaustive", "cp-sat")  # cp-sat runs anyway, for the bound
 EQUAL = ("stg", "equal processors")
 STG_PROCESSORS = (2, 4, 8, 16)
+TREES = ("random tree", "sst")
+NUM_TREES, NUM_EPISODES, OTHER = 64, 1000, 10**6  # of the bandit: other trees than those drawn
 COLUMNS = ("family", "devices", "ratio", "planner", "cases", "over_best", "worst_over_best",
            "over_bound", "plan_ms", "with_planning")  # fmt: skip
 
@@ -97,11 +101,12 @@ def run(
     _warm(cases[0].problem)
     results, policies = [], _policies()
     for number, item in enumerate(cases):
-        results.append(_plan(item, policies, search_ms / 1e3, solver_s, seed))
+        planners = policies | _bandit(item, num_ops)
+        results.append(_plan(item, planners, search_ms / 1e3, solver_s, seed))
         if progress is not None:
             progress(number + 1, len(cases))
-    summary = _summary(results, ["learned", *policies])
-    return list(_rows(results)), {**summary, **({} if no_workers else _on_workers(data))}
+    workers = {} if no_workers else _on_workers(data)
+    return list(_rows(results)), _summary(results, ["learned", *policies], workers)
 
 
 def _policies() -> dict[str, Planner]:
@@ -111,6 +116,28 @@ def _policies() -> dict[str, Planner]:
     return {f"learned, seed {seed}": planner_of(trained_policy(seed)) for seed in SEEDS[1:]}
 
 
+def _bandit(item: Case, num_ops: int) -> dict[str, Planner]:
+    """DynPartition's bandit as a planner, if the case is a tree that it can take."""
+    from torchweft.placement.dynpartition import MAX_OPS
+
+    if item.family not in TREES or item.problem.num_ops > MAX_OPS or item.ratio is None:
+        return {}
+    return {"dynpartition": _trained_bandit(item.problem.num_devices, item.ratio, num_ops)}
+
+
+@cache
+def _trained_bandit(num_devices: int, ratio: float, num_ops: int) -> Planner:
+    """A bandit that was trained on other trees with this machine and ratio."""
+    from torchweft.placement.dynpartition import Bandit, train
+
+    (slowness,) = (machine for machine in MACHINES if len(machine) == num_devices)
+    trees = [case(random_tree(num_ops, OTHER + at), slowness, ratio) for at in range(NUM_TREES)]
+    bandit = Bandit(num_devices)
+    for _ in train(bandit, trees, NUM_EPISODES):
+        pass
+    return bandit.plan
+
+
 def _on_workers(data: str) -> Row:
     """What the dynamic bench measures on this machine, with or without two workers."""
     from torchweft.bench import dynamic
@@ -118,7 +145,7 @@ def _on_workers(data: str) -> Row:
     summary: Row = {}
     for row in ("placed", "batched"):
         summary |= dynamic.run(data=data, only=row)[1]
-    return {key: summary[key] for key in ("simulator_error", "batched_vs_per_node")}
+    return summary
 
 
 def _folder(data: str) -> Path | None:
@@ -241,8 +268,9 @@ def _over(score_s: float, best_s: float) -> float:
     return score_s / best_s if best_s else 1.0
 
 
-def _summary(results: Sequence[Result], seeds: Sequence[str]) -> Row:
-    """The figures. `seeds`: the rows of one planner, from trainings with several seeds."""
+def _summary(results: Sequence[Result], seeds: Sequence[str], workers: Row) -> Row:
+    """The figures. `seeds`: the rows of one planner, from trainings with several seeds; `workers`:
+    what was measured on workers, if anything."""
     transfers = [r for r in results if r.case.ratio is not None and r.case.ratio >= 0.3]
     drawn = [r for r in results if r.case.ratio]
     proven = [r for r in results if r.proven or r.case.optimum_s is not None]
@@ -258,8 +286,8 @@ def _summary(results: Sequence[Result], seeds: Sequence[str]) -> Row:
         "guided_gap_over_heft_gap": guided_gap / heft_gap if heft_gap > 0 else None,
         "plan_ms_50_nodes": _tree_ms("learned"),
         "stg_portfolio_ratio": _mean_over(equal, "portfolio long", _bound_s) if equal else None,
-        "simulator_error": None,
-        "batched_vs_per_node": None,
+        "simulator_error": workers.get("simulator_error"),
+        "batched_vs_per_node": workers.get("batched_vs_per_node"),
         "learned_vs_best_classical_by_seed": by_seed,
         "learned_vs_best_classical_held_out_devices": statistics.mean(
             _mean_over(held_out, name, _classical_s) for name in seeds

@@ -188,8 +188,27 @@ class Rollout:
         self.key[tries, ops] = -BIG
         rows = ops + self.static
         self.left_s = self.left_s - table.least_s.take(rows)
+        if len(tries) == 1:
+            self._tell(int(rows[0]), int(device[0]), end_s[0])
+        else:
+            self._tell_all(ops, device, end_s)
+
+    def _tell(self, row: int, device: int, end_s: np.float32) -> None:
+        """The followers of an op learn where and when it ends; of a single try."""
+        table, (there_s, inputs) = self.numbers, self.state
+        edges = slice(table.first[row], table.first[row + 1])
+        succs = table.target[edges]
+        moved_s = table.moved_s[:, device, edges] + end_s
+        there_s[:, succs] = np.maximum(there_s.take(succs, 1), moved_s)
+        inputs[device, succs] += 1
+        missing = self.missing.take(succs) - 1
+        self.missing[succs] = missing
+        self.key[0, succs] = np.where(missing == 0, table.rank_s.take(succs), -BIG)
+
+    def _tell_all(self, ops: Ints, device: Ints, end_s: Floats) -> None:
+        """The same for one op of every try: their first followers, their second ones, ..."""
+        table, (there_s, inputs), rows = self.numbers, self.state, ops + self.static
         first, last = table.first.take(rows), table.first.take(rows + 1)
-        there_s, inputs = self.state
         for column in range(int((last - first).max())):  # a try's followers are all different
             edge = first + column
             real = edge < last
