@@ -4,8 +4,9 @@
     devices          fast    mid   slow            each value crosses few borders
 
 Devices take their turn from the fastest on. A device gets ops while they fit into its memory and
-while its load is below a limit; the least limit that places all ops is found by bisection. Without
-a limit only memory makes a cut. Both are tried, in program order and by rank.
+while its load is below a limit; the least limit that places all ops, and that no link exceeds, is
+found by bisection. Without a limit only memory makes a cut. Both are tried, in program order and by
+rank.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
         for _ in range(NUM_HALVINGS):
             middle_s = (low_s + high_s) / 2
             tried = _cut(problem, ops, turns, middle_s)
-            if tried is None:
+            if tried is None or period_s(problem, tried) > middle_s:  # a link has too much
                 low_s = middle_s
             else:
-                best, high_s = tried, middle_s
+                best, high_s = tried, period_s(problem, tried)
         if best is not None:
             yield best
 
