@@ -152,8 +152,7 @@ class Rollout:
         np.subtract(start_s, free_s, out=facts[12])
         facts[13], facts[14], facts[15] = seconds, tail_s, table.sent_s.take(rows)
         facts[16] = least[2] - least[5] - (self.left_s / self.num_devices)[:, None]
-        behind_s = table.behind_s.take(rows)
-        facts[17] = behind_s
+        facts[17] = behind_s = table.behind_s.take(rows)
         logs = facts[:NUM_LOGS]
         np.copysign(np.log1p(np.abs(logs)), logs, out=logs)
 
