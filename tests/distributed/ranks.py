@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,11 +33,22 @@ LIMIT = datetime.timedelta(seconds=60)
 Case = Callable[[int], None]
 
 
+def fork_server() -> ForkServerContext:
+    """Starts ranks by forks of one process that has everything loaded (`warm`), once a session."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it sees no other path
+        forkserver.ensure_running()
+    return context
+
+
 def run_cases(
     folder: Path, cases: Mapping[str, Case], *, patience_s: int = PATIENCE_S
 ) -> dict[str, str]:
     """What went wrong in each case, on either rank; no process outlives this."""
-    context = mp.spawn(rank_main, (str(folder), dict(cases)), nprocs=2, join=False)
+    fork_server()
+    told = (str(folder), dict(cases))
+    context = mp.start_processes(rank_main, told, 2, join=False, start_method="forkserver")
     assert context is not None
     try:
         left = patience_s
