@@ -155,18 +155,20 @@ def check_transformers(rank, *, folder, share):
         check_overlap(plan)
 
 
-def save_models(folder):
+def save_models(folder, num_layers=2):
     """Tiny random checkpoints, if there is what it takes to load them in parallel."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
+        "hidden_size": 32, "intermediate_size": 64, "vocab_size": 256,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
-    mixtral = MixtralConfig(**sizes, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2)
+    llama = LlamaConfig(**sizes, num_hidden_layers=num_layers)
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    sizes |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    mixtral = MixtralConfig(**sizes, num_hidden_layers=1)
     MixtralForCausalLM(mixtral).save_pretrained(folder / "mixtral")
 
 
