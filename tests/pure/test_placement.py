@@ -41,6 +41,7 @@ from torchweft.placement.bounds import heads, tails
 from torchweft.placement.cases import MACHINES, case, random_dag, random_tree
 from torchweft.placement.draft import period_s
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft.placement.lists import heft
 from torchweft.placement.loads import Loads
 from torchweft.placement.ticks import in_ticks
 from torchweft.placement.tree_dp import fits
@@ -108,7 +109,7 @@ def test_law_placements_are_legal_whatever_the_planner(rng, name, plain):
     found = plan(problem, name, seed=rng.randrange(100))
     assert list(faults(problem, found)) == []
     assert found.bound_s is not None
-    assert found.bound_s <= found.score_s * (1 + 1e-9)
+    assert found.bound_s <= found.score_s
     assert found.planner == name
 
 
@@ -344,6 +345,19 @@ def test_any_function_is_a_planner_and_is_not_trusted():
 def test_exhaustive_refuses_what_is_not_tiny():
     with pytest.raises(PlacementError, match="at most 10 ops"):
         plan(case(random_tree(30, 0), MACHINES[0], 1.0), "exhaustive")
+
+
+def test_a_bound_is_never_above_its_score():
+    problem = two([[0.1, 0.2], [0.2, 0.1], [0.3, 0.3]], [(0, 1, 0), (1, 2, 0)])
+
+    def boasts(problem, *, deadline_s, seed):
+        return replace(heft(problem), bound_s=9.0)
+
+    for name in QUICK:
+        found = plan(problem, name)
+        assert found.bound_s <= found.score_s
+    with pytest.raises(PlacementError, match="found by boasts, is below 9 s"):
+        plan(problem, boasts)
 
 
 def test_exhaustive_does_not_try_every_order_of_a_device_that_is_busy_anyway():

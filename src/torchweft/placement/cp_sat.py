@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_S = 10.0
 LOAD_S = 1.2
 """What loading the solver takes, once a process; half of it on a quick machine."""
-SIZE_S = 2e-5
+SIZE_S = 2e-5  # to write one variable or constraint of it
 
 
 def is_loaded() -> bool:
