@@ -1,6 +1,7 @@
 """Two gloo ranks for tests: started once, they run many cases; failures come back by case.
 
     results = run_cases(folder, {"all reduce": case, ...})     results["all reduce"] == "" if fine
+    results = run_once(tmp_path_factory, __name__, make)       make(folder) gives the cases
 
 A case is a function of the rank that raises if something is wrong. Where one fails, its peer may
 wait for it: the ranks tell each other after each case, and behind a failure of only one of them no
@@ -10,6 +11,8 @@ further case is run.
 from __future__ import annotations
 
 import datetime
+import fcntl
+import json
 import os
 import sys
 import traceback
@@ -20,6 +23,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -62,6 +66,23 @@ def run_cases(
     for name in cases:
         said = [folder / f"{name} {rank}" for rank in range(2)]
         found[name] = "".join(f.read_text() if f.exists() else "it was not run" for f in said)
+    return found
+
+
+def run_once(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Mapping[str, Case]]
+) -> dict[str, str]:
+    """The results of the cases that `make` gives: run by the first worker that asks, for all of
+    them. Workers steal tests from each other, and each would run all cases of a file again."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"ranks {name}"
+    folder.mkdir(exist_ok=True)
+    results = folder / "results.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            results.write_text(json.dumps(run_cases(folder, make(folder))))
+    found: dict[str, str] = json.loads(results.read_text())
     return found
 
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PATIENCE_S, check_clean, check_overlap, run_cases, talks
+from ranks import PATIENCE_S, check_clean, check_overlap, run_once, talks
 from test_tensor_parallel import save_models
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
@@ -271,12 +271,14 @@ CASES |= {
 CASES |= FAULTS
 
 
+def cases(folder):
+    save_models(folder, num_layers=1)
+    return {**CASES, "llama": functools.partial(check_transformers, folder=str(folder / "llama"))}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    save_models(folder, num_layers=1)
-    llama = functools.partial(check_transformers, folder=str(folder / "llama"))
-    return run_cases(folder, {**CASES, "llama": llama})
+    return run_once(tmp_path_factory, __name__, cases)
 
 
 @pytest.mark.parametrize("name", [*CASES, "llama"])

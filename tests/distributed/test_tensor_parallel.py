@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_overlap, run_cases, talks
+from ranks import check_clean, check_overlap, run_once, talks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,17 +185,20 @@ FUNCTIONAL = {
 NAMES = [*FUNCTIONAL, "dtensor", "llama", "mixtral"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = {"dtensor": check_dtensor}
+def cases(folder):
+    found = {"dtensor": check_dtensor}
     for name in FUNCTIONAL:
-        cases[name] = functools.partial(check_functional, name=name)
+        found[name] = functools.partial(check_functional, name=name)
     save_models(folder)
     for name, share in (("llama", 0.8), ("mixtral", 0.4)):
         told = {"folder": str(folder / name), "share": share}
-        cases[name] = functools.partial(check_transformers, **told)
-    return run_cases(folder, cases)
+        found[name] = functools.partial(check_transformers, **told)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_once(tmp_path_factory, __name__, cases)
 
 
 @pytest.mark.parametrize("name", NAMES)

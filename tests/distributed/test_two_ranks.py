@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_overlap, run_cases
+from ranks import check_clean, check_overlap, run_once
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
@@ -58,7 +58,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("ranks"), CASES)
+    return run_once(tmp_path_factory, __name__, lambda folder: CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
