@@ -123,6 +123,7 @@ def compare_command(
     planner: Annotated[
         list[str] | None, typer.Option("--planner", help="several; default: all that take it")
     ] = None,
+    policy: PolicyFile = None,
     deadline_ms: Deadline = 1000.0,
     devices: Devices = "",
     ratio: Ratio = None,
@@ -137,16 +138,17 @@ def compare_command(
 ) -> None:
     """Let several planners place one graph, and compare what they found."""
     asked = _asked(context)
-    for name in planner or ():
-        get_planner(name)
     found: list[Placement] = []
     refused: dict[str, str] = {}
     names = planner or list(planner_names())
+    if policy is not None and not set(names) & set(LEARNED):
+        _with_policy(names[0], policy)  # which refuses it
+    planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}
     with bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
-        for name in names:
+        for name, chosen in planners.items():
             try:
                 found.append(
-                    plan(asked.problem, name, deadline_s=asked.deadline_s, seed=asked.seed)
+                    plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=asked.seed)
                 )
             except PlacementError as error:
                 if planner:
@@ -166,8 +168,8 @@ def _show_compared(
         {
             "planner": item.planner,
             "score_s": item.score_s,
-            "over_best": item.score_s / best_s if best_s else 1.0,
-            "over_bound": item.score_s / bound_s if bound_s else None,
+            "over_best": _over(item.score_s, best_s),
+            "over_bound": _over(item.score_s, bound_s),
             "planning_s": item.planning_s,
         }
         for item in sorted(found, key=lambda item: item.score_s)
@@ -179,11 +181,19 @@ def _show_compared(
     say(f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}")
     say(f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in")
     for row in rows:
-        over = f"{row['over_bound']:.3f}" if row["over_bound"] is not None else "-"
-        times = f"{row['over_best']:<11.3f}{over:<12}{format_s(row['planning_s'])}"
+        ratios = [row["over_best"], row["over_bound"]]
+        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+        times = f"{best:<11}{bound:<12}{format_s(row['planning_s'])}"
         say(f"  {row['planner']:<15}{format_s(row['score_s']):<12}{times}")
     for name, why in refused.items():
         say(f"  {name:<15}{why}")
+
+
+def _over(score_s: float, least_s: float) -> float | None:
+    """The ratio of two scores; none to a score of 0, but for that of another 0."""
+    if least_s:
+        return score_s / least_s
+    return None if score_s else 1.0
 
 
 @app.command("explain")
@@ -192,6 +202,7 @@ def explain_command(
     graph: GraphFile,
     machine: MachineFile = None,
     planner: PlannerName = "portfolio",
+    policy: PolicyFile = None,
     placement: Annotated[
         Path | None, typer.Option("--placement", help="explain this one; no planner runs")
     ] = None,
@@ -215,15 +226,15 @@ def explain_command(
     problem, deadline_s, _ = _asked(context)
     if placement is not None:
         found = check(problem, Placement.load(placement))
-    kinds = _kinds(problem)
+    kinds, chosen = _kinds(problem), _with_policy(planner, policy)
     with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
         if placement is None:
-            found = plan(problem, planner, deadline_s=deadline_s, seed=seed)
+            found = plan(problem, chosen, deadline_s=deadline_s, seed=seed)
         step()
         brings = {}
         for device in kinds:
             name = problem.devices[device]
-            more = plan(with_twin(problem, device), planner, deadline_s=deadline_s, seed=seed)
+            more = plan(with_twin(problem, device), chosen, deadline_s=deadline_s, seed=seed)
             brings[name] = min(more.score_s, found.score_s)  # a twin need not be used
             step()
     trace = trace_of(problem, found)
@@ -316,8 +327,9 @@ def _slowness(text: str) -> tuple[float, ...]:
 
 
 def _with_policy(planner: str, policy: Path | None) -> str | Planner:
-    """The planner, with a policy of the user's own if there is one."""
+    """The planner, with a policy of the user's own if there is one. Raises for an unknown one."""
     if policy is None:
+        get_planner(planner)
         return planner
     if planner not in LEARNED:
         text = f"policy: {planner!r} has no policy; --policy goes with {', '.join(LEARNED)}."

@@ -25,7 +25,7 @@ def read_text(path: str | Path, error: type[WeftError], what: str) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise error(f"file: {what} file {path} is larger than {MAX_BYTES // 2**20} MiB.")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise error(f"file: there is no {what} file {path}.") from None
     except UnicodeDecodeError:

@@ -93,7 +93,7 @@ def loop(model, x):
 def slow(model, x):
     global slow_s
     model(x)
-    slow_s = 4.0 if rank == 1 else 0.0
+    slow_s = 3.0 if rank == 1 else 0.0
     attempt(model, x)
     attempt(model, x, "again")
 
@@ -152,7 +152,7 @@ def threads(model, x):
 def interrupt(model, x):
     global slow_s
     model(x)
-    slow_s = 4.0 if rank == 1 else 0.0
+    slow_s = 3.0 if rank == 1 else 0.0
     say("waiting")
     attempt(model, x)
     attempt(model, x, "again")

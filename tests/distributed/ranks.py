@@ -1,6 +1,7 @@
 """Two gloo ranks for tests: started once, they run many cases; failures come back by case.
 
     results = run_cases(folder, {"all reduce": case, ...})     results["all reduce"] == "" if fine
+    results = run_once(tmp_path_factory, __name__, make)       make(folder) gives the cases
 
 A case is a function of the rank that raises if something is wrong. Where one fails, its peer may
 wait for it: the ranks tell each other after each case, and behind a failure of only one of them no
@@ -10,12 +11,19 @@ further case is run.
 from __future__ import annotations
 
 import datetime
+import fcntl
+import json
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -29,11 +37,22 @@ LIMIT = datetime.timedelta(seconds=60)
 Case = Callable[[int], None]
 
 
+def fork_server() -> ForkServerContext:
+    """Starts ranks by forks of one process that has everything loaded (`warm`), once a session."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it sees no other path
+        forkserver.ensure_running()
+    return context
+
+
 def run_cases(
     folder: Path, cases: Mapping[str, Case], *, patience_s: int = PATIENCE_S
 ) -> dict[str, str]:
     """What went wrong in each case, on either rank; no process outlives this."""
-    context = mp.spawn(rank_main, (str(folder), dict(cases)), nprocs=2, join=False)
+    fork_server()
+    told = (str(folder), dict(cases))
+    context = mp.start_processes(rank_main, told, 2, join=False, start_method="forkserver")
     assert context is not None
     try:
         left = patience_s
@@ -47,6 +66,23 @@ def run_cases(
     for name in cases:
         said = [folder / f"{name} {rank}" for rank in range(2)]
         found[name] = "".join(f.read_text() if f.exists() else "it was not run" for f in said)
+    return found
+
+
+def run_once(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Mapping[str, Case]]
+) -> dict[str, str]:
+    """The results of the cases that `make` gives: run by the first worker that asks, for all of
+    them. Workers steal tests from each other, and each would run all cases of a file again."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"ranks {name}"
+    folder.mkdir(exist_ok=True)
+    results = folder / "results.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            results.write_text(json.dumps(run_cases(folder, make(folder))))
+    found: dict[str, str] = json.loads(results.read_text())
     return found
 
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_overlap, run_cases, talks
+from ranks import PATIENCE_S, check_clean, check_overlap, run_once, talks
 from test_tensor_parallel import save_models
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
@@ -173,11 +173,11 @@ class Faulty(nn.Module):
         return x - x.mean(0) if self.mixes else x
 
 
-def faulty(rank, num_calls=3):
+def faulty(rank, num_calls=3, watchdog_s=20):
     torch.manual_seed(rank)
     model, x = Faulty(), inputs()
     plain = copy.copy(model)
-    boundary(model, watchdog_s=20)
+    boundary(model, watchdog_s=watchdog_s)
     for _ in range(num_calls):
         torch.testing.assert_close(model(x), plain(x))
     return model, plain, x
@@ -220,8 +220,9 @@ def check_late(rank):
 
 
 def check_raises(rank, *, on):
-    """A part that raises: its rank tells the story, the others are told, nobody waits."""
-    model, _, x = faulty(rank)
+    """A part that raises: its rank tells the story, the others are told, nobody waits (so long
+    that these ranks would be killed)."""
+    model, _, x = faulty(rank, watchdog_s=10 * PATIENCE_S)
     model.angry = rank in on
     with pytest.raises(RunError) as raised:
         model(x - 0.5)
@@ -270,12 +271,14 @@ CASES |= {
 CASES |= FAULTS
 
 
+def cases(folder):
+    save_models(folder, num_layers=1)
+    return {**CASES, "llama": functools.partial(check_transformers, folder=str(folder / "llama"))}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    save_models(folder)
-    llama = functools.partial(check_transformers, folder=str(folder / "llama"))
-    return run_cases(folder, {**CASES, "llama": llama})
+    return run_once(tmp_path_factory, __name__, cases)
 
 
 @pytest.mark.parametrize("name", [*CASES, "llama"])

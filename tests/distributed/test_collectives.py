@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_phases, run_cases, talks
+from ranks import check_clean, check_phases, run_once, talks
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
@@ -361,7 +361,7 @@ CASES["error"] = check_error  # the last: its group is dead afterwards
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("ranks"), CASES)
+    return run_once(tmp_path_factory, __name__, lambda folder: CASES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ hangs, aborts or keeps a socket.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import fault_rank
 import pytest
+from ranks import fork_server
 
 PATIENCE_S = 90.0
 
@@ -29,9 +29,7 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.said = [folder / f"rank{rank}" for rank in range(2)]
-        # The server has torch loaded, so that a new pair of ranks is there in a moment.
-        start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload(["fault_rank"])
+        start = fork_server()
         self.processes = []
         for rank, said in enumerate(self.said):
             said.touch()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from anatomy import anatomy, num_bodies
-from ranks import check_clean, check_overlap, run_cases
+from ranks import check_clean, check_overlap, run_once
 
 import torchweft as weft
 from torchweft.api import session_of
@@ -93,13 +93,16 @@ def save_model(folder):
     LlamaForCausalLM(llama).save_pretrained(folder / f"llama/{DEPTHS[0]}")
 
 
+def cases(folder):
+    found = {kind: functools.partial(check_bench, kind=kind) for kind in ("Dense", "MoE")}
+    save_model(folder)
+    found["llama"] = functools.partial(check_transformers, folder=str(folder / "llama"))
+    return found
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = {kind: functools.partial(check_bench, kind=kind) for kind in ("Dense", "MoE")}
-    save_model(folder)
-    cases["llama"] = functools.partial(check_transformers, folder=str(folder / "llama"))
-    return run_cases(folder, cases)
+    return run_once(tmp_path_factory, __name__, cases)
 
 
 @pytest.mark.parametrize("name", ["Dense", "MoE", "llama"])

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_overlap, run_cases, talks
+from ranks import check_clean, check_overlap, run_once, talks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,18 +155,20 @@ def check_transformers(rank, *, folder, share):
         check_overlap(plan)
 
 
-def save_models(folder):
+def save_models(folder, num_layers=2):
     """Tiny random checkpoints, if there is what it takes to load them in parallel."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
+        "hidden_size": 32, "intermediate_size": 64, "vocab_size": 256,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
-    mixtral = MixtralConfig(**sizes, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2)
+    llama = LlamaConfig(**sizes, num_hidden_layers=num_layers)
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    sizes |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    mixtral = MixtralConfig(**sizes, num_hidden_layers=1)
     MixtralForCausalLM(mixtral).save_pretrained(folder / "mixtral")
 
 
@@ -183,17 +185,20 @@ FUNCTIONAL = {
 NAMES = [*FUNCTIONAL, "dtensor", "llama", "mixtral"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = {"dtensor": check_dtensor}
+def cases(folder):
+    found = {"dtensor": check_dtensor}
     for name in FUNCTIONAL:
-        cases[name] = functools.partial(check_functional, name=name)
+        found[name] = functools.partial(check_functional, name=name)
     save_models(folder)
     for name, share in (("llama", 0.8), ("mixtral", 0.4)):
         told = {"folder": str(folder / name), "share": share}
-        cases[name] = functools.partial(check_transformers, **told)
-    return run_cases(folder, cases)
+        found[name] = functools.partial(check_transformers, **told)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_once(tmp_path_factory, __name__, cases)
 
 
 @pytest.mark.parametrize("name", NAMES)

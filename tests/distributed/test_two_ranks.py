@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_clean, check_overlap, run_cases
+from ranks import check_clean, check_overlap, run_once
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
@@ -47,6 +48,11 @@ def check_shard(rank, *, in_place, parts, jitter):
     check_clean(model)
 
 
+def check_loaded(rank):
+    """A fork server says nothing of what it cannot load; every rank would load it anew."""
+    assert "warm" in sys.modules
+
+
 CASES = {
     f"in_place={in_place} parts={parts} jitter={jitter}": functools.partial(
         check_shard, in_place=in_place, parts=parts, jitter=jitter
@@ -54,13 +60,14 @@ CASES = {
     for in_place in (False, True)
     for parts, jitter in ((2, False), (3, False), (3, True))
 }
+CASES["the ranks are loaded when they start"] = check_loaded
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("ranks"), CASES)
+    return run_once(tmp_path_factory, __name__, lambda folder: CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_overlap_on_two_ranks_is_equal_to_eager(results, name):
+def test_case(results, name):
     assert results[name] == "", results[name]

@@ -15,6 +15,7 @@ from torchweft.files import write_json
 from torchweft.graph_file import load_graph, save_graph
 from torchweft.machine import Device, Lane, Link, Machine, to_data
 from torchweft.placement import Placement, planner_names
+from torchweft.placement.learned import POLICIES
 from torchweft.plan import Plan
 from torchweft.trace import Trace
 from torchweft.verify import verify
@@ -91,6 +92,26 @@ def test_compare_has_a_row_for_every_planner_that_takes_the_graph(capsys):
 
 
 @pytest.mark.usefixtures("folder")
+def test_nothing_is_over_a_score_of_no_time_at_all_but_another(capsys):
+    Path("none.stg").write_text("3\n1 0 0\n2 0 1\n   1 5\n3 0 1\n   2 5\n")
+    words = "place compare --graph none.stg --planner heft --planner round-robin"
+    assert [row["over_best"] for row in data(words, capsys)["rows"]] == [1.0, None]
+    assert " - " in out(words, capsys)
+
+
+@pytest.mark.usefixtures("folder")
+def test_compare_and_explain_take_a_policy_as_plan_does(capsys):
+    words = f"--graph tree.txt --policy {POLICIES / 'seed1.safetensors'} --deadline-ms 1"
+    planned = data(f"place plan {words} --planner learned", capsys)
+    rows = data(f"place compare {words} --planner learned --planner heft", capsys)["rows"]
+    scores = {row["planner"]: row["score_s"] for row in rows}
+    assert scores["learned"] == planned["makespan_s"]
+    assert set(scores) == {"learned", "heft"}
+    explained = data(f"place explain {words} --planner learned", capsys)
+    assert explained["placement"] == planned["placement"]
+
+
+@pytest.mark.usefixtures("folder")
 def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
     words = "place explain --graph tree.txt --planner heft --ratio 1"
     text = out(f"{words} -o trace.json", capsys)
@@ -120,8 +141,12 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
         ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
         ("place plan --graph graph.json", "give --machine"),
         ("place plan --graph tree.txt --tree 7", "no tree number 7"),
+        ("place plan --graph graph.json --machine machine.json --tree 1", "no file of trees"),
         ("place plan --graph tree.txt --planner heft --policy p.safetensors", "has no policy"),
         ("place plan --graph tree.txt --planner learned --policy tree.txt", "is no policy"),
+        ("place compare --graph tree.txt --planner heft --policy tree.txt", "has no policy"),
+        ("place compare --graph tree.txt --planner best", "unknown planner"),
+        ("place explain --graph tree.txt --policy p.safetensors", "has no policy"),
         ("bench placement --data nowhere", "no folder"),
     ],
 )

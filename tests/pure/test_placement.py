@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,9 +22,11 @@ from torchweft.placement import (
     Hold,
     Placement,
     Problem,
+    annealing,
     as_plan,
     bound_s,
     check,
+    cp_sat,
     faults,
     finished,
     graph_problem,
@@ -31,12 +34,14 @@ from torchweft.placement import (
     plan,
     planner_names,
     replay,
+    stages,
     stand_in,
 )
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.cases import MACHINES, case, random_dag, random_tree
 from torchweft.placement.draft import period_s
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft.placement.lists import heft
 from torchweft.placement.loads import Loads
 from torchweft.placement.ticks import in_ticks
 from torchweft.placement.tree_dp import fits
@@ -104,7 +109,7 @@ def test_law_placements_are_legal_whatever_the_planner(rng, name, plain):
     found = plan(problem, name, seed=rng.randrange(100))
     assert list(faults(problem, found)) == []
     assert found.bound_s is not None
-    assert found.bound_s <= found.score_s * (1 + 1e-9)
+    assert found.bound_s <= found.score_s
     assert found.planner == name
 
 
@@ -340,6 +345,55 @@ def test_any_function_is_a_planner_and_is_not_trusted():
 def test_exhaustive_refuses_what_is_not_tiny():
     with pytest.raises(PlacementError, match="at most 10 ops"):
         plan(case(random_tree(30, 0), MACHINES[0], 1.0), "exhaustive")
+
+
+def test_a_bound_is_never_above_its_score():
+    problem = two([[0.1, 0.2], [0.2, 0.1], [0.3, 0.3]], [(0, 1, 0), (1, 2, 0)])
+
+    def boasts(problem, *, deadline_s, seed):
+        return replace(heft(problem), bound_s=9.0)
+
+    for name in QUICK:
+        found = plan(problem, name)
+        assert found.bound_s <= found.score_s
+    with pytest.raises(PlacementError, match="found by boasts, is below 9 s"):
+        plan(problem, boasts)
+
+
+def test_exhaustive_does_not_try_every_order_of_a_device_that_is_busy_anyway():
+    problem = two([[1.0 + op, 1.0 + op] for op in range(10)], [])
+    assert plan(replace(problem, together=(tuple(range(10)),)), "exhaustive").makespan_s == 55
+
+
+def test_exhaustive_stops_at_its_deadline_with_what_it_has():
+    problem = case(random_tree(10, 0), MACHINES[1], 1.0)
+    found = plan(problem, "exhaustive", deadline_s=0)
+    assert list(faults(problem, found)) == []
+    assert not found.optimal
+
+
+def test_a_search_without_time_starts_nothing_slow(monkeypatch):
+    """No stages, no solver (importing it would fail): single, heft and peft are all there is."""
+    monkeypatch.setattr(stages, "stages", None)
+    monkeypatch.setattr(cp_sat, "is_loaded", lambda: False)
+    monkeypatch.setattr(cp_sat, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    problem = replace(case(random_dag(40, 0), MACHINES[1], 1.0), objective="throughput")
+    least_s = min(plan(problem, name).score_s for name in ("single", "heft", "peft"))
+    for name in ("annealing", "cp-sat"):
+        assert plan(problem, name, deadline_s=0).score_s == least_s
+
+
+def test_annealing_of_a_large_problem_ends_without_a_deadline(monkeypatch):
+    steps = []
+    monkeypatch.setattr(annealing._State, "step", lambda self, heat_s: steps.append(heat_s))
+    problem = case(random_tree(101, 0), MACHINES[1], 1.0)
+    plan(problem, "annealing")
+    assert len(steps) == 200 * problem.num_ops
+    monkeypatch.setattr(annealing, "MOST_TIMED", 100 * problem.num_ops)
+    steps.clear()
+    plan(problem, "annealing")
+    assert len(steps) == 100
 
 
 def test_tree_dp_refuses_what_is_no_tree():

@@ -133,6 +133,7 @@ def test_stg_may_name_later_tasks(write):
         ("999999999\n", "can be placed"),
         ("1\n1 3 2\n", "communication cost"),
         ("0\n", "can be placed"),
+        ("1 0\n1 3 0\n", "1 to 256 processors"),
     ],
 )
 def test_a_damaged_stg_file_is_refused(write, text, why):
@@ -155,6 +156,12 @@ def test_dnn_graphs_say_devices_limits_and_what_stays_together(write):
     assert best.device_of["n3"] == best.device_of["n9"]
     assert best.device_of["n1"] == "cpu0"
     assert best.makespan_s == 1 + 1.0 + 1 + 1 + 0.25 + 4
+
+
+@pytest.mark.parametrize("text", [json.dumps(DNN), TREES, "1\n1 3 0\n"])
+def test_files_of_other_systems_may_start_with_a_mark_and_end_lines_with_two_bytes(write, text):
+    changed = "\ufeff" + text.replace("\n", "\r\n")
+    assert read_problem(write(changed)) == read_problem(write(text))
 
 
 def test_dnn_values_of_several_costs_are_several_values(write):

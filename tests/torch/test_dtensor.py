@@ -12,7 +12,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from ranks import fork_server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -124,7 +124,7 @@ def work(rank, world, path, build, training, results):
 
 def on_ranks(world, path, build, *, training):
     """Run `look` on every rank; what each found. No process outlives this."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     results = context.Queue()
     processes = [
         context.Process(target=work, args=(r, world, path, build, training, results), daemon=True)

@@ -157,7 +157,7 @@ class Plain(Layer):
         return self.grow(self.norm(x))
 
 
-def compiled(kind, num_layers=4, *, stack=Stack, strategy="sequential", **options):
+def compiled(kind, num_layers=3, *, stack=Stack, strategy="sequential", **options):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = stack(kind, num_layers).eval()
@@ -222,7 +222,7 @@ def test_outputs_are_those_of_eager_under_jitter(kind):
 @pytest.mark.parametrize("kind", [Layer, InPlace, Masked])
 def test_deeper_models_have_no_more_bodies(kind):
     counts = []
-    for num_layers in (3, 9):
+    for num_layers in (3, 6):
         model = compiled(kind, num_layers)
         model(X)
         counts.append(num_bodies(captured_of(model)))
@@ -232,7 +232,7 @@ def test_deeper_models_have_no_more_bodies(kind):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's own imports
 def test_inductor_compiles_no_more_for_deeper_models():
     counts = []
-    for num_layers in (3, 7):
+    for num_layers in (3, 5):
         model = compiled(Layer, num_layers, strategy=weft.overlap(parts=2), inner="inductor")
         torch.testing.assert_close(model(X), model.forward(X), rtol=1e-4, atol=1e-4)
         counts.append(weft.report(model).pieces[0].num_compiled)

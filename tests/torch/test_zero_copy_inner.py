@@ -263,12 +263,11 @@ def test_the_allocator_tells_what_compiled_code_holds():
     assert sines + products <= allocations.peak_bytes < 2 * (sines + products)
 
 
-def test_bench_memory_runs_under_inductor():
+def test_bench_memory_runs_under_inductor(monkeypatch):
     pytest.importorskip("transformers")
+    monkeypatch.setattr(memory, "PARTS", (4,))  # two parts are those of the tests above
     rows, summary = memory.run(models="vit", inner="inductor")
-    assert [(row["parts"], row["split"], row["error"]) for row in rows] == [
-        (2, True, ""), (4, True, ""),
-    ]  # fmt: skip
+    assert [(row["parts"], row["split"], row["error"]) for row in rows] == [(4, True, "")]
     assert summary["share_zero_copy"] == 1.0 and not rows[0]["hidden"]
     assert 0 < summary["worst_peak_ratio"] <= 1.05
     with pytest.raises(StrategyError, match="Known: eager, inductor, onednn"):

@@ -25,6 +25,7 @@ from torchweft.placement.problem import INF, Problem
 from torchweft.placement.stages import best_quick
 
 MOVES_PER_OP = 200
+MOST_TIMED = 20_000_000  # ops timed in all moves together: some seconds
 HEAT = 0.02  # of the first score: what a move may cost at the start
 
 
@@ -35,13 +36,16 @@ def annealing(
     seed: int = 0,
     start: Placement | None = None,
 ) -> Placement:
-    """Simulated annealing; without a deadline 200 moves an op, the same for equal seeds."""
+    """Simulated annealing; without a deadline 200 moves an op (fewer for large problems), the same
+    for equal seeds."""
     ends_s = INF if deadline_s is None else time.perf_counter() + deadline_s
-    first = start or best_quick(problem)
+    first = start or best_quick(problem, ends_s)
+    if time.perf_counter() > ends_s:
+        return first
     least_s = bound_s(problem) * (1 + 1e-9)
     state = _State(problem, first, random.Random(seed))
     began_s = time.perf_counter()
-    total = MOVES_PER_OP * problem.num_ops
+    total = min(MOVES_PER_OP * problem.num_ops, MOST_TIMED // problem.num_ops)
     done, share = 0, 0.0
     while share < 1 and state.best_s > least_s:
         state.step(HEAT * first.score_s * (1 - share))

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import PlacementError
@@ -31,6 +33,19 @@ if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
 
 DEFAULT_S = 10.0
+LOAD_S = 1.2
+"""What loading the solver takes, once a process; half of it on a quick machine."""
+SIZE_S = 2e-5  # to write one variable or constraint of it
+
+
+def is_loaded() -> bool:
+    """Whether the solver has been loaded in this process."""
+    return "ortools.sat.python.cp_model" in sys.modules
+
+
+def writing_s(problem: Problem) -> float:
+    """About what it takes to write a problem down for the solver."""
+    return SIZE_S * (problem.num_ops + len(problem.edges)) * problem.num_devices
 
 
 def cp_sat(
@@ -42,16 +57,20 @@ def cp_sat(
 ) -> Placement:
     """The best placement found by the deadline (10 s if there is none), with a proven bound.
 
-    Raises `PlacementError` if ortools is not installed.
+    Where the deadline leaves no time to load the solver and to write the problem down, this is the
+    best of the quick planners. Raises `PlacementError` if ortools is not installed.
     """
-    ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
+    deadline_s = DEFAULT_S if deadline_s is None else deadline_s
+    ends_s = time.perf_counter() + deadline_s
+    if find_spec("ortools") and deadline_s < writing_s(problem) + (not is_loaded()) * LOAD_S / 2:
+        return start or best_quick(problem, ends_s)
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         cure = "pip install ortools (requirements/dev.txt has the version), or use portfolio"
         text = f"cp-sat: the package ortools is not installed: {cure}."
         raise PlacementError(text, rule="cp-sat") from None
-    first = start or best_quick(problem)
+    first = start or best_quick(problem, ends_s)
     small, tick_s = in_ticks(problem, first.score_s)
     model: CpModel = cp_model.CpModel()
     writer = _writer(model, small, first, tick_s)

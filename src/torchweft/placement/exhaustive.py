@@ -2,8 +2,8 @@
 
 It tries all assignments within the memory limits. For each, ops start one after another (no start
 before the last one), each as early as it can: every placement worth having is among these. A branch
-ends where it cannot beat the best one. Nothing is shared with the other exact planners, which it
-is there to check.
+ends where it cannot beat the best one, by paths or by loads. Nothing is shared with the other exact
+planners, which it is there to check.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import product
+from operator import add
 
 from torchweft.errors import PlacementError
 from torchweft.placement.draft import Room, period_s
@@ -20,10 +21,15 @@ from torchweft.placement.problem import INF, Problem
 
 MAX_TRIED = 3_000_000
 MAX_LATENCY_OPS = 10
+DEFAULT_S = 30.0
+
+
+class _OutOfTimeError(Exception):
+    pass
 
 
 def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
-    """The best placement of all, proven unless the deadline passed first.
+    """The best placement of all, proven unless the deadline (30 s if there is none) passed first.
 
     Raises `PlacementError` for a problem that is not tiny, or that has no legal placement.
     """
@@ -35,19 +41,20 @@ def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int =
             f"{problem} is larger. Use cp-sat, or portfolio.",
             rule="size",
         )
-    ends_s = INF if deadline_s is None else time.perf_counter() + deadline_s
-    search, proven = _Search(problem), True
-    for chosen in product(*choices):
-        if time.perf_counter() > ends_s and search.best is not None:
-            proven = False
-            break
-        devices = _within(problem, chosen)
-        if devices is not None:
-            search.assignment(devices)
+    search, proven = _Search(problem, DEFAULT_S if deadline_s is None else deadline_s), False
+    try:
+        for chosen in product(*choices):
+            search.watch()
+            devices = _within(problem, chosen)
+            if devices is not None:
+                search.assignment(devices)
+        proven = True
+    except _OutOfTimeError:
+        pass
     if search.best is None:
-        raise PlacementError(
-            f"memory: no assignment of {problem.name!r} keeps the memory limits.", rule="memory"
-        )
+        which = "no assignment" if proven else "none of the assignments tried in time"
+        text = f"memory: {which} of {problem.name!r} keeps the memory limits."
+        raise PlacementError(text, rule="memory")
     return placed(problem, *search.best, bound_s=search.best_s if proven else None)
 
 
@@ -66,10 +73,17 @@ def _within(problem: Problem, chosen: Sequence[int]) -> list[int] | None:
 class _Search:
     """The best assignment and order so far."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, deadline_s: float) -> None:
         self.problem = problem
+        self.ends_s = time.perf_counter() + deadline_s
+        self.gives_up_s = self.ends_s + DEFAULT_S  # where memory is so tight that nothing is found
         self.best: tuple[list[int], list[int]] | None = None
         self.best_s = INF
+
+    def watch(self) -> None:
+        """Stop at the deadline, or later if nothing has been found by then."""
+        if time.perf_counter() > (self.gives_up_s if self.best is None else self.ends_s):
+            raise _OutOfTimeError
 
     def assignment(self, devices: list[int]) -> None:
         """Look for the best order of one assignment."""
@@ -91,6 +105,7 @@ class _Search:
         for op, device in enumerate(devices):
             busy_s[device] += problem.seconds[op][device]
         if max(*busy_s, *self.rest_s) < self.best_s:
+            self.left_s = busy_s
             self.finish_s = [0.0] * problem.num_ops
             self.waiting = [len(preds) for preds in problem.preds]
             self._order([], [0.0] * problem.num_devices, 0.0)
@@ -101,6 +116,9 @@ class _Search:
         if len(order) == problem.num_ops:
             if max(free_s) < self.best_s:
                 self.best, self.best_s = (list(devices), list(order)), max(free_s)
+            return
+        self.watch()
+        if max(map(add, free_s, self.left_s)) >= self.best_s:
             return
         for op in range(problem.num_ops):
             if self.waiting[op] or op in order:
@@ -113,11 +131,13 @@ class _Search:
             start_s = max([free_s[device], problem.ready_s[op][device], *arrivals])
             if start_s < last_s or start_s + self.rest_s[op] >= self.best_s:
                 continue
-            before_s, end_s = free_s[device], start_s + problem.seconds[op][device]
-            free_s[device] = self.finish_s[op] = end_s
+            before_s, left_s = free_s[device], self.left_s[device]
+            seconds = problem.seconds[op][device]
+            free_s[device] = self.finish_s[op] = start_s + seconds
+            self.left_s[device] -= seconds
             for target, _ in problem.succs[op]:
                 self.waiting[target] -= 1
             self._order([*order, op], free_s, start_s)
             for target, _ in problem.succs[op]:
                 self.waiting[target] += 1
-            free_s[device] = before_s
+            free_s[device], self.left_s[device] = before_s, left_s

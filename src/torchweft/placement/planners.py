@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 from torchweft.errors import PlacementError, unknown
 from torchweft.placement.bounds import bound_s
-from torchweft.placement.check import check
+from torchweft.placement.check import SLACK, check
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import Problem
 
@@ -88,5 +88,10 @@ def plan(
     began_s = time.perf_counter()
     found = function(problem, deadline_s=deadline_s, seed=seed)
     planning_s = time.perf_counter() - began_s
+    check(problem, replace(found, planner=name))
     best_s = max(bound_s(problem), found.bound_s or 0.0)
-    return check(problem, replace(found, planner=name, planning_s=planning_s, bound_s=best_s))
+    if best_s > found.score_s * (1 + SLACK):
+        text = f"{found.score_s:g} s, found by {name}, is below {best_s:g} s, which was proven"
+        raise PlacementError(f"bound: {problem.name!r}: {text}.", rule="bound")
+    best_s = min(best_s, found.score_s)  # sums of seconds are off by a hair
+    return replace(found, planner=name, planning_s=planning_s, bound_s=best_s)

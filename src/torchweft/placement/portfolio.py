@@ -13,26 +13,23 @@ The bound that comes with the answer is the best that any of them proved.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
 
 from torchweft.placement.annealing import annealing
 from torchweft.placement.bounds import bound_s
-from torchweft.placement.cp_sat import cp_sat
+from torchweft.placement.cp_sat import LOAD_S, cp_sat, is_loaded, writing_s
 from torchweft.placement.lists import cpop, critical_path, heft, peft
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import greedy, single
-from torchweft.placement.stages import stages
+from torchweft.placement.stages import STAGES_S, stages
 from torchweft.placement.tree_dp import fits, tree_dp
 
 DEFAULT_S = 2.0
 GUARD, QUICK = (single, heft, peft), (critical_path, greedy, cpop)
-LOAD_S, START_S = 1.2, 0.3  # to load the solver, once a process, and to start it
-SIZE_S = 2e-5  # to write one variable or constraint of it
-STAGES_S = 3e-5  # for an op and a device
+START_S = 0.3  # to start the solver
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
 
@@ -57,7 +54,7 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
         if left_s():
             best = better(planner(problem))
     hard = problem.objective == "throughput" or not problem.free
-    if hard and left_s(LEAST_S + STAGES_S * problem.num_ops * problem.num_devices):
+    if hard and left_s(LEAST_S + STAGES_S * problem.num_ops):
         best = better(stages(problem))
     solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
@@ -74,8 +71,6 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
 
 def _solver_s(problem: Problem) -> float:
     """Seconds below which it is of no use to start the solver; inf if it is not installed."""
-    loaded = "ortools.sat.python.cp_model" in sys.modules
-    if not loaded and find_spec("ortools") is None:
+    if not is_loaded() and find_spec("ortools") is None:
         return INF
-    size = (problem.num_ops + len(problem.edges)) * problem.num_devices
-    return START_S + (0.0 if loaded else LOAD_S) + SIZE_S * size
+    return START_S + (0.0 if is_loaded() else LOAD_S) + writing_s(problem)

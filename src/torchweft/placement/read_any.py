@@ -49,10 +49,12 @@ class Wanted:
 def read_problem(path: str | Path, wanted: Wanted | None = None) -> Problem:
     """The problem of a file. Raises `PlacementError`, `GraphError` or `MachineError`."""
     wanted = wanted or Wanted()
-    text = read_text(path, PlacementError, "graph").lstrip("\ufeff \t\r\n")
+    text = read_text(path, PlacementError, "graph").lstrip()
     if wanted.ratio is not None and not 0 <= wanted.ratio < 1e6:
         raise PlacementError(f"ratio: {clip(wanted.ratio)} is no ratio of transfer to compute.")
     name = as_name(Path(path).stem)
+    if wanted.tree and not text.startswith("("):
+        raise PlacementError(f"tree: {path} is no file of trees; leave out --tree.", rule="tree")
     if text.startswith(("{", "[")):
         return _from_json(path, name, wanted)
     if text.startswith("("):

@@ -76,7 +76,7 @@ class _Reader:
             self.fail("the first line is the number of tasks, and perhaps of processors.")
         num_tasks = self.whole(head[0])
         processors = self.whole(head[1]) if len(head) == 2 else None
-        if not 0 < num_tasks <= MAX_OPS or not 0 < (processors or 1) <= MAX_DEVICES:
+        if not 0 < num_tasks <= MAX_OPS or processors not in (None, *range(1, MAX_DEVICES + 1)):
             self.fail(f"1 to {MAX_OPS} tasks on 1 to {MAX_DEVICES} processors can be placed.")
         rows: dict[int, _Row] = {}
         while (numbers := self.next()) is not None:

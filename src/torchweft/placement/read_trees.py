@@ -49,7 +49,9 @@ def read_trees(text: str) -> Iterator[Tree]:
         else:
             open_brackets[-1][1].append(word)
     if open_brackets:
-        raise _error(text, len(text), f"{len(open_brackets)} brackets are not closed: cut off?")
+        raise _error(
+            text, len(text), f"{len(open_brackets)} brackets are not closed, as if it were cut off"
+        )
 
 
 def tree_work(tree: Tree, name: str, transfer_s: float) -> Work:

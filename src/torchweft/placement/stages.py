@@ -11,6 +11,7 @@ rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from torchweft.placement.draft import Room, pack, period_s
@@ -20,6 +21,8 @@ from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import single
 
 NUM_HALVINGS = 12
+STAGES_S = 1.5e-4
+"""About what `stages` takes for an op."""
 
 
 def stages(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
@@ -91,8 +94,15 @@ def _cut(
     return devices
 
 
-def best_quick(problem: Problem) -> Placement:
-    """The best placement of the quick planners: where a search begins."""
-    planners = [single, heft, peft, critical_path]
-    planners += [stages] if problem.objective == "throughput" or not problem.free else []
-    return min((planner(problem) for planner in planners), key=lambda item: item.score_s)
+def best_quick(problem: Problem, ends_s: float = INF) -> Placement:
+    """The best placement of the quick planners: where a search begins.
+
+    Single, heft and peft are always among them; the others only before `ends_s` on the clock.
+    """
+    found = [planner(problem) for planner in (single, heft, peft)]
+    if time.perf_counter() < ends_s:
+        found.append(critical_path(problem))
+    hard = problem.objective == "throughput" or not problem.free
+    if hard and time.perf_counter() + STAGES_S * problem.num_ops < ends_s:
+        found.append(stages(problem))
+    return min(found, key=lambda item: item.score_s)

@@ -139,12 +139,11 @@ class Talk:
             for found in self.channels:
                 found.leave()
             return
-        traceback.clear_frames(error.__traceback__)  # works in flight would keep sockets open
+        _let_go(error)
         if isinstance(error, LostError):
             raise self._lost(error, None) from error
         lost = error.__cause__
         if isinstance(error, RunError) and isinstance(lost, LostError):
-            traceback.clear_frames(lost.__traceback__)
             raise self._lost(lost, error) from lost
         mends = isinstance(error, RunError) and error.rule == SEQUENCE
         at = error.step if isinstance(error, RunError) else None
@@ -187,3 +186,13 @@ class Talk:
         made.step = at
         made.rule = SEQUENCE if any(found.mends for found in self.channels) else made.rule
         return made
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an error and of all that led to it: the works that they hold would keep
+    sockets open, and the other ranks waiting."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # errors that are raised again may run in rings
+        traceback.clear_frames(error.__traceback__)
+        seen.append(error)
+        error = error.__cause__ or error.__context__
