@@ -11,6 +11,7 @@ worker sleeps after each group, in proportion to the time it took: an emulated s
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -92,6 +93,8 @@ class Worker:
         for target in (self._send, self._beat):
             threading.Thread(target=target, daemon=True).start()
         threading.Thread(target=self.read, args=(self.driver, True), daemon=True).start()
+        gc.collect()
+        gc.freeze()  # to look through all of torch takes as long as several jobs
         while (job := self.jobs.get()) is not None:
             job()
 
