@@ -7,9 +7,9 @@
 A worker has two *slots*: one job runs while the next one waits there already. A large job costs
 less an input (a job takes about fixed_s + op_s * ops, learned for each worker), but whoever gets
 the last one is waited for. So jobs are as large as asked for, with two exceptions: a worker that
-has nothing to do gets a small one, so that it does not wait while a large one is recorded; and
-when it is known how many inputs are left, no worker gets more than the share with which all of
-them end together.
+has nothing to do gets a small one, and then one twice as large, so that it does not wait while a
+large one is recorded; and when it is known how many inputs are left, no worker gets more than the
+share with which all of them end together.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Sent:
     device: str
     seconds: float
     num_ops: int
+    num_inputs: int
     began_s: float
 
 
@@ -88,11 +89,10 @@ class Feed:
             free = sorted(
                 (name for name in names if len(self._at(name)) < SLOTS), key=busy_s.__getitem__
             )
-            idle = {name for name in names if not self._at(name)}
+            first = {name: min(most, self._first(name, most)) for name in free}
             lines = {name: self.lines[name].fit() for name in names if name in self.lines}
         if not free:
             return "", most
-        first = {name: ceil(most / FIRST) if name in idle else most for name in free}
         if num_left is None or len(names) < 2 or len(lines) < len(names):
             return free[0], first[free[0]]
         lines = {name: (fixed_s, op_s * self.input_ops) for name, (fixed_s, op_s) in lines.items()}
@@ -108,14 +108,14 @@ class Feed:
     def whole(self, recorded: Recorded, device: str = "", num_inputs: int = 1) -> Job:
         """A job that runs on one device: on this one, or where it would be done first."""
         self.executor.measure(dict.fromkeys(recorded.cells), self.executor.pool.names)
-        num_ops = sum(len(item.bases) for item in recorded.pending)
+        num_ops = recorded.num_ops
         ops = num_ops / num_inputs
         self.input_ops = FADE * self.input_ops + (1 - FADE) * ops if self.input_ops else ops
 
         def write() -> Parts:
             name = self._device(recorded, num_ops, device)
             seconds = self._seconds(recorded, num_ops, name)
-            self.sent[job] = Sent(name, seconds, num_ops, time.perf_counter())
+            self.sent[job] = Sent(name, seconds, num_ops, num_inputs, time.perf_counter())
             return {name: recorded}, {}, None
 
         job = Job(write)
@@ -139,6 +139,11 @@ class Feed:
 
     def _at(self, device: str) -> list[Sent]:
         return [sent for sent in self.sent.values() if sent.device == device]
+
+    def _first(self, device: str, most: int) -> int:
+        """How many inputs can be recorded while a device is busy with what it has."""
+        jobs = self._at(device)
+        return 2 * jobs[-1].num_inputs if jobs else ceil(most / FIRST)
 
     def _busy_s(self, device: str, now_s: float) -> float:
         """Seconds until a device should be done with what it has."""
@@ -168,12 +173,12 @@ class Feed:
         return min(found)[2]
 
     def _seconds(self, recorded: Recorded, num_ops: int, device: str) -> float:
-        """What a job should take: as jobs before it did; at first, its cells as if each ran once."""
+        """What a job should take: as those before it did; at first, as if each cell ran once."""
         if device in self.lines:
             fixed_s, op_s = self.lines[device].fit()
             return fixed_s + op_s * num_ops
         prices = self.executor.prices
-        return sum(prices.of(item.cell, len(item.bases), device) for item in recorded.pending)
+        return sum(prices.of(ops.cell, ops.num_ops, device) for ops in recorded.ops)
 
 
 def _done(line: tuple[float, float], seconds: float, most: int) -> float:
@@ -187,9 +192,12 @@ def _end(
     lines: Mapping[str, tuple[float, float]], busy_s: Mapping[str, float], num_left: int, most: int
 ) -> float:
     """Seconds until all inputs are done, if every worker takes as many as it can until then."""
-    low, high = 0.0, min(
-        busy_s[name] + fixed_s * ceil(num_left / most) + input_s * num_left
-        for name, (fixed_s, input_s) in lines.items()
+    low, high = (
+        0.0,
+        min(
+            busy_s[name] + fixed_s * ceil(num_left / most) + input_s * num_left
+            for name, (fixed_s, input_s) in lines.items()
+        ),
     )
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

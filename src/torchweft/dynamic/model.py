@@ -137,15 +137,17 @@ class Dynamic:
             jobs = [job for job, _ in asked if not _over(job)]
             device, size = feed.turn(num_left, batch)
             if not size and jobs:
-                feed.wait(jobs, len(jobs) - 1)
+                with pool.aside():
+                    feed.wait(jobs, len(jobs) - 1)
                 continue
             given = list(islice(source, max(1, size)))
             if not given:
                 break
             num_left = None if num_left is None else max(0, num_left - len(given))
-            asked.append(self._start(feed, device, given))
             limit = window or SLOTS * len(pool.names) or 1
-            feed.wait([job for job, _ in asked if job is not None], limit - 1)
+            with pool.aside():
+                asked.append(self._start(feed, device, given))
+                feed.wait([job for job, _ in asked if job is not None], limit - 1)
             # A slow worker's answer is waited for only if too many others would have to wait.
             while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
                 yield from self._finish(feed, *asked.popleft())
