@@ -141,6 +141,36 @@ def test_stream_answers_in_order_and_uses_both_workers(calm: Calm) -> None:
     assert close([answer.outputs for answer in batched], calm.wanted)
 
 
+def test_stream_feeds_small_jobs_first_and_no_worker_more_than_its_share(
+    calm: Calm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamic, sizes = calm.dynamic, []
+    whole = dynamic.feed.whole
+
+    def seen(recorded: Any, device: str, num_inputs: int) -> Any:
+        sizes.append((device, num_inputs))
+        return whole(recorded, device, num_inputs)
+
+    list(dynamic.stream(calm.inputs, batch=8))
+    assert dynamic.feed.lines.keys() == {"one", "two"}
+    monkeypatch.setattr(dynamic.feed, "whole", seen)
+    found = list(dynamic.stream(calm.inputs, batch=8))
+    assert close([answer.outputs for answer in found], calm.wanted)
+    assert sum(num_inputs for _, num_inputs in sizes) == len(calm.inputs)
+    assert sizes[0][1] <= 2, "a worker that has nothing to do gets a quarter of a job"
+    assert max(num_inputs for _, num_inputs in sizes) <= 8
+    found = list(dynamic.stream(iter(calm.inputs), batch=8))  # nobody knows how many
+    assert close([answer.outputs for answer in found], calm.wanted)
+
+
+def test_stream_that_is_left_half_way_does_not_hold_up_the_next(calm: Calm) -> None:
+    for _ in range(3):
+        next(calm.dynamic.stream(calm.inputs, batch=4))
+    found = list(calm.dynamic.stream(calm.inputs, batch=4))
+    assert close([answer.outputs for answer in found], calm.wanted)
+    assert os.sched_getaffinity(0) == calm.dynamic.pool.cores
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_worker_loses_no_input_and_its_name_can_be_used_again(how: int) -> None:
     model, inputs, wanted = a_model(40)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -390,6 +392,8 @@ class Code(nn.Module):
         lambda x: f"{x.sum().item():.3f}",
         lambda x: x.to(torch.float64),
         lambda x: x.split(2)[1].softmax(-1),
+        lambda x: torch.stack([torch.stack([x, -x]), torch.stack([x + 1, x])]),
+        lambda x: torch.stack([torch.stack([x[0], x[1]]), torch.stack([x[2], x[3]])]).sum(),
     ],
 )
 def test_any_code_gives_what_plain_pytorch_gives(function: Any) -> None:
@@ -398,6 +402,24 @@ def test_any_code_gives_what_plain_pytorch_gives(function: Any) -> None:
     dynamic = weft.dynamic(model)
     assert close(dynamic(x), wanted)
     assert close(dynamic.map([x, x]), [wanted, wanted])
+
+
+def test_recording_is_gone_with_its_call_and_waits_for_no_garbage_collection() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(weakref.ref(x.home))
+        return torch.stack([x[0] + x[1], x[2]])
+
+    dynamic = weft.dynamic(Code(look))
+    gc.disable()
+    try:
+        for _ in range(3):
+            dynamic(torch.ones(4))
+        assert len(seen) == 3
+        assert [each() for each in seen] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_change_of_a_view_is_refused_with_the_cure() -> None:

@@ -212,7 +212,7 @@ def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -
 
 
 def stream(
-    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 8,
+    data: Path | None, *, num_inputs: int = 200, mem_dim: int = 300, batch: int = 16,
     num_rounds: int = MIN_PAIRS, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
     """Inputs a second of each worker alone and of all together, in turns."""
@@ -241,7 +241,7 @@ def stream(
 
 def fault(
     data: Path | None, how: int = signal.SIGKILL, *, num_inputs: int = 200, at: int = 60,
-    watchdog_s: float = 2.0, spots: Sequence[Spot] = (FAST, SLOW),
+    watchdog_s: float = 2.0, num_alone: int = 9, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
     """A worker is killed or stopped in the middle of a stream: what became of every input, and
     how fast the last half of the rest went, against the worker that is left by itself."""
@@ -255,11 +255,11 @@ def fault(
             _, pool = dynamic._workers()
             list(dynamic.stream(inputs[:20]))
             for number, answer in enumerate(dynamic.stream(inputs)):
+                seen_s.append(time.perf_counter())
                 if number == at:
                     process = pool.mates[spots[0].name].process
                     assert process is not None, "a local worker has a process"
                     os.kill(process.pid, how)
-                seen_s.append(time.perf_counter())
                 failed += answer.error is not None
                 if answer.error is None and not torch.allclose(
                     answer.outputs, wanted[number], atol=1e-5
@@ -267,14 +267,15 @@ def fault(
                     wrong += 1
             left = pool.names
             half = inputs[(at + len(inputs)) // 2 :]
-            began_s = time.perf_counter()
-            alone = len(list(dynamic.stream(half))) / (time.perf_counter() - began_s)
+            alone_s = in_turns({"alone": lambda: list(dynamic.stream(half))}, num_alone)["alone"]
+            alone = len(half) / statistics.median(alone_s)
     gaps = [b - a for a, b in pairwise(seen_s)]
     after = len(half) / (seen_s[-1] - seen_s[-len(half) - 1])
     return {
         "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
         "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,
         "longest_gap_s": max(gaps), "after_per_s": after, "left_alone_per_s": alone,
+        "left_alone_spread": [len(half) / s for s in (max(alone_s), min(alone_s))],
         "recovered": after / alone,
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from torchweft.plan import Plan
 from torchweft.trace import Span, Trace
 
 MAX_TRIES = 5
+SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
 Parts = tuple[Mapping[str, Part | Recorded], dict[str, list[str]], Plan | None]
 Measure = Callable[[Cell, str, Sequence[Tensor]], None]
 
@@ -46,6 +48,7 @@ class Job:
     number: int = 0
     parts: Mapping[str, Part | Recorded] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
+    runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
     busy_s: float = 0.0
     plan: Plan | None = None
     waiting: set[str] = field(default_factory=set)
@@ -65,8 +68,12 @@ class Job:
 
     def trace(self) -> Trace:
         """What happened when, on every device."""
-        spans = []
-        for label, lane, device, start_s, end_s in self.spans:
+        spans, found = [], list(self.spans)
+        if self.runs is not None:
+            device, cells, runs = self.runs
+            for at, (cell, (_, *times)) in enumerate(zip(cells, runs.tolist(), strict=True)):
+                found.append((f"{cell}.{at}", device, device, *times))
+        for label, lane, device, start_s, end_s in found:
             copy = label.startswith("copy ")
             where = ("copy" if copy else "run"), label, lane, device, "io" if copy else "compute"
             op = "" if copy else label
@@ -86,6 +93,7 @@ class Executor:
         self.cells: dict[Cell, None] = {}
         self.last = 0
         self.num_replanned = 0
+        self.heard: Counter[str] = Counter()  # whole jobs of each device
         self.lock = threading.RLock()
         self.ended = threading.Condition()  # a job has
         pool.listen, pool.on_lost = self._hear, self._lost
@@ -101,7 +109,9 @@ class Executor:
         """Measure cells on devices, those that have not been."""
         for cell in cells:
             self.cells[cell] = None
-            self._measure(self.prices.measure, cell, devices)
+            new = [device for device in devices if (cell.name, device) not in self.prices.seconds]
+            if new:
+                self._measure(self.prices.measure, cell, new)
 
     def look_around(self) -> None:
         """Measure devices anew on which nothing has run since the last look: they may have changed,
@@ -229,19 +239,22 @@ class Executor:
             if not any(self.pool.mates[name].spot.address for name in ends):
                 self.prices.carried(source, target, found)
 
-    def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
-        part = job.parts[name]
+    def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
+        part, runs = job.parts[name], tensors[0]
         assert isinstance(part, Recorded), "other parts are done"
-        cells = {cell.name: cell for cell in part.cells}
-        runs = []
-        for span, (cell, rows) in zip(message["spans"], message["groups"], strict=True):
-            label, lane, start_s, end_s = span
-            job.spans.append((label, lane, name, start_s, end_s))
-            runs.append((cells[cell], rows, end_s - start_s))
-        self.prices.saw(name, runs)
-        numbers = [number for number, _ in part.wanted]
-        job.values = dict(zip(numbers, values, strict=True))
-        job.busy_s = message["busy_s"]
+        job.runs = name, message["cells"], runs
+        if self.heard[name] % SEEN == 0:
+            cells = {cell.name: cell for cell in part.cells}
+            found = [
+                (cells[cell], int(rows), end_s - start_s)
+                for cell, (rows, start_s, end_s) in zip(
+                    message["cells"], runs.tolist(), strict=True
+                )
+                if cell in cells  # else it is a gather of the worker's own
+            ]
+            self.prices.saw(name, found)
+        self.heard[name] += 1
+        job.values, job.busy_s = part.answers(tensors[1:]), message["busy_s"]
         self._end(job)
 
     def _cancel(self, job: Job, devices: set[str]) -> None:

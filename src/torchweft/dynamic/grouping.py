@@ -14,7 +14,7 @@ they can be placed on different devices.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,34 @@ class Group:
     starts: tuple[int, ...]
     level: int = 0
     bundle: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ops:
+    """The ops of one cell as they were recorded: of each the first value it makes, and the values
+    it reads, one after another."""
+
+    cell: Cell
+    numbers: Tensor
+
+    @property
+    def num_ops(self) -> int:
+        """How many they are."""
+        return len(self.numbers) // (1 + len(self.cell.reads))
+
+    @property
+    def args(self) -> Tensor:
+        """The values they read, [ops, arguments]."""
+        return self._table[:, 1:]
+
+    @property
+    def pending(self) -> Pending:
+        """The same, ready to be grouped."""
+        return Pending(self.cell, self.args, self._table[:, 0].contiguous())
+
+    @property
+    def _table(self) -> Tensor:
+        return self.numbers.view(-1, 1 + len(self.cell.reads))
 
 
 @dataclass(eq=False)
@@ -83,7 +111,9 @@ class Layout:
         self.num_values = num_values
 
 
-def read_of(specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]) -> set[int]:
+def read_of(
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | Pending]
+) -> set[int]:
     """Those of these values that pending ops, or packs, read."""
     found, kinds = set(_read_by_ops(specs, layout, pending)), set(specs.values())
     for spec, numbers in layout.packs.values():
@@ -93,7 +123,7 @@ def read_of(specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending
 
 
 def _read_by_ops(
-    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Pending]
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | Pending]
 ) -> list[int]:
     kinds = set(specs.values())
     readers = [item for item in pending if not kinds.isdisjoint(item.cell.reads)]
@@ -132,7 +162,7 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
 
 
 def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
-    """Packs that pending ops (or other such packs) read, as ops."""
+    """Packs that pending ops read, as ops."""
     found: dict[tuple[Spec, int], list[int]] = {}
     for number in packs_needed(layout, pending):
         spec, values = layout.packs.pop(number)
@@ -146,25 +176,13 @@ def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     return made
 
 
-def packs_needed(
-    layout: Layout, pending: Sequence[Pending], wanted: Iterable[int] = ()
-) -> list[int]:
-    """The packs that are wanted or that ops read, and those that these consist of."""
-    packs = layout.packs
+def packs_needed(layout: Layout, pending: Sequence[Ops | Pending]) -> list[int]:
+    """The packs that ops read."""
     specs = {
         number: spec_of((len(values), *spec.shape), spec.dtype)
-        for number, (spec, values) in packs.items()
+        for number, (spec, values) in layout.packs.items()
     }
-    kinds, read = set(specs.values()), dict.fromkeys(each for each in wanted if each in packs)
-    read |= dict.fromkeys(_read_by_ops(specs, layout, pending))
-    todo = list(read)
-    while todo:
-        spec, values = packs[todo.pop()]
-        if spec in kinds:
-            inner = [each for each in packs.keys() & values if each not in read]
-            read |= dict.fromkeys(inner)
-            todo += inner
-    return list(read)
+    return _read_by_ops(specs, layout, pending)
 
 
 def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:

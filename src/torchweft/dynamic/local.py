@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Pending, group, numbers_of, read_of
+from torchweft.dynamic.grouping import Group, Layout, Ops, Pending, group, numbers_of, read_of
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.store import Store
@@ -125,12 +125,16 @@ class Weights:
 
 
 def take(recording: Recording, layout: Layout) -> list[Pending]:
-    """The pending ops of a recording as tensors; they are pending no more."""
+    """The pending ops of a recording, ready to be grouped; they are pending no more."""
     layout.grow(recording.next)
+    return [ops.pending for ops in taken(recording, layout)]
+
+
+def taken(recording: Recording, layout: Layout) -> list[Ops]:
+    """The pending ops of a recording, and its packs in the layout; they are pending no more."""
     found = []
     for entry in recording.used:
-        numbers = numbers_of(entry.ops).view(-1, 1 + len(entry.cell.reads))
-        found.append(Pending(entry.cell, numbers[:, 1:], numbers[:, 0].contiguous()))
+        found.append(Ops(entry.cell, numbers_of(entry.ops)))
         entry.ops.clear()
     recording.used.clear()
     layout.packs.update(recording.packs)
@@ -138,7 +142,9 @@ def take(recording: Recording, layout: Layout) -> list[Pending]:
     return found
 
 
-def inputs_in(recording: Recording, layout: Layout, pending: Sequence[Pending]) -> list[Given]:
+def inputs_in(
+    recording: Recording, layout: Layout, pending: Sequence[Ops | Pending]
+) -> list[Given]:
     """The pending inputs, with rows of those that were taken apart; they are pending no more.
 
     Raises `CaptureError` if one was changed in place behind the call that uses it.

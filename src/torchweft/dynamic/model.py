@@ -16,10 +16,11 @@ which one runs at a time, so that what they ask for still runs together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.executor import Executor, Job
+from torchweft.dynamic.feed import SLOTS, Feed
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.learning import Turns
 from torchweft.dynamic.local import Brought, Weights, flush_here
@@ -79,9 +81,10 @@ class Dynamic:
         self.state.flush = self._flush
         self.pool = Pool(workers, watchdog_s=watchdog_s) if workers else None
         self.placer: Placer | None = None
+        self.feed: Feed | None = None
         if self.pool is not None:
             executor = Executor(self.pool, self.state.weights)
-            self.placer = Placer(executor, planner, deadline_s)
+            self.placer, self.feed = Placer(executor, planner, deadline_s), Feed(executor)
         self.turns: Turns | None = None
         if self.placer is not None and isinstance(planner, Learner):
             self.turns = Turns(planner, self.placer)
@@ -122,21 +125,36 @@ class Dynamic:
     ) -> Iterator[Answer]:
         """An answer for each input, in order; inputs run whole, each on the worker that would be
         done with it first. window: how many jobs are under way at once, by default two a worker.
-        batch: how many inputs make one job.
+        batch: how many inputs make one job, at most; jobs are smaller at the end of inputs that
+        have a length, so that all workers end together.
         """
-        placer, pool = self._workers()
+        _, pool = self._workers()
+        feed = self.feed
+        assert feed is not None, "there are workers"
         asked: deque[tuple[Job | None, list[Any]]] = deque()
-        for given in _batches(inputs, batch):
-            asked.append(self._start(placer, given))
-            limit = window or 2 * len(pool.names) or 1
-            placer.wait([job for job, _ in asked if job is not None], limit - 1)
+        source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
+        while num_left != 0:
+            jobs = [job for job, _ in asked if not _over(job)]
+            device, size = feed.turn(num_left, batch)
+            if not size and jobs:
+                with pool.aside():
+                    feed.wait(jobs, len(jobs) - 1)
+                continue
+            given = list(islice(source, max(1, size)))
+            if not given:
+                break
+            num_left = None if num_left is None else max(0, num_left - len(given))
+            limit = window or SLOTS * len(pool.names) or 1
+            with pool.aside():
+                asked.append(self._start(feed, device, given))
+                feed.wait([job for job, _ in asked if job is not None], limit - 1)
             # A slow worker's answer is waited for only if too many others would have to wait.
             while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
-                yield from self._finish(placer, *asked.popleft())
+                yield from self._finish(feed, *asked.popleft())
         while asked:
-            yield from self._finish(placer, *asked.popleft())
+            yield from self._finish(feed, *asked.popleft())
 
-    def _start(self, placer: Placer, given: list[Any]) -> tuple[Job | None, list[Any]]:
+    def _start(self, feed: Feed, device: str, given: list[Any]) -> tuple[Job | None, list[Any]]:
         if self.turns is not None:
             self.turns.begin()
         with self.state.record() as recording:
@@ -147,16 +165,16 @@ class Dynamic:
                 if recording.used or recording.packs:
                     self._flush(recording, _lazies(outputs))
                 return None, outputs
-            job = placer.whole(take_all(recording, _lazies(outputs)))
+            job = feed.whole(take_all(recording, _lazies(outputs)), device, len(given))
             recording.store = Brought(job, recording.next)
-            return placer.executor.submit(job), outputs
+            return feed.executor.submit(job), outputs
 
-    def _finish(self, placer: Placer, job: Job | None, outputs: list[Any]) -> Iterator[Answer]:
+    def _finish(self, feed: Feed, job: Job | None, outputs: list[Any]) -> Iterator[Answer]:
         error: WeftError | None = None
         devices: tuple[str, ...] = ()
         latency_s = 0.0
         if job is not None:
-            placer.wait([job], 0)
+            feed.wait([job], 0)
             self.job = job
             error, devices = job.error, tuple(job.parts)
             latency_s = job.ended_s - job.began_s
@@ -274,14 +292,3 @@ def _over(job: Job | None) -> bool:
 
 def _arguments(recording: Recording, given: Any) -> Any:
     return recording.inputs_of(given if isinstance(given, tuple) else (given,))
-
-
-def _batches(inputs: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    found: list[Any] = []
-    for each in inputs:
-        found.append(each)
-        if len(found) == size:
-            yield found
-            found = []
-    if found:
-        yield found

@@ -1,7 +1,6 @@
 """Placing: the pending groups of a recording become a `Job` on the workers.
 
-    planned    groups -> Graph -> planner -> Placement -> Plan -> verified -> parts of devices
-    whole      all groups on the one device that would be done first: streams of inputs
+    groups -> Graph -> planner -> Placement -> Plan -> verified -> parts of devices
 
 Plans are cached by canonical structure (cells and rows of all groups), the devices that are alive
 and the prices they were made for.
@@ -19,16 +18,13 @@ from torch import Tensor
 
 from torchweft.context import Context
 from torchweft.dynamic.cell import Cell, Spec
-from torchweft.dynamic.drift import FOLLOW
 from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
 from torchweft.dynamic.program import parts_of
-from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.recording import Recording
-from torchweft.errors import PlacementError
 from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
 from torchweft.placement.served import Served
 from torchweft.plan import Plan
@@ -116,8 +112,6 @@ class Placer:
     plans: OrderedDict[Any, Plan] = field(default_factory=OrderedDict)
     num_hits: int = 0
     num_planned: int = 0
-    backlog_s: dict[int, tuple[str, float]] = field(default_factory=dict)
-    pace: dict[str, float] = field(default_factory=dict)
 
     def planned(self, loaded: Load) -> Job:
         """A job whose groups are placed by the planner."""
@@ -130,34 +124,6 @@ class Placer:
             return *parts_of(found, drawing, HOME), found
 
         return Job(write, loaded.tensors, loaded.held.store, drawing=drawing)
-
-    def whole(self, recorded: Recorded) -> Job:
-        """A job that runs on the one device that would be done with it first."""
-        self._measure(recorded.cells)
-
-        def write() -> Parts:
-            device, seconds = self._first_done(recorded)
-            self.backlog_s[id(job)] = device, seconds
-            return {device: recorded}, {}, None
-
-        job = Job(write)
-        return job
-
-    def wait(self, jobs: Sequence[Job], num_left: int) -> None:
-        """Wait until no more than `num_left` of these whole jobs are under way."""
-        ended = self.executor.ended
-        with ended:
-            ended.wait_for(lambda: sum(not job.over.is_set() for job in jobs) <= num_left)
-        for job in jobs:
-            if job.over.is_set():
-                self._over(job)
-
-    def _over(self, job: Job) -> None:
-        """A whole job has ended: its device is free of it, and its pace is known better."""
-        device, seconds = self.backlog_s.pop(id(job), ("", 0.0))
-        if job.busy_s and seconds:
-            pace = self.pace.get(device, 1.0)
-            self.pace[device] = pace * (job.busy_s / seconds) ** FOLLOW
 
     def simulate(self, found: Plan, job: Job) -> Trace:
         """What the prices, as they are now, say of a plan of a job; weights are there already.
@@ -217,37 +183,6 @@ class Placer:
         machine = replace(machine, devices=tuple(devices))
         weights = tuple(sorted(drawing.weights))
         return Served(drawing.graph, machine, table, trace, HOME, weights)
-
-    def _first_done(self, recorded: Recorded) -> tuple[str, float]:
-        """The device with room that would be done first, and its seconds for this job."""
-        pool = self.executor.pool
-        busy_s = dict.fromkeys(pool.names, 0.0)
-        for device, seconds in self.backlog_s.values():
-            if device in busy_s:
-                busy_s[device] += seconds
-        names = {name for cell in recorded.cells for name in cell.weights}
-        need = recorded.num_bytes + self._weight_bytes(names)
-        found = []
-        for name in pool.names:
-            room = pool.mates[name].spot.memory_bytes
-            if room is None or need <= room:
-                cost = self._whole_s(recorded, name)
-                found.append((busy_s[name] + cost, cost, name))
-        if not found:
-            raise PlacementError(
-                f"memory: this input needs {need} bytes on one device, and none has room for them. "
-                "Raise memory_bytes, or let a planner spread it: call the model without stream().",
-                rule="memory",
-            )
-        _, cost, name = min(found)
-        return name, cost
-
-    def _whole_s(self, recorded: Recorded, device: str) -> float:
-        """Seconds of a recording on one device: its cells as if each ran once, times the pace that
-        was seen for such jobs there."""
-        prices = self.executor.prices
-        seconds = sum(prices.of(item.cell, len(item.bases), device) for item in recorded.pending)
-        return (seconds + 1e-6) * self.pace.get(device, 1.0)
 
     def _weight_bytes(self, names: Mapping[str, Any] | Sequence[str] | set[str]) -> int:
         weights = self.executor.weights

@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -106,6 +107,7 @@ class Pool:
         if not spots:
             raise MachineError("pool: there is no worker in it.")
         self.watchdog_s = watchdog_s
+        self.cores = os.sched_getaffinity(0)
         self.folder = Path(tempfile.mkdtemp(prefix="weft-"))
         self.listener = Listener(str(self.folder / "driver"), "AF_UNIX", backlog=16)
         self.mates: dict[str, Mate] = {}
@@ -191,6 +193,22 @@ class Pool:
                     "what it wrote stands above."
                 )
         return found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep this thread off the cores that workers need most: feeding them must not hold up
+        the one that is never idle."""
+        load = dict.fromkeys(self.cores, 0.0)
+        for name in self.names:
+            spot = self.mates[name].spot
+            for core in set(spot.cores) & self.cores:
+                load[core] += spot.num_threads / len(spot.cores) / spot.slowness
+        least, before = min(load.values()), os.sched_getaffinity(0)
+        os.sched_setaffinity(0, [core for core in load if load[core] == least])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     def _introduce(self) -> None:
         local = [name for name in self.names if not self.mates[name].spot.address]

@@ -2,7 +2,8 @@
 
     Recording --take_all--> Recorded --message--> worker: layout, groups, rows --> the values wanted
 
-In a stream the driver does no more than record and choose a device, so that it can feed many.
+In a stream the driver does no more than record and choose a device, so that it can feed many. What
+goes there and back is few tensors: numbers of the ops of each cell, inputs and answers by spec.
 """
 
 from __future__ import annotations
@@ -11,68 +12,100 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_named
-from torchweft.dynamic.grouping import Group, Layout, Pending, group, packs_needed
+from torchweft.dynamic.cell import Cell, Spec, spec_named, spec_of
+from torchweft.dynamic.grouping import Group, Layout, Ops, group, numbers_of, packs_needed
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Given, inputs_in, place_inputs, take
+from torchweft.dynamic.local import Given, inputs_in, place_inputs, taken
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.store import Store
+
+Packs = dict[int, tuple[Spec, list[int]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Pending ops by cell, packs, inputs by number, and the numbers of the values wanted."""
+    """Ops by cell, packs, inputs by number, and the values wanted by the spec of rows."""
 
     num_values: int
-    pending: Sequence[Pending]
-    packs: Mapping[int, tuple[Spec, list[int]]]
+    ops: Sequence[Ops]
+    packs: Packs
     inputs: Sequence[Given]
-    wanted: Sequence[tuple[int, Spec]]
+    wanted: Mapping[Spec, list[int]]
 
     kind = "recorded"
 
     @property
     def cells(self) -> list[Cell]:
         """The cells that a device needs for it."""
-        packs = {pack_cell(spec, len(values)): None for spec, values in self.packs.values()}
-        return [*(item.cell for item in self.pending), *packs]
+        return [item.cell for item in self.ops]
+
+    @property
+    def num_ops(self) -> int:
+        """All its ops."""
+        return sum(item.num_ops for item in self.ops)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows that are made or given."""
         made = sum(
-            len(item.bases) * sum(spec.num_bytes for spec in item.cell.makes)
-            for item in self.pending
+            item.num_ops * sum(spec.num_bytes for spec in item.cell.makes) for item in self.ops
         )
-        return made + sum(each.numel() * each.element_size() for _, each in self.inputs)
+        return made + sum(each.nbytes for _, each in self.inputs)
 
     def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Plain data, and tensors: numbers of every cell's ops, then the inputs."""
+        packs: dict[Spec, list[Any]] = {}
+        for number, (spec, values) in self.packs.items():
+            packs.setdefault(spec, []).append((number, values))
+        inputs: dict[Spec, list[Given]] = {}
+        for numbers, rows in self.inputs:
+            spec = spec_of(rows.shape[1:], rows.dtype)
+            inputs.setdefault(spec, []).append((numbers, rows))
         data = {
             "num_values": self.num_values,
-            "cells": [item.cell.name for item in self.pending],
-            "packs": [
-                [number, pack_cell(spec, len(values)).name, values]
-                for number, (spec, values) in self.packs.items()
-            ],
-            "inputs": [[numbers.start, numbers.stop] for numbers, _ in self.inputs],
-            "wanted": [[number, spec.shape, str(spec.dtype)] for number, spec in self.wanted],
+            "cells": [item.cell.name for item in self.ops],
+            "packs": [[spec.shape, str(spec.dtype), found] for spec, found in packs.items()],
+            "inputs": [[[n.start, n.stop] for n, _ in found] for found in inputs.values()],
+            "wanted": [[spec.shape, str(spec.dtype), each] for spec, each in self.wanted.items()],
         }
-        numbers = [each for item in self.pending for each in (item.args, item.bases)]
-        return data, [*numbers, *(tensor for _, tensor in self.inputs)]
+        rows_of = [torch.cat([rows for _, rows in found]) for found in inputs.values()]
+        return data, [*(item.numbers for item in self.ops), *rows_of]
+
+    def answers(self, found: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The values wanted, by their numbers: of packs several rows, of others one."""
+        made = {}
+        for numbers, rows in zip(self.wanted.values(), found, strict=True):
+            at = 0
+            for number in numbers:
+                if number in self.packs:
+                    count = len(self.packs[number][1])
+                    made[number] = rows[at : at + count]
+                    at += count
+                else:
+                    made[number] = rows[at]
+                    at += 1
+        return made
 
 
 def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
     """Everything that a recording asks for; it must not have run anything before."""
     assert recording.store is None, "what ran before is not in it"
     layout = Layout()
-    pending = take(recording, layout)
-    inputs = inputs_in(recording, layout, pending)
-    values = {lazy.id: lazy.spec for lazy in wanted if lazy.id not in recording.given}
-    packs = {number: layout.packs[number] for number in packs_needed(layout, pending, values)}
-    return Recorded(recording.next, pending, packs, inputs, list(values.items()))
+    layout.num_values = recording.next
+    ops = taken(recording, layout)
+    inputs = inputs_in(recording, layout, ops)
+    packs = {number: layout.packs[number] for number in packs_needed(layout, ops)}
+    values: dict[Spec, list[int]] = {}
+    for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
+        if number in recording.given:
+            continue
+        if number in layout.packs:
+            spec, _ = packs[number] = layout.packs[number]
+        values.setdefault(spec, []).append(number)
+    return Recorded(recording.next, ops, packs, inputs, values)
 
 
 class Unfolded:
@@ -85,17 +118,20 @@ class Unfolded:
         cells: Mapping[str, Cell],
         store: Store,
     ) -> None:
-        self.wanted = [(number, spec_named(*rest)) for number, *rest in data["wanted"]]
+        self.wanted = [(spec_named(*spec), numbers) for *spec, numbers in data["wanted"]]
         self.layout, self.store = Layout(), store
         self.layout.grow(data["num_values"])
-        pending = [
-            Pending(cells[name], tensors[2 * at], tensors[2 * at + 1])
-            for at, name in enumerate(data["cells"])
-        ]
-        for number, name, values in data["packs"]:
-            self.layout.packs[number] = cells[name].reads[0], values
-        numbers = [range(first, last) for first, last in data["inputs"]]
-        given = zip(numbers, tensors[2 * len(pending) :], strict=True)
+        names = data["cells"]
+        pending = [Ops(cells[name], tensors[at]).pending for at, name in enumerate(names)]
+        for *spec, found in data["packs"]:
+            self.layout.packs.update({number: (spec_named(*spec), each) for number, each in found})
+        self.packs = dict(self.layout.packs)
+        given = []
+        for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
+            at = 0
+            for first, last in spans:
+                given.append((range(first, last), rows[at : at + last - first]))
+                at += last - first
         inputs = place_inputs(self.layout, given)
         self.groups: list[Group] = group(self.layout, pending)
         store.reserve(self.layout.num_rows)
@@ -103,13 +139,12 @@ class Unfolded:
             store.write(spec, start, rows.to(store.device))
 
     def answers(self) -> list[Tensor]:
-        """The values wanted, in order."""
+        """The values wanted, by spec: their rows, or those that packs consist of."""
         found = []
-        for number, spec in self.wanted:
-            rows = self.layout.rows_of(number)
-            if isinstance(rows, int):
-                found.append(self.store.rows[spec][rows])
-            else:  # a pack: its rows are of another spec
-                row = self.layout.packs[number][0]
-                found.append(self.store.rows[row].index_select(0, rows.to(self.store.device)))
+        for spec, numbers in self.wanted:
+            values: list[int] = []
+            for number in numbers:
+                values += self.packs[number][1] if number in self.packs else (number,)
+            rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
+            found.append(self.store.rows[spec].index_select(0, rows))
         return found

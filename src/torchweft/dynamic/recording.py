@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.cell import Spec, spec_of
-from torchweft.dynamic.lazy import Kind, Lazy
+from torchweft.dynamic.lazy import Kind, Lazy, lazies
 from torchweft.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Recording:
         self.numbers: dict[int, Sequence[int]] = {}  # of the rows of values that were taken apart
         self.rows_of: dict[int, list[Lazy]] = {}  # these rows, where they were asked for
         self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
+        self.packed: set[int] = set()  # all packs, also those that are not pending
         self.viewed: set[int] = set()
         self.kinds: dict[Spec, Kind] = {}
         self.store: Any = None  # where computed rows are; set by the first flush
@@ -105,18 +106,19 @@ class Recording:
                 numbers = range(self.next, self.next + shape[0])
                 self.apart[lazy.id] = self.next, *given
                 self.next += shape[0]
-            self._apart(lazy, numbers)
+            self.numbers[lazy.id] = numbers
         kind = self.kind(row)
         if count is None:
             found = self.rows_of.get(lazy.id)
             if found is None:
-                found = self.rows_of[lazy.id] = [Lazy(number, kind) for number in numbers]
+                found = self.rows_of[lazy.id] = lazies(numbers, kind)
             return found
-        return [Lazy(number, kind) for number in numbers[:count]]
+        return lazies(numbers[:count], kind)
 
     def change(self, lazy: Lazy, name: str, args: Any, kwargs: Any) -> Lazy:
         """A change in place: the handle stands for the new value from here on."""
-        if lazy.id in self.viewed:
+        apart = lazy.id in self.numbers or any(lazy.id in rows for rows in self.numbers.values())
+        if apart or lazy.id in self.viewed:
             self.refuse_change(lazy, f"{name}()")
         if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
             if self.used or self.packs:
@@ -140,6 +142,12 @@ class Recording:
             "Make a new value instead (y = x + 1, torch.where), or clone() it before."
         )
 
+    def close(self) -> None:
+        """Nothing will be recorded any more. What points back here is let go, so that memory is
+        free at once and not when Python looks for circles, which can take longer than the call."""
+        for kept in (self.kinds, self.rows_of, self.known):
+            kept.clear()
+
     # What goes into the recording.
 
     def add(self, entry: Entry, values: list[Lazy]) -> list[Lazy]:
@@ -162,7 +170,7 @@ class Recording:
         self.next = numbers.stop
         entry.ops += chain.from_iterable(zip(numbers, self.numbers[lazy.id], strict=True))
         made = self._packed(spec, [*numbers])
-        self._apart(made, numbers)
+        self.numbers[made.id] = numbers
         return made
 
     def kind(self, spec: Spec) -> Kind:
@@ -178,12 +186,8 @@ class Recording:
     def _packed(self, spec: Spec, numbers: list[int]) -> Lazy:
         """Values of one spec as one value."""
         self.packs[self.next] = spec, numbers
+        self.packed.add(self.next)
         return self._new(spec_of((len(numbers), *spec.shape), spec.dtype), 1)[0]
-
-    def _apart(self, lazy: Lazy, numbers: Sequence[int]) -> None:
-        self.numbers[lazy.id] = numbers
-        self.viewed.add(lazy.id)
-        self.viewed.update(numbers)
 
     def input(self, tensor: Tensor) -> Lazy:
         """A real tensor as a value; the same tensor, unchanged, is the same value."""
@@ -220,6 +224,8 @@ class Recording:
             numbers = [value.id for value in values if value.kind is kind]
             if len(numbers) < len(items):
                 return None
+        if not self.packed.isdisjoint(numbers):
+            return None  # of packs: an op, so that packs consist of rows that somebody makes
         return self._packed(kind.spec, numbers)
 
     def _value(self, item: Any) -> Lazy:

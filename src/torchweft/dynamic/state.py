@@ -124,10 +124,11 @@ class State:
                 fast.wear(False)
             for parent, name, _ in self.children:
                 vars(parent).pop(name, None)
-            if collecting:
-                gc.enable()
             for entry in recording.used:  # pending only if the call failed
                 entry.ops.clear()
+            recording.close()
+            if collecting:
+                gc.enable()
 
     def _refresh(self) -> None:
         """See what was done to the model since: other weights, hooks."""
