@@ -49,6 +49,8 @@ class Job:
     busy_s: float = 0.0
     plan: Plan | None = None
     waiting: set[str] = field(default_factory=set)
+    written: dict[str, tuple[int, float]] = field(default_factory=dict)  # groups, seconds, by part
+    taken_s: dict[str, list[float]] = field(default_factory=dict)  # from groups, by messages
     spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
     blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)
     tries: int = 0
@@ -148,6 +150,7 @@ class Executor:
             return self._end(job, error)
         self.last += 1
         job.number, job.parts, job.waiting = self.last, parts, set(parts)
+        job.written, job.taken_s = {}, {}
         job.spans, job.began_s = [], time.perf_counter()
         self.jobs[job.number] = job
         for device, part in parts.items():
@@ -159,6 +162,8 @@ class Executor:
             names = given.get(device, [])
             message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
             mate.send(message, [*rows, *(job.inputs[name] for name in names)])
+            if isinstance(part, Part):
+                job.written[device] = len(part.tasks), time.perf_counter() - job.began_s
         return None
 
     def _end(self, job: Job, error: WeftError | None = None) -> None:
@@ -176,7 +181,7 @@ class Executor:
             if job is None:
                 return
             if message["kind"] == "rows":
-                self._rows(job, name, message, tensors[0])
+                self._rows(job, name, message, tensors)
             elif message["kind"] == "done":
                 self._done(job, name, message)
             elif message["kind"] == "answer":
@@ -186,44 +191,65 @@ class Executor:
                 text = f"run: worker {name!r} failed."
                 self._end(job, RunError(text, story=message["error"], lane=name))
 
-    def _rows(self, job: Job, name: str, message: Message, rows: Tensor) -> None:
+    def _rows(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
         assert job.store is not None, "rows come for jobs with a store"
-        value = message["value"]
-        spec, start, count = job.blocks[value]
-        job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
-        now_s = time.perf_counter()
-        job.spans.append(
-            (f"copy {value} to {HOME}", f"{name}.to.{HOME}", name, message["sent_s"], now_s)
-        )
+        for value, rows in zip(message["values"], tensors, strict=True):
+            spec, start, count = job.blocks[value]
+            job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+            lane, now_s = f"{name}.to.{HOME}", time.perf_counter()
+            job.spans.append((f"copy {value} to {HOME}", lane, name, message["sent_s"], now_s))
 
     def _done(self, job: Job, name: str, message: Message) -> None:
-        part = job.parts[name]
-        assert isinstance(part, Part), "other parts answer"
-        groups = {task.label: task.group for task in part.tasks}
-        starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
-        if job.inputs.keys() >= set(part.tasks[0].needs):  # it waited for no other device
-            way_s = self.prices.links[HOME, name].latency_s
-            begun_s = max(0.0, min(starts) - job.began_s - way_s)
-            self.prices.started(name, len(part.tasks), begun_s)
-        runs = []
         for label, lane, start_s, end_s in message["spans"]:
             job.spans.append((label, lane, name, start_s, end_s))
-            if label in groups:
-                runs.append((groups[label].cell, groups[label].num_rows, end_s - start_s))
-        self.prices.saw(name, runs)
+        job.taken_s[name] = message["taken_s"]
         job.waiting.discard(name)
         if not job.waiting:
-            self._price_copies(job)
+            last_s = max(end_s for *_, end_s in job.spans)
+            self._price(job)
+            self.prices.ended(_taken(job), time.perf_counter() - last_s)
             self._end(job)
 
+    def _price(self, job: Job) -> None:
+        """Prices follow what a placed call took."""
+        read_s = {}
+        for device, taken_s in job.taken_s.items():
+            part, spans = job.parts[device], [s for s in job.spans if s[1] == device]
+            assert isinstance(part, Part), "other parts answer"
+            alone = job.inputs.keys() >= set(part.tasks[0].needs)  # it waited for no other device
+            if alone and not self.pool.mates[device].spot.address:
+                read_s[device] = spans[0][3] - job.began_s - job.written[device][1]
+            groups = [task.group for task in part.tasks]
+            self.prices.saw(device, [
+                (group.cell, group.num_rows, end_s - start_s - late_s)
+                for group, (*_, start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
+            ])  # fmt: skip
+        self.prices.started(job.written, read_s)
+        self._price_copies(job)
+
     def _price_copies(self, job: Job) -> None:
-        """Links follow what copies took; between boxes there is no common clock."""
-        copies: dict[str, list[tuple[int, float]]] = {}
-        for label, lane, _, start_s, end_s in job.spans:
-            if label.startswith("copy "):
-                spec, _, count = job.blocks[label.split()[1]]
-                copies.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
-        for lane, found in copies.items():
+        """Links follow what copies took that were waited for, from when a value was made until it
+        was home or the group that waited began; between boxes there is no common clock."""
+        copies = {s[0]: s for s in job.spans if s[0].startswith("copy ")}
+        waited = {label: s[4] for label, s in copies.items() if s[1].endswith(f".to.{HOME}")}
+        for device in job.taken_s:
+            part, free_s = job.parts[device], job.began_s
+            assert isinstance(part, Part), "other parts answer"
+            spans = [s for s in job.spans if s[1] == device]
+            for task, (*_, start_s, end_s) in zip(part.tasks, spans, strict=True):
+                needs = [f"copy {value} to {device}" for value in task.needs]
+                last = max(
+                    (n for n in needs if n in copies), key=lambda n: copies[n][4], default=""
+                )
+                if last and copies[last][4] > free_s:
+                    waited[last] = start_s
+                free_s = end_s
+        took: dict[str, list[tuple[int, float]]] = {}
+        for label, end_s in waited.items():
+            _, lane, _, start_s, _ = copies[label]
+            spec, _, count = job.blocks[label.split()[1]]
+            took.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
+        for lane, found in took.items():
             source, _, target = lane.partition(".to.")
             ends = {source, target} - {HOME}
             if not any(self.pool.mates[name].spot.address for name in ends):
@@ -260,6 +286,16 @@ class Executor:
                     del self.jobs[job.number]
                     self.num_replanned += 1
                     self._send(job)
+
+
+def _taken(job: Job) -> dict[str, tuple[int, float]]:
+    """By device its messages of a call, and the seconds that they took from its groups."""
+    sent = {s[1:4:2]: s[1] for s in job.spans if s[0].startswith("copy ")}  # lane, when: a message
+    num = dict.fromkeys(job.taken_s, 0)
+    for lane in sent.values():
+        for end in lane.split(".to."):
+            num[end] = num.get(end, 0) + 1
+    return {device: (num[device], sum(found)) for device, found in job.taken_s.items()}
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
