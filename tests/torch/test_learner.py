@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchweft.bench.recovery import Kept, policy_of, recovered, simulated
+from torchweft.bench.recovery import Kept, intervals, policy_of, recovered, simulated
 from torchweft.cli import app
 from torchweft.cost import CostTable
 from torchweft.dynamic.drift import Drift
@@ -166,6 +166,16 @@ def test_recovery_is_the_share_of_the_loss() -> None:
         "table": 0.8, "learned": 1.0, "before_alone": 0.0, "learned_alone": -0.4
     }  # fmt: skip
     assert set(recovered({"frozen": 5.1, "best": 5.0, **arms}).values()) == {None}
+
+
+def test_the_interval_of_a_share_is_that_of_its_requests() -> None:
+    others = {arm: [8.0, 8.0] for arm in ("before_alone", "learned_alone")}
+    seconds = {"frozen": [10.0, 10.0], "best": [5.0, 5.0], "table": [6.0, 10.0], **others}
+    found = intervals({**seconds, "learned": [6.0, 6.0]}, 0)
+    assert found["learned"] == pytest.approx([0.8, 0.8])
+    assert found["table"] == pytest.approx([0.0, 0.8])
+    nothing = {**seconds, "frozen": [5.0, 5.0], "learned": [5.0, 5.0]}
+    assert intervals(nothing, 0) == {}, "nothing was lost, nothing can be won back"
 
 
 def test_a_kept_placement_is_timed_anew() -> None:

@@ -81,18 +81,17 @@ class Prices:
         seen: dict[str, list[tuple[float, float]]] = {}
         for cell, num_rows, seconds in runs:
             priced_s = self.of(cell, num_rows, device)
-            seen.setdefault(cell.name, []).append((max(1e-9, seconds), priced_s))
+            seen.setdefault(cell.name, []).append((max(0.0, seconds), priced_s))
         for name, found in seen.items():
-            took_s, priced_s = map(sum, zip(*found, strict=True))
-            jitter = self.jitter.setdefault((name, device), deque(maxlen=NUM_JITTER))
-            jitter.extend(seconds / priced * priced_s / took_s for seconds, priced in found)
-            self.drift.saw((name, device), took_s / priced_s, took_s)
+            ratio = self._jitter((name, device), found)
+            self.drift.saw((name, device), ratio, sum(seconds for seconds, _ in found))
 
     def started(
         self, written: Mapping[str, tuple[int, float]], read_s: Mapping[str, float]
     ) -> None:
         """A call began. written: by device the groups of its part and the seconds until the driver
-        had written and sent it, one after another; read_s: from then until its first group."""
+        had written and sent it, one after another; read_s: from then until its first group (less
+        than nothing where a device is at work before the driver is back)."""
         num_units = sum(_units(num) for num, _ in written.values())
         self.write_s = _followed(self.write_s, max(s for _, s in written.values()) / num_units)
         for device, seconds in read_s.items():
@@ -104,8 +103,7 @@ class Prices:
         groups; finish_s: from when the last rows were home until the call was over."""
         for device, (num, seconds) in taken_s.items():
             if num:
-                found = _followed(self.message_s.get(device), seconds / num)
-                self.message_s[device] = found
+                self.message_s[device] = _followed(self.message_s.get(device), seconds / num)
         self.finish_s = _followed(self.finish_s or None, finish_s)
 
     def begins_s(self, num_groups: Mapping[str, int]) -> dict[str, float]:
@@ -114,22 +112,27 @@ class Prices:
         found, written_s = {}, 0.0
         for device, num in num_groups.items():
             written_s += (self.write_s or 0.0) * _units(num)
-            found[device] = written_s + self.read_s.get(device, 0.0) * _units(num)
+            found[device] = max(0.0, written_s + self.read_s.get(device, 0.0) * _units(num))
         return found
 
     def start_s(self, device: str) -> float:
         """Seconds to begin, for each group of a device."""
-        return (self.write_s or 0.0) + self.read_s.get(device, 0.0)
+        return max(0.0, (self.write_s or 0.0) + self.read_s.get(device, 0.0))
 
     def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
         """The copies of a call over a link, as (bytes, seconds): the drift follows."""
-        took_s = priced_s = 0.0
-        link = self.links[source, target]
-        for num_bytes, seconds in copies:
-            took_s += seconds
-            priced_s += link.latency_s + num_bytes / link.bytes_per_s
-        key = FROM + source, target
-        self.drift.saw(key, took_s / priced_s / self.drift.get(key, 1.0), 0.0)
+        key, link = (FROM + source, target), self.links[source, target]
+        found = [(s, link.latency_s + size / link.bytes_per_s) for size, s in copies]
+        ratio = self._jitter(key, found)
+        self.drift.saw(key, ratio / self.drift.get(key, 1.0), 0.0)
+
+    def _jitter(self, key: tuple[str, str], found: Sequence[tuple[float, float]]) -> float:
+        """All of what was (seen, priced) together, and how far each was from that."""
+        took_s, priced_s = map(sum, zip(*found, strict=True))
+        ratio: float = max(1e-9, took_s) / priced_s
+        jitter = self.jitter.setdefault(key, deque(maxlen=NUM_JITTER))
+        jitter.extend(seconds / priced / ratio for seconds, priced in found)
+        return ratio
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
         """Measure a cell on a device, once, with weights of these shapes; none are sent."""
@@ -224,7 +227,7 @@ class Prices:
         self.drift.forget(gone)
         known: dict[tuple[str, str], Any]
         for known in (self.seconds, self.jitter):
-            for key in [key for key in known if key[1] in gone]:
+            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
                 del known[key]
 
 
