@@ -140,7 +140,10 @@ def test_drift_follows_and_one_late_run_is_not_a_slow_device() -> None:
         drift.saw(("tree", "fast"), 1.0, 1e-3)
         drift.saw(("leaf", "fast"), 3.0 if drift.get(("leaf", "fast"), 1) < 3 else 1.0, 1e-5)
     assert drift.epoch == 0, "a cell that hardly matters makes no plan stale"
-    for _ in range(10):
+    for _ in range(6):
+        drift.saw(("tree", "fast"), 2.0 / drift["tree", "fast"], 2e-3)
+    assert drift["tree", "fast"] > 1.6, "what has changed is followed fast"
+    for _ in range(30):
         drift.saw(("tree", "fast"), 2.0 / drift["tree", "fast"], 2e-3)
     assert drift["tree", "fast"] == pytest.approx(2.0, rel=0.05)
     assert drift.epoch > 0

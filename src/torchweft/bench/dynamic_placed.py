@@ -5,7 +5,7 @@
                                         run one by one, unbatched, as in its own execution
 
 Each planner places an input once, and has prices of its own, which follow what it runs: as if it
-served alone. Planners take turns, input by input. After some runs to warm up, the simulator says
+served alone. Planners take turns, run by run. After some runs to warm up, the simulator says
 how long the next ones will take, with the prices of that moment; then they run:
 
     simulator_error     |simulated - measured| / measured, measured being the median of these runs
@@ -44,7 +44,7 @@ from torchweft.placement.dynpartition import MAX_OPS, Bandit, train
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
 PLANNERS = ("single", "heft", "portfolio", "learned")
-NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 10, 7
+NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 6, 9
 
 
 @dataclass(eq=False)
@@ -125,8 +125,8 @@ def run_placed(
         for done, given in enumerate(calls):
             progress(done, len(calls))
             wanted = [model(*each) for each in given]
-            for runs in seen.values():
-                for number in range(NUM_WARM + NUM_RUNS):
+            for number in range(NUM_WARM + NUM_RUNS):
+                for runs in seen.values():
                     if number == NUM_WARM:
                         runs.simulate(placer)
                     seconds = runs.run(dynamic, given, wanted)

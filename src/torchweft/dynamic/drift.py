@@ -5,7 +5,8 @@
     drift.epoch                                                changes when plans are out of date
 
 A call moves a factor a part of the way (in logarithms) to the median of what the last calls saw: on
-a busy machine single runs are late by any factor. Plans are out of date
+a busy machine single runs are late by any factor. It is a small part, so that noise evens out, and
+a larger one while all the last calls were a quarter off on the same side. Plans are out of date
 once the work of a device, all its cells by the seconds they take, costs a quarter more or less than
 when they were made. One noisy cell does not throw all plans away; one that slows down for good and
 matters does.
@@ -18,7 +19,8 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-FOLLOW = 0.3  # how far one call moves its factor
+FOLLOW = 0.3  # how far one call moves what has changed
+STEADY = 0.1  # how far it moves what has not
 LAST = 3  # calls
 MOVED = 1.25
 FADE = 0.99  # of the seconds that cells count by, with all that is seen of their device
@@ -41,7 +43,8 @@ class Drift(dict[Key, float]):
         before = self.get(key, 1.0)
         seen = self.seen.setdefault(key, deque(maxlen=LAST))
         seen.append(before * ratio)
-        self[key] = before * (median(seen) / before) ** FOLLOW
+        off = min(seen) > MOVED * before or max(seen) * MOVED < before
+        self[key] = before * (median(seen) / before) ** (FOLLOW if off else STEADY)
         self.settled.setdefault(key, 1.0)
         self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
         beside = [other for other in self.spent_s if other[1] == key[1]]

@@ -26,6 +26,7 @@ from torchweft.dynamic.prices import Prices
 from torchweft.dynamic.program import Part
 from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.store import Store
+from torchweft.dynamic.traffic import Traffic
 from torchweft.errors import RunError, WeftError
 from torchweft.plan import Plan
 from torchweft.trace import Span, Trace
@@ -205,55 +206,30 @@ class Executor:
         job.taken_s[name] = message["taken_s"]
         job.waiting.discard(name)
         if not job.waiting:
-            last_s = max(end_s for *_, end_s in job.spans)
             self._price(job)
-            self.prices.ended(_taken(job), time.perf_counter() - last_s)
             self._end(job)
 
     def _price(self, job: Job) -> None:
-        """Prices follow what a placed call took."""
-        read_s = {}
+        """Prices follow what a placed call took. Between boxes there is no common clock."""
+        here = {name for name in job.parts if not self.pool.mates[name].spot.address}
+        traffic, read_s = Traffic(job.spans, job.blocks), {}
         for device, taken_s in job.taken_s.items():
-            part, spans = job.parts[device], [s for s in job.spans if s[1] == device]
+            part, spans = job.parts[device], [s[3:] for s in job.spans if s[1] == device]
             assert isinstance(part, Part), "other parts answer"
-            alone = job.inputs.keys() >= set(part.tasks[0].needs)  # it waited for no other device
-            if alone and not self.pool.mates[device].spot.address:
-                read_s[device] = spans[0][3] - job.began_s - job.written[device][1]
+            if device in here and job.inputs.keys() >= set(part.tasks[0].needs):
+                read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
             self.prices.saw(device, [
                 (group.cell, group.num_rows, end_s - start_s - late_s)
-                for group, (*_, start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
+                for group, (start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
             ])  # fmt: skip
+            traffic.await_at(device, part.tasks, spans)
         self.prices.started(job.written, read_s)
-        self._price_copies(job)
-
-    def _price_copies(self, job: Job) -> None:
-        """Links follow what copies took that were waited for, from when a value was made until it
-        was home or the group that waited began; between boxes there is no common clock."""
-        copies = {s[0]: s for s in job.spans if s[0].startswith("copy ")}
-        waited = {label: s[4] for label, s in copies.items() if s[1].endswith(f".to.{HOME}")}
-        for device in job.taken_s:
-            part, free_s = job.parts[device], job.began_s
-            assert isinstance(part, Part), "other parts answer"
-            spans = [s for s in job.spans if s[1] == device]
-            for task, (*_, start_s, end_s) in zip(part.tasks, spans, strict=True):
-                needs = [f"copy {value} to {device}" for value in task.needs]
-                last = max(
-                    (n for n in needs if n in copies), key=lambda n: copies[n][4], default=""
-                )
-                if last and copies[last][4] > free_s:
-                    waited[last] = start_s
-                free_s = end_s
-        took: dict[str, list[tuple[int, float]]] = {}
-        for label, end_s in waited.items():
-            _, lane, _, start_s, _ = copies[label]
-            spec, _, count = job.blocks[label.split()[1]]
-            took.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
-        for lane, found in took.items():
-            source, _, target = lane.partition(".to.")
-            ends = {source, target} - {HOME}
-            if not any(self.pool.mates[name].spot.address for name in ends):
-                self.prices.carried(source, target, found)
+        for (source, target), copies in traffic.waited().items():
+            if here >= {source, target} - {HOME}:
+                self.prices.carried(source, target, copies)
+        taken = {name: (traffic.num[name], sum(job.taken_s[name])) for name in job.taken_s}
+        self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
 
     def _answer(self, job: Job, name: str, message: Message, values: list[Tensor]) -> None:
         part = job.parts[name]
@@ -286,16 +262,6 @@ class Executor:
                     del self.jobs[job.number]
                     self.num_replanned += 1
                     self._send(job)
-
-
-def _taken(job: Job) -> dict[str, tuple[int, float]]:
-    """By device its messages of a call, and the seconds that they took from its groups."""
-    sent = {s[1:4:2]: s[1] for s in job.spans if s[0].startswith("copy ")}  # lane, when: a message
-    num = dict.fromkeys(job.taken_s, 0)
-    for lane in sent.values():
-        for end in lane.split(".to."):
-            num[end] = num.get(end, 0) + 1
-    return {device: (num[device], sum(found)) for device, found in job.taken_s.items()}
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

@@ -79,9 +79,12 @@ class Prices:
         """
         self.ran.add(device)
         seen: dict[str, list[tuple[float, float]]] = {}
+        known: dict[tuple[str, int], float] = {}
         for cell, num_rows, seconds in runs:
-            priced_s = self.of(cell, num_rows, device)
-            seen.setdefault(cell.name, []).append((max(0.0, seconds), priced_s))
+            key = cell.name, num_rows
+            if key not in known:
+                known[key] = self.of(cell, num_rows, device)
+            seen.setdefault(cell.name, []).append((max(0.0, seconds), known[key]))
         for name, found in seen.items():
             ratio = self._jitter((name, device), found)
             self.drift.saw((name, device), ratio, sum(seconds for seconds, _ in found))

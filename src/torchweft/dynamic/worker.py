@@ -279,11 +279,10 @@ class Worker:
         call.arrived.add(value)
 
     def _arrive(self, call: _Call, message: Mapping[str, Any], found: Sequence[Tensor]) -> None:
-        lane = f"{message['source']}.to.{self.name}"
+        where = f"{message['source']}.to.{self.name}", message["sent_s"]
         for value, rows in zip(message["values"], found, strict=True):
             self._write(call, value, rows)
-            label = f"copy {value} to {self.name}"
-            call.spans.append((label, lane, message["sent_s"], time.perf_counter()))
+            call.spans.append((f"copy {value} to {self.name}", *where, time.perf_counter()))
 
     def _run(self, call: _Call) -> None:
         try:
@@ -293,8 +292,8 @@ class Worker:
             with self.news:
                 del self.calls[call.number]
                 self.over.add(call.number)
-        facts = {"spans": call.spans, "taken_s": call.taken_s}
-        self._tell({"kind": "done", "call": call.number, **facts})
+        facts = {"call": call.number, "spans": call.spans, "taken_s": call.taken_s}
+        self._tell({"kind": "done", **facts})
 
     def _task(self, call: _Call, task: Task) -> bool:
         """Run a group and send what others need; False if the call was cancelled."""
@@ -314,8 +313,8 @@ class Worker:
         store.run(group, prepare or self._prepare)
         self._synchronize()
         worked_s = self._clock() - worked_s
-        late_s = max(0.0, time.perf_counter() - began_s - worked_s)
-        self.taken_s = min(late_s, sum(list(self.clocks.values())) - messages_s)
+        messages_s = sum(list(self.clocks.values())) - messages_s
+        self.taken_s = max(0.0, min(time.perf_counter() - began_s - worked_s, messages_s))
         self.throttle.pay(worked_s)
         return began_s
 
@@ -324,10 +323,10 @@ class Worker:
         return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
     def _send_rows(self, call: _Call, values: Sequence[str], target: str) -> None:
-        blocks = [call.part.blocks[value] for value in values]
+        blocks = (call.part.blocks[value] for value in values)
         rows = [call.store.rows[spec][start : start + count] for spec, start, count in blocks]
-        message = {"kind": "rows", "call": call.number, "values": values, "source": self.name}
-        self.outbox.put((target, {**message, "sent_s": time.perf_counter()}, rows))
+        facts = {"call": call.number, "values": values, "source": self.name}
+        self.outbox.put((target, {"kind": "rows", "sent_s": time.perf_counter(), **facts}, rows))
 
     def _wait(self, call: _Call, task: Task) -> bool:
         """Wait for rows of other devices; False if the call was cancelled meanwhile."""
