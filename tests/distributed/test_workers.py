@@ -124,6 +124,56 @@ def test_equal_structure_is_planned_once(calm: Calm, monkeypatch: pytest.MonkeyP
     assert len(placer.plans) == planned
 
 
+def test_what_a_group_sends_to_a_device_is_one_message(calm: Calm) -> None:
+    calm.dynamic.placer.planner = one_by_one
+    assert close(calm.dynamic.map(calm.inputs), calm.wanted)
+    sent: dict[Any, list[str]] = {}
+    for span in calm.dynamic.trace().spans:
+        if span.kind == "copy":
+            sent.setdefault((span.lane, span.start_s), []).append(span.label)
+    assert any(len(labels) == 2 for labels in sent.values()), "both states of a node"
+
+
+def test_a_rehearsal_begins_sends_and_ends_as_workers_do(calm: Calm) -> None:
+    dynamic, placer = calm.dynamic, calm.dynamic.placer
+    placer.planner = one_by_one
+    for _ in range(3):
+        dynamic.map(calm.inputs)
+    prices, plan, job = placer.executor.prices, dynamic.plan(), dynamic.job
+    found = placer.simulate(plan, job)
+    assert found == placer.simulate(plan, job), "the same prices, the same trace"
+    real = [span.label for span in dynamic.trace().spans]
+    assert {span.label for span in found.spans} == {*real, "answer"}
+    runs = [span for span in found.spans if span.kind == "run"]
+    num = {name: sum(span.device == name for span in runs) for name in ("one", "two")}
+    first = next(step.lane for step in plan.steps if step.kind == "run")
+    begins_s = prices.begins_s({name: num[name] for name in sorted(num, key=first.__ne__)})
+    for span in runs:
+        assert span.start_s >= begins_s.get(span.device, 0.0)
+    prices.finish_s += 1.0
+    assert placer.simulate(plan, job).makespan_s == pytest.approx(found.makespan_s + 1.0)
+    prices.finish_s -= 1.0
+    before_s, prices.message_s["two"] = prices.message_s["two"], 1.0
+    late = placer.simulate(plan, job).makespan_s
+    prices.message_s["two"] = before_s
+    assert late > found.makespan_s + 1.0, "each message holds its device up"
+
+
+def test_prices_of_the_begin_and_the_end_follow_calls(calm: Calm) -> None:
+    prices = calm.dynamic.placer.executor.prices.anew()
+    assert prices.seconds and prices.links and not prices.drift, "measured, nothing seen"
+    assert prices.begins_s({"one": 10, "two": 30}) == {"one": 0.0, "two": 0.0}
+    prices.started({"one": (10, 0.02), "two": (30, 0.06)}, {"one": 0.002})  # ten more each: units
+    assert prices.begins_s({"one": 10, "two": 30}) == pytest.approx({"one": 0.022, "two": 0.06})
+    assert prices.begins_s({"two": 30, "one": 10}) == pytest.approx({"two": 0.04, "one": 0.062})
+    prices.ended({"one": (4, 0.008), "two": (0, 0.0)}, 0.1)
+    assert (prices.message_s, prices.finish_s) == ({"one": 0.002}, 0.1)
+    for _ in range(30):
+        prices.ended({"one": (4, 0.004)}, 0.3)
+    assert prices.message_s["one"] == pytest.approx(0.001, rel=0.01)
+    assert prices.finish_s == pytest.approx(0.3, rel=0.01)
+
+
 def test_model_that_needs_numbers_runs_on_workers_too() -> None:
     model = Routed().eval()
     inputs = [torch.randn(3, 12) for _ in range(3)]

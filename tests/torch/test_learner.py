@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchweft.bench.recovery import Kept, policy_of, recovered, simulated
+from torchweft.bench.recovery import Kept, intervals, policy_of, recovered, simulated
 from torchweft.cli import app
 from torchweft.cost import CostTable
-from torchweft.dynamic.drift import FAR, FOLLOW, Drift
+from torchweft.dynamic.drift import Drift
 from torchweft.errors import PlacementError, WeftError
 from torchweft.graph import Graph, Op, Value
 from torchweft.machine import Device, Lane, Link, Machine
@@ -133,18 +133,22 @@ def test_drift_follows_and_one_late_run_is_not_a_slow_device() -> None:
     for _ in range(40):
         drift.saw(("tree", "fast"), 1.0, 1e-3)
     drift.saw(("tree", "fast"), 1e6, 1e3)
-    assert drift["tree", "fast"] == pytest.approx(FAR**FOLLOW)
+    assert drift["tree", "fast"] == pytest.approx(1.0)
+    assert drift.epoch == 0
     drift = Drift()
     for _ in range(40):
         drift.saw(("tree", "fast"), 1.0, 1e-3)
         drift.saw(("leaf", "fast"), 3.0 if drift.get(("leaf", "fast"), 1) < 3 else 1.0, 1e-5)
     assert drift.epoch == 0, "a cell that hardly matters makes no plan stale"
-    for _ in range(10):
+    for _ in range(6):
+        drift.saw(("tree", "fast"), 2.0 / drift["tree", "fast"], 2e-3)
+    assert drift["tree", "fast"] > 1.6, "what has changed is followed fast"
+    for _ in range(30):
         drift.saw(("tree", "fast"), 2.0 / drift["tree", "fast"], 2e-3)
     assert drift["tree", "fast"] == pytest.approx(2.0, rel=0.05)
     assert drift.epoch > 0
     drift.forget(["fast"])
-    assert not drift and not drift.settled and not drift.spent_s
+    assert not drift and not drift.settled and not drift.spent_s and not drift.seen
 
 
 def test_a_drift_is_recovered_from_in_the_simulator() -> None:
@@ -165,6 +169,16 @@ def test_recovery_is_the_share_of_the_loss() -> None:
         "table": 0.8, "learned": 1.0, "before_alone": 0.0, "learned_alone": -0.4
     }  # fmt: skip
     assert set(recovered({"frozen": 5.1, "best": 5.0, **arms}).values()) == {None}
+
+
+def test_the_interval_of_a_share_is_that_of_its_requests() -> None:
+    others = {arm: [8.0, 8.0] for arm in ("before_alone", "learned_alone")}
+    seconds = {"frozen": [10.0, 10.0], "best": [5.0, 5.0], "table": [6.0, 10.0], **others}
+    found = intervals({**seconds, "learned": [6.0, 6.0]}, 0)
+    assert found["learned"] == pytest.approx([0.8, 0.8])
+    assert found["table"] == pytest.approx([0.0, 0.8])
+    nothing = {**seconds, "frozen": [5.0, 5.0], "learned": [5.0, 5.0]}
+    assert intervals(nothing, 0) == {}, "nothing was lost, nothing can be won back"
 
 
 def test_a_kept_placement_is_timed_anew() -> None:

@@ -37,7 +37,7 @@ from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.dynamic_placed import run_placed
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.bench.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
-from torchweft.bench.recovery import policy_of, served, simulated
+from torchweft.bench.recovery import Progress, no_progress, policy_of, served, simulated
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
@@ -192,23 +192,20 @@ def batched_vs_per_node(
 
 
 def placed(
-    data: Path | None, *, num_calls: int = 12, size: int = 16, spots: Sequence[Spot] = (FAST, SLOW)
-) -> dict[str, Any]:
+    data: Path | None, *, num_calls: int = 12, size: int = 16,
+    spots: Sequence[Spot] = (FAST, SLOW), progress: Progress = no_progress,
+) -> dict[str, Any]:  # fmt: skip
     """Measured and simulated milliseconds on two unlike workers, a row a planner: calls of many
     trees, and of one (with DynPartition's bandit)."""
     inputs, num_words, source = trees_of(data, num_calls * size)
-    rows = run_placed(inputs, num_words, spots, size=size)
-    rows += run_placed(inputs[: 2 * num_calls], num_words, spots, size=1)
+    rows = run_placed(
+        inputs, num_words, spots, size=size, progress=lambda done, total: progress(done, 2 * total)
+    )
+    rows += run_placed(
+        inputs[: 2 * num_calls], num_words, spots, size=1,
+        progress=lambda done, total: progress(done + total, 2 * total),
+    )  # fmt: skip
     return {"trees": source, "workers": [spot.label for spot in spots], "rows": rows}
-
-
-def simulator_error(data: Path | None, *, num_calls: int = 30, size: int = 16) -> float:
-    """The median of |simulated - measured| / measured over calls on two unlike workers, of the
-    planner that it is worst for. The plan is simulated before it runs."""
-    inputs, num_words, _ = trees_of(data, num_calls * size)
-    planners = ("single", "heft", "portfolio")
-    rows = run_placed(inputs, num_words, (FAST, SLOW), size=size, planners=planners)
-    return max(float(row["simulator_error"]) for row in rows)
 
 
 def stream(
@@ -319,24 +316,31 @@ def run(
     learns, by default the one that comes with the package."""
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
+
+    def inside(done: int, total: int) -> None:
+        """A row tells how far it is: a bar has a hundred ticks for each row."""
+        if progress is not None:
+            progress(100 * len(found) + 100 * done // total, 100 * len(wanted))
+
+    found: list[dict[str, Any]] = []
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         "batched": lambda: batched(where, dynet=dynet),
-        "placed": lambda: placed(where),
+        "placed": lambda: placed(where, progress=inside),
         "stream": lambda: stream(where),
         "killed": lambda: fault(where, signal.SIGKILL),
         "stopped": lambda: fault(where, signal.SIGSTOP),
         "drift": lambda: drift(where),
-        "recovery": lambda: served(*trees_of(where, 200), policy=policy_of(policy)),
-        "simulated": lambda: simulated(policy=policy_of(policy)),
+        "recovery": lambda: served(
+            *trees_of(where, 200), policy=policy_of(policy), progress=inside
+        ),
+        "simulated": lambda: simulated(policy=policy_of(policy), progress=inside),
     }
     if only and only not in rows:
         raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
-    found = []
     wanted = [name for name in rows if only in ("", name)]
-    for number, name in enumerate(wanted):
+    for name in wanted:
         found.append({"row": name, **rows[name]()})
-        if progress is not None:
-            progress(number + 1, len(wanted))
+        inside(0, 1)
     summary: dict[str, Any] = {}
     for row in found:
         for key in ("batched_vs_per_node", "of_the_sum"):
@@ -345,9 +349,8 @@ def run(
         if row["row"] in ("recovery", "simulated"):
             summary[f"{row['row']}_of_loss"] = row["recovered"]["learned"]
         if row["row"] == "placed":
-            summary["simulator_error"] = max(
-                each.get("simulator_error", 0.0) for each in row["rows"] if each["trees_a_call"] > 1
-            )
+            errors = [each["simulator_error"] for each in row["rows"] if "left_out" not in each]
+            summary["simulator_error"] = max(errors)
         if row["row"] in ("killed", "stopped"):
             summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
     return found, summary

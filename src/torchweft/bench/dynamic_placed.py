@@ -4,9 +4,15 @@
     dynpartition                        its bandit names a device for every node of a tree; nodes
                                         run one by one, unbatched, as in its own execution
 
-For every input a plan is made and run some times to warm up (prices follow what runs); then the
-simulator says how long it will take, with the prices of that moment, and then it runs. Planners
-take turns, input by input.
+Each planner places an input once, and has prices of its own, which follow what it runs: as if it
+served alone. Planners take turns, run by run. After some runs to warm up, the simulator says
+how long the next ones will take, with the prices of that moment; then they run:
+
+    simulator_error     |simulated - measured| / measured, measured being the median of these runs
+    error_of_one_run    the same against every single run
+    noise               single runs against their own median: what no simulator can know
+
+each the median over inputs (and runs). A bias over all inputs shows in simulated_ms / measured_ms.
 The bandit has been trained before, in the simulator, on the same trees.
 """
 
@@ -16,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,37 +30,70 @@ from torch import Tensor
 
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft.bench.pairs import ratio
+from torchweft.bench.recovery import Kept, Progress, no_progress
+from torchweft.dynamic.executor import Job
 from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.placing import load
+from torchweft.dynamic.placing import Placer, load
 from torchweft.dynamic.pool import Spot
+from torchweft.dynamic.prices import Prices
 from torchweft.errors import PlacementError
-from torchweft.placement import Edge, Placement, Planner, Problem, placed
+from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
 from torchweft.placement.dynpartition import MAX_OPS, Bandit, train
 
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
 PLANNERS = ("single", "heft", "portfolio", "learned")
-NUM_EPISODES, NUM_WARM = 400, 3
+NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 6, 9
 
 
-@dataclass
+@dataclass(eq=False)
 class Runs:
-    """What was seen of a planner, input by input."""
+    """How a planner runs inputs, with prices of its own, and what was seen of it."""
 
-    measured_s: list[float] = field(default_factory=list)
+    way: Callable[[Sequence[Input]], list[Tensor]]
+    prices: Prices
+    job: Job | None = None
+    measured_s: list[list[float]] = field(default_factory=list)
     simulated_s: list[float] = field(default_factory=list)
     call_s: list[float] = field(default_factory=list)
     apart: float = 0.0
 
+    def simulate(self, placer: Placer) -> None:
+        """What the prices of now say of the next runs of the input that ran last."""
+        assert self.job is not None and self.job.plan is not None, "it was placed"
+        placer.executor.prices = self.prices
+        self.simulated_s.append(placer.simulate(self.job.plan, self.job).makespan_s)
+        self.measured_s.append([])
+
+    def run(self, dynamic: Dynamic, given: Sequence[Input], wanted: Sequence[Tensor]) -> float:
+        """Run an input; the seconds on the workers."""
+        placer, _ = dynamic._workers()
+        placer.executor.prices = self.prices
+        began_s = time.perf_counter()
+        found = self.way(given)
+        self.call_s.append(time.perf_counter() - began_s)
+        self.job = dynamic.job
+        assert self.job is not None, "a placed call has a job"
+        gaps = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+        self.apart = max(self.apart, *gaps)
+        return self.job.ended_s - self.job.began_s
+
+    @property
+    def medians_s(self) -> list[float]:
+        """Seconds of each input, the median of its runs."""
+        return [statistics.median(runs) for runs in self.measured_s]
+
     def row(self) -> dict[str, float]:
-        """Medians over the inputs."""
-        pairs = zip(self.simulated_s, self.measured_s, strict=True)
+        """Medians over the inputs and runs."""
+        inputs = list(zip(self.simulated_s, self.medians_s, self.measured_s, strict=True))
         return {
-            "measured_ms": 1e3 * statistics.median(self.measured_s),
+            "measured_ms": 1e3 * statistics.median(self.medians_s),
             "simulated_ms": 1e3 * statistics.median(self.simulated_s),
             "call_ms": 1e3 * statistics.median(self.call_s),
-            "simulator_error": statistics.median(abs(s / m - 1) for s, m in pairs),
+            "simulator_error": statistics.median(abs(s / m - 1) for s, m, _ in inputs),
+            "error_of_one_run": statistics.median(abs(s / r - 1) for s, _, x in inputs for r in x),
+            "noise": statistics.median(abs(r / m - 1) for _, m, x in inputs for r in x),
             "largest_difference": self.apart,
         }
 
@@ -61,61 +101,55 @@ class Runs:
 def run_placed(
     inputs: Sequence[Input], num_words: int, spots: Sequence[Spot], *,
     size: int, planners: Sequence[str] = PLANNERS, mem_dim: int = 300,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for every planner: calls of `size` trees each; with one tree the bandit, too."""
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
     calls = [inputs[at : at + size] for at in range(0, len(inputs) - size + 1, size)]
+    ways: dict[str, Callable[[Sequence[Input]], Any]] = {}
+    left_out = []
     with torch.no_grad(), Dynamic(model, workers=spots, watchdog_s=60.0) as dynamic:
-        ways: dict[str, Callable[[Sequence[Input]], Any]] = {}
-        left_out = []
+        placer, _ = dynamic._workers()
         for name in planners:
-            way = _by_groups(dynamic, name)
+            placer.planner = name
             try:
-                way(calls[0])  # cells are known and measured
-                ways[name] = way
+                dynamic.map(calls[0])  # cells are known and measured
+                ways[name] = _by_groups(dynamic, name)
             except PlacementError as error:  # such as: there is no policy
                 left_out.append({"planner": name, "trees_a_call": size, "left_out": str(error)})
         if size == 1:
             ways[BANDIT] = ByNodes(dynamic, [tree for tree, _ in inputs])
-        seen = {name: Runs() for name in ways}
-        for given in calls:
+        prices = placer.executor.prices
+        seen = {name: Runs(way, prices.anew()) for name, way in ways.items()}
+        for done, given in enumerate(calls):
+            progress(done, len(calls))
             wanted = [model(*each) for each in given]
-            for name, way in ways.items():
-                _run(dynamic, way, given, wanted, seen[name])
-    heft = seen["heft"].measured_s
+            for number in range(NUM_WARM + NUM_RUNS):
+                for runs in seen.values():
+                    if number == NUM_WARM:
+                        runs.simulate(placer)
+                    seconds = runs.run(dynamic, given, wanted)
+                    if number >= NUM_WARM:
+                        runs.measured_s[-1].append(seconds)
+    heft = seen["heft"].medians_s
     rows: list[dict[str, Any]] = []
     for name, runs in seen.items():
-        over = ratio([mine / theirs for mine, theirs in zip(runs.measured_s, heft, strict=True)])
+        over = ratio([mine / theirs for mine, theirs in zip(runs.medians_s, heft, strict=True)])
         row = {"planner": name, "trees_a_call": size, **runs.row(), "over_heft": over.median}
         rows.append(row)
     return rows + left_out
 
 
-def _by_groups(dynamic: Dynamic, planner: str) -> Callable[[Sequence[Input]], Any]:
+def _by_groups(dynamic: Dynamic, planner: str) -> Callable[[Sequence[Input]], list[Tensor]]:
+    kept = Kept(partial(plan, planner=planner))
+
     def way(given: Sequence[Input]) -> list[Tensor]:
         assert dynamic.placer is not None, "there are workers"
-        dynamic.placer.planner = planner
+        dynamic.placer.planner = kept
         return dynamic.map(given)
 
     return way
-
-
-def _run(
-    dynamic: Dynamic, way: Callable[[Any], list[Tensor]], given: Any, wanted: Any, runs: Runs
-) -> None:
-    """Warm up, ask the simulator, run."""
-    assert dynamic.placer is not None, "there are workers"
-    for _ in range(NUM_WARM):
-        way(given)
-    assert dynamic.job is not None, "a placed call has a job"
-    runs.simulated_s.append(dynamic.placer.simulate(dynamic.plan(), dynamic.job).makespan_s)
-    began_s = time.perf_counter()
-    found = way(given)
-    runs.call_s.append(time.perf_counter() - began_s)
-    runs.measured_s.append(dynamic.job.ended_s - dynamic.job.began_s)
-    gaps = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
-    runs.apart = max(runs.apart, *gaps)
 
 
 class ByNodes:

@@ -12,7 +12,8 @@
 Without a table that follows, a policy has nothing to learn from: replayed inputs would cost what
 they did before. So there is no arm of learning alone. `simulated` has no clock and no workers: the
 same seed gives the same numbers. `served` runs on two real workers, one of them throttled
-(emulated), the other throttled while it serves.
+(emulated), the other throttled while it serves. There every arm places each measured request once,
+after the last served input, and arms take turns, so that a noisy machine hits all alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -46,7 +47,15 @@ SLOWER = 2.0
 SEARCH_S = 0.5
 LEAST_LOSS = 0.05  # of the best: a share of less than that is noise
 LOOKS = (1, 3, 10, 30, 100, 300)  # inputs after the drift: points of the curve
+NUM_DRAWS = 1000
 NOISE = 0.1  # of what a simulated device takes for a call, in logarithms
+
+
+Progress = Callable[[int, int], None]
+
+
+def no_progress(done: int, total: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(eq=False)
@@ -149,7 +158,7 @@ class World:
 def simulated(
     *, policy: Policy | None = None, pace: Pace | None = None, seed: int = 0,
     slowness: tuple[float, ...] = (1.0, 1.5), ratio: float = 1.0, num_before: int = 100,
-    num_inputs: int = 500, num_held_out: int = 60,
+    num_inputs: int = 500, num_held_out: int = 60, progress: Progress = no_progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Served and measured in the simulator, every input another tree; measured on trees that are
     never served. By default on two unlike devices, of which the faster one slows down."""
@@ -183,6 +192,7 @@ def simulated(
     for num in (*(num for num in LOOKS if num < num_inputs), num_inputs):
         serve(num - done)
         done = num
+        progress(done, num_inputs)
         for arm, planner in arms_of(before, learner).items():
             priced = [world.priced(first) for first in held_out]
             seconds[arm] = total_s(planner(p, deadline_s=None, seed=0) for p in priced)
@@ -194,8 +204,9 @@ def simulated(
 def served(
     inputs: Sequence[Any], num_words: int, source: str, *, policy: Policy | None = None,
     pace: Pace | None = None, num_before: int = 60, num_inputs: int = 500, num_trees: int = 4,
-    num_measured: int = 12, repeats: int = 3, mem_dim: int = 800, seed: int = 0,
+    num_measured: int = 12, repeats: int = 7, mem_dim: int = 600, seed: int = 0,
     spots: Sequence[Spot] = (Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=1.5)),
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:  # fmt: skip
     """The same on real workers, in seconds of a placed call without its planning. An input is a
     request of several trees; requests that are measured are served as well."""
@@ -204,26 +215,31 @@ def served(
     model = BinaryTreeLSTM(num_words, mem_dim=mem_dim).eval()
     learner = Learner(policy, pace, seed=seed)
     requests = [draw.sample(list(inputs), num_trees) for _ in range(num_measured)]
+    done, num_calls = 0, num_before + num_inputs + num_measured * (1 + (1 + repeats) * len(ARMS))
     with torch.no_grad(), Dynamic(model, workers=spots, planner=learner) as dynamic:
         placer, pool = dynamic._workers()
+
+        def call(request: Sequence[Any]) -> float:
+            nonlocal done
+            dynamic.map(request)
+            done += 1
+            progress(done, num_calls)
+            assert dynamic.job is not None, "a placed call has a job"
+            return dynamic.job.ended_s - dynamic.job.began_s
 
         def run(request: Sequence[Any], planner: Planner) -> float:
             """Seconds of a call by a planner; nothing is learned from it."""
             turns, dynamic.turns = dynamic.turns, None
             placer.planner = planner
-            dynamic.map(request)
+            seconds = call(request)
             placer.planner, dynamic.turns = learner, turns
-            assert dynamic.job is not None, "a placed call has a job"
-            return dynamic.job.ended_s - dynamic.job.began_s
+            return seconds
 
         def serve(num: int) -> list[float]:
-            found = []
-            for number in range(num):
-                fresh = draw.sample(list(inputs), num_trees)
-                dynamic.map(requests[number // 2 % num_measured] if number % 2 else fresh)
-                assert dynamic.job is not None, "a placed call has a job"
-                found.append(dynamic.job.ended_s - dynamic.job.began_s)
-            return found
+            return [
+                call(requests[at // 2 % num_measured] if at % 2 else draw.sample(inputs, num_trees))
+                for at in range(num)
+            ]
 
         undrifted_s = statistics.median(serve(num_before)[num_before // 2 :])
         before = copy.deepcopy(learner.policy)
@@ -232,24 +248,42 @@ def served(
             run(request, frozen)
         pool.mates[spots[0].name].send({"kind": "throttle", "slowness": SLOWER})
         took_s = serve(num_inputs)
-        best = Kept(long_search)
-        arms = {"frozen": frozen, **arms_of(before, learner), "best": best}
+        after = {**arms_of(before, learner), "best": long_search}
+        arms = {"frozen": frozen, **{arm: Kept(planner) for arm, planner in after.items()}}
         found = {arm: [list[float]() for _ in requests] for arm in arms}
-        for _ in range(repeats):
-            for number, request in enumerate(requests):
+        for number in range(1 + repeats):
+            for at, request in enumerate(requests):
                 for arm, planner in arms.items():
-                    found[arm][number].append(run(request, planner))
-        seconds = {arm: sum(map(statistics.median, rows)) for arm, rows in found.items()}
+                    seconds = run(request, planner)
+                    found[arm][at] += [seconds] if number else []  # the first time it is placed
         assert dynamic.turns is not None, "the planner learns"
         waited_s = dynamic.turns.waited_s
+    medians = {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
     more = {
-        "trees": source, "workers": [spot.label for spot in spots],
+        "trees": source, "workers": [spot.label for spot in spots], "mem_dim": mem_dim,
+        "trees_a_call": num_trees, "intervals": intervals(medians, seed),
+        "frozen_ms": 1e3 * statistics.mean(medians["frozen"]),
         "undrifted_ms": 1e3 * undrifted_s, "first_ms": 1e3 * statistics.median(took_s[:10]),
         "last_ms": 1e3 * statistics.median(took_s[-100:]),
         "waited_ms_an_input": 1e3 * waited_s / learner.num_served,
         "planned_anew": placer.num_planned, "cache_hits": placer.num_hits,
     }  # fmt: skip
-    return _row("workers", seconds, learner) | more
+    return _row("workers", {arm: sum(rows) for arm, rows in medians.items()}, learner) | more
+
+
+def intervals(seconds: Mapping[str, Sequence[float]], seed: int) -> dict[str, list[float]]:
+    """The share that each arm recovers, as a 95 % interval over requests: they are drawn again with
+    replacement, all arms alike."""
+    draw = random.Random(seed)
+    every = range(len(seconds["frozen"]))
+    shares: dict[str, list[float]] = {}
+    for _ in range(NUM_DRAWS):
+        drawn = draw.choices(every, k=len(every))
+        sums = {arm: sum(rows[at] for at in drawn) for arm, rows in seconds.items()}
+        for arm, share in recovered(sums).items():
+            shares.setdefault(arm, []).extend([] if share is None else [share])
+    edges = {arm: sorted(found) for arm, found in shares.items() if found}
+    return {arm: [s[len(s) // 40], s[-1 - len(s) // 40]] for arm, s in edges.items()}
 
 
 def _row(where: str, seconds: Mapping[str, float], learner: Learner) -> dict[str, Any]:

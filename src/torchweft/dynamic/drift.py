@@ -4,8 +4,9 @@
     drift["tree", "fast"]                                      the factor on what was measured
     drift.epoch                                                changes when plans are out of date
 
-A call moves a factor a part of the way (in logarithms) to what was seen, and one that was far off
-counts as `FAR` times: on a busy machine single runs are late by any factor. Plans are out of date
+A call moves a factor a part of the way (in logarithms) to the median of what the last calls saw: on
+a busy machine single runs are late by any factor. It is a small part, so that noise evens out, and
+a larger one while all the last calls were a quarter off on the same side. Plans are out of date
 once the work of a device, all its cells by the seconds they take, costs a quarter more or less than
 when they were made. One noisy cell does not throw all plans away; one that slows down for good and
 matters does.
@@ -14,10 +15,13 @@ matters does.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
+from statistics import median
 
-FOLLOW = 0.3  # how far one call moves its factor
-FAR = 8.0
+FOLLOW = 0.3  # how far one call moves what has changed
+STEADY = 0.1  # how far it moves what has not
+LAST = 3  # calls
 MOVED = 1.25
 FADE = 0.99  # of the seconds that cells count by, with all that is seen of their device
 FROM = "from "
@@ -32,11 +36,15 @@ class Drift(dict[Key, float]):
         self.epoch = 0
         self.settled: dict[Key, float] = {}
         self.spent_s: dict[Key, float] = {}
+        self.seen: dict[Key, deque[float]] = {}
 
     def saw(self, key: Key, ratio: float, seconds: float) -> None:
         """Runs took these seconds, `ratio` times what they were expected to take."""
-        ratio = max(1 / FAR, min(FAR, ratio))
-        self[key] = self.get(key, 1.0) * ratio**FOLLOW
+        before = self.get(key, 1.0)
+        seen = self.seen.setdefault(key, deque(maxlen=LAST))
+        seen.append(before * ratio)
+        off = min(seen) > MOVED * before or max(seen) * MOVED < before
+        self[key] = before * (median(seen) / before) ** (FOLLOW if off else STEADY)
         self.settled.setdefault(key, 1.0)
         self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
         beside = [other for other in self.spent_s if other[1] == key[1]]
@@ -52,6 +60,6 @@ class Drift(dict[Key, float]):
     def forget(self, devices: Iterable[str]) -> None:
         """Forget devices that are gone, and the links from and to them."""
         gone = set(devices)
-        for known in (self, self.settled, self.spent_s):
+        for known in (self, self.settled, self.spent_s, self.seen):
             for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
                 del known[key]

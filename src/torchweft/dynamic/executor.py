@@ -27,6 +27,7 @@ from torchweft.dynamic.prices import Prices
 from torchweft.dynamic.program import Part
 from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.store import Store
+from torchweft.dynamic.traffic import Traffic
 from torchweft.errors import RunError, WeftError
 from torchweft.plan import Plan
 from torchweft.trace import Span, Trace
@@ -52,6 +53,8 @@ class Job:
     busy_s: float = 0.0
     plan: Plan | None = None
     waiting: set[str] = field(default_factory=set)
+    written: dict[str, tuple[int, float]] = field(default_factory=dict)  # groups, seconds, by part
+    taken_s: dict[str, list[float]] = field(default_factory=dict)  # from groups, by messages
     spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
     blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)
     tries: int = 0
@@ -158,6 +161,7 @@ class Executor:
             return self._end(job, error)
         self.last += 1
         job.number, job.parts, job.waiting = self.last, parts, set(parts)
+        job.written, job.taken_s = {}, {}
         job.spans, job.began_s = [], time.perf_counter()
         self.jobs[job.number] = job
         for device, part in parts.items():
@@ -169,6 +173,8 @@ class Executor:
             names = given.get(device, [])
             message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
             mate.send(message, [*rows, *(job.inputs[name] for name in names)])
+            if isinstance(part, Part):
+                job.written[device] = len(part.tasks), time.perf_counter() - job.began_s
         return None
 
     def _end(self, job: Job, error: WeftError | None = None) -> None:
@@ -186,7 +192,7 @@ class Executor:
             if job is None:
                 return
             if message["kind"] == "rows":
-                self._rows(job, name, message, tensors[0])
+                self._rows(job, name, message, tensors)
             elif message["kind"] == "done":
                 self._done(job, name, message)
             elif message["kind"] == "answer":
@@ -196,48 +202,44 @@ class Executor:
                 text = f"run: worker {name!r} failed."
                 self._end(job, RunError(text, story=message["error"], lane=name))
 
-    def _rows(self, job: Job, name: str, message: Message, rows: Tensor) -> None:
+    def _rows(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
         assert job.store is not None, "rows come for jobs with a store"
-        value = message["value"]
-        spec, start, count = job.blocks[value]
-        job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
-        now_s = time.perf_counter()
-        job.spans.append(
-            (f"copy {value} to {HOME}", f"{name}.to.{HOME}", name, message["sent_s"], now_s)
-        )
+        for value, rows in zip(message["values"], tensors, strict=True):
+            spec, start, count = job.blocks[value]
+            job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+            lane, now_s = f"{name}.to.{HOME}", time.perf_counter()
+            job.spans.append((f"copy {value} to {HOME}", lane, name, message["sent_s"], now_s))
 
     def _done(self, job: Job, name: str, message: Message) -> None:
-        part = job.parts[name]
-        assert isinstance(part, Part), "other parts answer"
-        groups = {task.label: task.group for task in part.tasks}
-        starts = [start_s for label, _, start_s, _ in message["spans"] if label in groups]
-        if job.inputs.keys() >= set(part.tasks[0].needs):  # it waited for no other device
-            way_s = self.prices.links[HOME, name].latency_s
-            begun_s = max(0.0, min(starts) - job.began_s - way_s)
-            self.prices.started(name, len(part.tasks), begun_s)
-        runs = []
         for label, lane, start_s, end_s in message["spans"]:
             job.spans.append((label, lane, name, start_s, end_s))
-            if label in groups:
-                runs.append((groups[label].cell, groups[label].num_rows, end_s - start_s))
-        self.prices.saw(name, runs)
+        job.taken_s[name] = message["taken_s"]
         job.waiting.discard(name)
         if not job.waiting:
-            self._price_copies(job)
+            self._price(job)
             self._end(job)
 
-    def _price_copies(self, job: Job) -> None:
-        """Links follow what copies took; between boxes there is no common clock."""
-        copies: dict[str, list[tuple[int, float]]] = {}
-        for label, lane, _, start_s, end_s in job.spans:
-            if label.startswith("copy "):
-                spec, _, count = job.blocks[label.split()[1]]
-                copies.setdefault(lane, []).append((count * spec.num_bytes, end_s - start_s))
-        for lane, found in copies.items():
-            source, _, target = lane.partition(".to.")
-            ends = {source, target} - {HOME}
-            if not any(self.pool.mates[name].spot.address for name in ends):
-                self.prices.carried(source, target, found)
+    def _price(self, job: Job) -> None:
+        """Prices follow what a placed call took. Between boxes there is no common clock."""
+        here = {name for name in job.parts if not self.pool.mates[name].spot.address}
+        traffic, read_s = Traffic(job.spans, job.blocks), {}
+        for device, taken_s in job.taken_s.items():
+            part, spans = job.parts[device], [s[3:] for s in job.spans if s[1] == device]
+            assert isinstance(part, Part), "other parts answer"
+            if device in here and job.inputs.keys() >= set(part.tasks[0].needs):
+                read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
+            groups = [task.group for task in part.tasks]
+            self.prices.saw(device, [
+                (group.cell, group.num_rows, end_s - start_s - late_s)
+                for group, (start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
+            ])  # fmt: skip
+            traffic.await_at(device, part.tasks, spans)
+        self.prices.started(job.written, read_s)
+        for (source, target), copies in traffic.waited().items():
+            if here >= {source, target} - {HOME}:
+                self.prices.carried(source, target, copies)
+        taken = {name: (traffic.num[name], sum(job.taken_s[name])) for name in job.taken_s}
+        self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
         part, runs = job.parts[name], tensors[0]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.context import Context
 from torchweft.dynamic.cell import Cell, Spec
 from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
@@ -25,10 +24,10 @@ from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
 from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.rehearsal import rehearse
 from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
 from torchweft.placement.served import Served
 from torchweft.plan import Plan
-from torchweft.runtimes.simulator import simulate
 from torchweft.trace import Trace
 from torchweft.verify import verify
 
@@ -126,18 +125,11 @@ class Placer:
         return Job(write, loaded.tensors, loaded.held.store, drawing=drawing)
 
     def simulate(self, found: Plan, job: Job) -> Trace:
-        """What the prices, as they are now, say of a plan of a job; weights are there already.
-
-        Prices of links are what copies took, side by side as they went, so they share nothing more.
-        """
+        """What the prices, as they are now, say of a plan of a job; weights are there already."""
         assert job.drawing is not None, "a job with a plan has a drawing"
-        prices, weights = self.executor.prices, job.drawing.weights
-        machine = prices.machine()
-        labels = {s.label for s in found.steps if s.kind == "copy" and s.names[0] in weights}
-        steps = tuple(s for s in found.steps if s.label not in labels and s.target not in labels)
-        lean = found.then("weights are resident", steps=steps)
-        costs = prices.costs(job.drawing, machine)
-        return simulate(lean, Context(), machine, costs, contention=False)
+        with self.executor.lock:
+            problem = self.problem(job.drawing)
+            return rehearse(found, job.drawing, problem, self.executor.prices)
 
     def _measure(self, cells: Iterable[Cell]) -> None:
         """New cells are measured on every device, before anything is planned."""
@@ -177,8 +169,7 @@ class Placer:
         machine = prices.machine()
         table = prices.costs(drawing, machine).table
         devices = [
-            replace(device, overhead_s=prices.start_s.get(device.name, 0.0))
-            for device in machine.devices
+            replace(device, overhead_s=prices.start_s(device.name)) for device in machine.devices
         ]
         machine = replace(machine, devices=tuple(devices))
         weights = tuple(sorted(drawing.weights))

@@ -3,16 +3,19 @@
     (cell, device) -> {rows: seconds}      measured by the worker itself, as it runs groups
     (device, device) -> latency, rate      measured with rows that go there and back
 
-What it takes to hand a group to a device counts too. Spans of real runs and copies move the prices:
-seconds = measured * drift (see `Drift`), so the table follows a device that slows down or recovers.
+What it takes to begin and to end a call, and what messages take from the groups of a device, is
+seen in every call. Spans of real runs and copies move the prices: seconds = measured * drift (see
+`Drift`), so the table follows a device that slows down or recovers.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +27,11 @@ from torchweft.dynamic.graphing import HOME, Drawing, body_of
 from torchweft.dynamic.pool import Pool
 from torchweft.machine import Device, Lane, Link, Machine
 
-ROWS = (1, 8, 64)
-REPEATS = 5
+ROWS = (1, 2, 8, 64)  # one row takes other kernels than two
+REPEATS, NUM_JITTER = 5, 200
 MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
 PROBE_BYTES = (1_000, 1_000_000)
-START_GROUPS = 10  # a call costs as much to start as so many groups, and each of its groups
+START_GROUPS = 10
 
 
 class Prices:
@@ -38,9 +41,19 @@ class Prices:
         self.pool = pool
         self.seconds: dict[tuple[str, str], dict[int, float]] = {}
         self.drift = Drift()
+        self.jitter: dict[tuple[str, str], deque[float]] = {}  # of single runs, 1: as the others
         self.links: dict[tuple[str, str], Link] = {}
-        self.start_s: dict[str, float] = {}
+        self.write_s: float | None = None  # of the driver, for one group
+        self.read_s: dict[str, float] = {}
+        self.message_s: dict[str, float] = {}  # that one takes from the groups of a device
+        self.finish_s = 0.0
         self.ran: set[str] = set()  # devices that have run something since the last look around
+
+    def anew(self) -> Prices:
+        """What was measured, without anything that was seen since."""
+        found = Prices(self.pool)
+        found.seconds, found.links = dict(self.seconds), dict(self.links)
+        return found
 
     @property
     def epoch(self) -> int:
@@ -55,7 +68,7 @@ class Prices:
             slowness = self.pool.mates[device].spot.slowness
             base = (OVERHEAD_S + moved / MEMORY_BYTES_PER_S) * slowness
         else:
-            base = _between(sorted(points.items()), num_rows)
+            base = _between(points, num_rows)
         return base * self.drift.get((cell.name, device), 1.0)
 
     def saw(self, device: str, runs: Iterable[tuple[Cell, int, float]]) -> None:
@@ -65,29 +78,64 @@ class Prices:
         many too low must not send it up and down.
         """
         self.ran.add(device)
-        total: dict[str, tuple[float, float]] = {}
+        seen: dict[str, list[tuple[float, float]]] = {}
+        known: dict[tuple[str, int], float] = {}
         for cell, num_rows, seconds in runs:
-            took_s, priced_s = total.get(cell.name, (0.0, 0.0))
-            total[cell.name] = took_s + seconds, priced_s + self.of(cell, num_rows, device)
-        for name, (took_s, priced_s) in total.items():
-            self.drift.saw((name, device), took_s / priced_s, took_s)
+            key = cell.name, num_rows
+            if key not in known:
+                known[key] = self.of(cell, num_rows, device)
+            seen.setdefault(cell.name, []).append((max(0.0, seconds), known[key]))
+        for name, found in seen.items():
+            ratio = self._jitter((name, device), found)
+            self.drift.saw((name, device), ratio, sum(seconds for seconds, _ in found))
 
-    def started(self, device: str, num_groups: int, seconds: float) -> None:
-        """It took so long until a device had begun with so many groups: to write, send and read
-        what it is to do. That is so much a group, and as much as some groups for any call."""
-        seconds /= num_groups + START_GROUPS
-        before_s = self.start_s.get(device, seconds)
-        self.start_s[device] = before_s + FOLLOW * (seconds - before_s)
+    def started(
+        self, written: Mapping[str, tuple[int, float]], read_s: Mapping[str, float]
+    ) -> None:
+        """A call began. written: by device the groups of its part and the seconds until the driver
+        had written and sent it, one after another; read_s: from then until its first group (less
+        than nothing where a device is at work before the driver is back)."""
+        num_units = sum(_units(num) for num, _ in written.values())
+        self.write_s = _followed(self.write_s, max(s for _, s in written.values()) / num_units)
+        for device, seconds in read_s.items():
+            seconds /= _units(written[device][0])
+            self.read_s[device] = _followed(self.read_s.get(device), seconds)
+
+    def ended(self, taken_s: Mapping[str, tuple[int, float]], finish_s: float) -> None:
+        """A call ended. taken_s: by device its messages and the seconds that they took from its
+        groups; finish_s: from when the last rows were home until the call was over."""
+        for device, (num, seconds) in taken_s.items():
+            if num:
+                self.message_s[device] = _followed(self.message_s.get(device), seconds / num)
+        self.finish_s = _followed(self.finish_s or None, finish_s)
+
+    def begins_s(self, num_groups: Mapping[str, int]) -> dict[str, float]:
+        """When devices begin that have so many groups: the driver writes one part after another,
+        in this order, and each device reads its own."""
+        found, written_s = {}, 0.0
+        for device, num in num_groups.items():
+            written_s += (self.write_s or 0.0) * _units(num)
+            found[device] = max(0.0, written_s + self.read_s.get(device, 0.0) * _units(num))
+        return found
+
+    def start_s(self, device: str) -> float:
+        """Seconds to begin, for each group of a device."""
+        return max(0.0, (self.write_s or 0.0) + self.read_s.get(device, 0.0))
 
     def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
         """The copies of a call over a link, as (bytes, seconds): the drift follows."""
-        took_s = priced_s = 0.0
-        link = self.links[source, target]
-        for num_bytes, seconds in copies:
-            took_s += seconds
-            priced_s += link.latency_s + num_bytes / link.bytes_per_s
-        key = FROM + source, target
-        self.drift.saw(key, took_s / priced_s / self.drift.get(key, 1.0), 0.0)
+        key, link = (FROM + source, target), self.links[source, target]
+        found = [(s, link.latency_s + size / link.bytes_per_s) for size, s in copies]
+        ratio = self._jitter(key, found)
+        self.drift.saw(key, ratio / self.drift.get(key, 1.0), 0.0)
+
+    def _jitter(self, key: tuple[str, str], found: Sequence[tuple[float, float]]) -> float:
+        """All of what was (seen, priced) together, and how far each was from that."""
+        took_s, priced_s = map(sum, zip(*found, strict=True))
+        ratio: float = max(1e-9, took_s) / priced_s
+        jitter = self.jitter.setdefault(key, deque(maxlen=NUM_JITTER))
+        jitter.extend(seconds / priced / ratio for seconds, priced in found)
+        return ratio
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
         """Measure a cell on a device, once, with weights of these shapes; none are sent."""
@@ -150,7 +198,7 @@ class Prices:
         factor = self.drift.get((FROM + link.source, link.target), 1.0)
         latency_s = link.latency_s * factor
         if link.source == HOME:
-            latency_s += START_GROUPS * self.start_s.get(link.target, 0.0)
+            latency_s += START_GROUPS * self.start_s(link.target)
         return replace(link, latency_s=latency_s, bytes_per_s=link.bytes_per_s / factor)
 
     def costs(self, drawing: Drawing, machine: Machine) -> Costs:
@@ -159,8 +207,8 @@ class Prices:
         for group in drawing.groups.values():
             for device in machine.devices[1:]:
                 seconds = self.of(group.cell, group.num_rows, device.name)
-                start_s = self.start_s.get(device.name, 0.0)
-                measured[body_of(group), device.name] = {0: seconds + start_s}
+                seconds += self.start_s(device.name)
+                measured[body_of(group), device.name] = {0: seconds}
         return Costs(machine, CostTable.of(measured))
 
     def table(self) -> CostTable:
@@ -177,17 +225,30 @@ class Prices:
         gone = set(devices)
         self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
         for name in gone:
-            self.start_s.pop(name, None)
+            self.read_s.pop(name, None)
+            self.message_s.pop(name, None)
         self.drift.forget(gone)
-        for key in [key for key in self.seconds if key[1] in gone]:
-            del self.seconds[key]
+        known: dict[tuple[str, str], Any]
+        for known in (self.seconds, self.jitter):
+            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
+                del known[key]
 
 
-def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
+def _between(measured: Mapping[int, float], rows: int) -> float:
     """Linear between measured points and beyond the last."""
+    points = tuple(measured.items())
     at = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
     (low, low_s), (high, high_s) = points[at - 1], points[at]
     return max(min(low_s, high_s), low_s + (high_s - low_s) * (rows - low) / (high - low))
+
+
+def _units(num_groups: int) -> int:
+    """A call costs as much to begin as some groups, and each of its groups."""
+    return START_GROUPS + num_groups
+
+
+def _followed(before_s: float | None, seconds: float) -> float:
+    return seconds if before_s is None else before_s + FOLLOW * (seconds - before_s)
 
 
 def _link(source: str, target: str, small_s: float, large_s: float) -> Link:

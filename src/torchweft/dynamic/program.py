@@ -30,6 +30,13 @@ class Task:
     needs: list[str] = field(default_factory=list)
     sends: list[tuple[str, str]] = field(default_factory=list)
 
+    def messages(self) -> dict[str, list[str]]:
+        """The values that each device is sent, in one message."""
+        found: dict[str, list[str]] = {}
+        for value, target in self.sends:
+            found.setdefault(target, []).append(value)
+        return found
+
 
 @dataclass(eq=False)
 class Part:

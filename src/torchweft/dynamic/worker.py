@@ -66,6 +66,7 @@ class _Call:
     part: Part
     store: Store
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    taken_s: list[float] = field(default_factory=list)  # from each group, by messages
     arrived: set[str] = field(default_factory=set)
     cancelled: bool = False
 
@@ -83,11 +84,13 @@ class Worker:
         self.weights: dict[str, Tensor] = {}
         self.prepared: dict[str, Sequence[Any]] = {}
         self.calls: dict[int, _Call] = {}
-        self.early: dict[int, list[tuple[Mapping[str, Any], Tensor]]] = {}
+        self.early: dict[int, list[tuple[Mapping[str, Any], Sequence[Tensor]]]] = {}
         self.over: set[int] = set()  # calls that have ended, or that nobody waits for
         self.news = threading.Condition()
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.clocks: dict[int, float] = {}  # of the threads of messages: their CPU seconds so far
+        self.taken_s = 0.0  # by them, from the last group
 
     def serve(self) -> None:
         """Work until the driver says stop, or is gone."""
@@ -115,6 +118,7 @@ class Worker:
                     getattr(self, f"on_{message['kind']}")(message, tensors)
             except Exception:
                 self._failed(message)
+            self.clocks[threading.get_ident()] = time.thread_time()
 
     def _send(self) -> None:
         while True:
@@ -127,6 +131,7 @@ class Worker:
                 self.channels[target].send(message, tensors)
             except (ChannelError, OSError, KeyError):
                 self.channels.pop(target, None)  # the driver will notice, and plan anew
+            self.clocks[threading.get_ident()] = time.thread_time()
 
     def _beat(self) -> None:
         while True:
@@ -166,9 +171,8 @@ class Worker:
                 self.calls[number] = call
                 for name, tensor in given:
                     self._write(call, name, tensor)
-                for early, tensor in self.early.pop(number, ()):
-                    self._write(call, early["value"], tensor)
-                    self._note(call, early)
+                for early, found in self.early.pop(number, ()):
+                    self._arrive(call, early, found)
                 call.cancelled = number in self.over
             self._run(call)
 
@@ -203,10 +207,9 @@ class Worker:
             call = self.calls.get(message["call"])
             if call is None:
                 if message["call"] not in self.over:
-                    self.early.setdefault(message["call"], []).append((message, tensors[0]))
+                    self.early.setdefault(message["call"], []).append((message, tensors))
                 return
-            self._write(call, message["value"], tensors[0])
-            self._note(call, message)
+            self._arrive(call, message, tensors)
             self.news.notify_all()
 
     def on_cancel(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -279,10 +282,11 @@ class Worker:
         call.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
         call.arrived.add(value)
 
-    def _note(self, call: _Call, message: Mapping[str, Any]) -> None:
-        label = f"copy {message['value']} to {self.name}"
-        lane = f"{message['source']}.to.{self.name}"
-        call.spans.append((label, lane, message["sent_s"], time.perf_counter()))
+    def _arrive(self, call: _Call, message: Mapping[str, Any], found: Sequence[Tensor]) -> None:
+        where = f"{message['source']}.to.{self.name}", message["sent_s"]
+        for value, rows in zip(message["values"], found, strict=True):
+            self._write(call, value, rows)
+            call.spans.append((f"copy {value} to {self.name}", *where, time.perf_counter()))
 
     def _run(self, call: _Call) -> None:
         try:
@@ -292,34 +296,41 @@ class Worker:
             with self.news:
                 del self.calls[call.number]
                 self.over.add(call.number)
-        self._tell({"kind": "done", "call": call.number, "spans": call.spans})
+        facts = {"call": call.number, "spans": call.spans, "taken_s": call.taken_s}
+        self._tell({"kind": "done", **facts})
 
     def _task(self, call: _Call, task: Task) -> bool:
         """Run a group and send what others need; False if the call was cancelled."""
         if not self._wait(call, task):
             return False
         began_s = self._group(call.store, task.group)
-        for value, target in task.sends:
-            spec, start, count = call.part.blocks[value]
-            self._send_rows(call, value, target, call.store.rows[spec][start : start + count])
+        call.taken_s.append(self.taken_s)
+        for target, values in task.messages().items():
+            self._send_rows(call, values, target)
         call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
 
     def _group(self, store: Store, group: Group, prepare: Prepared | None = None) -> float:
         """Run a group, as slow as this device is; when it began."""
+        messages_s = sum(list(self.clocks.values()))
         began_s, worked_s = time.perf_counter(), self._clock()
         store.run(group, prepare or self._prepare)
         self._synchronize()
-        self.throttle.pay(self._clock() - worked_s)
+        worked_s = self._clock() - worked_s
+        messages_s = sum(list(self.clocks.values())) - messages_s
+        self.taken_s = max(0.0, min(time.perf_counter() - began_s - worked_s, messages_s))
+        self.throttle.pay(worked_s)
         return began_s
 
     def _clock(self) -> float:
         """Seconds of work: while others have the core, a device that is throttled does not work."""
         return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
-    def _send_rows(self, call: _Call, value: str, target: str, rows: Tensor) -> None:
-        message = {"kind": "rows", "call": call.number, "value": value, "source": self.name}
-        self.outbox.put((target, {**message, "sent_s": time.perf_counter()}, [rows]))
+    def _send_rows(self, call: _Call, values: Sequence[str], target: str) -> None:
+        blocks = (call.part.blocks[value] for value in values)
+        rows = [call.store.rows[spec][start : start + count] for spec, start, count in blocks]
+        facts = {"call": call.number, "values": values, "source": self.name}
+        self.outbox.put((target, {"kind": "rows", "sent_s": time.perf_counter(), **facts}, rows))
 
     def _wait(self, call: _Call, task: Task) -> bool:
         """Wait for rows of other devices; False if the call was cancelled meanwhile."""
