@@ -5,8 +5,7 @@
     sender         results leave beside compute, each value once to each device
     heart          tells the driver ten times a second that this process is alive
 
-`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON. A *throttled*
-worker sleeps after each group, in proportion to the time it took: an emulated slow device.
+`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON.
 """
 
 from __future__ import annotations
@@ -36,26 +35,9 @@ from torchweft.dynamic.program import Part, Task
 from torchweft.dynamic.rank_channel import WORKER, RankChannel
 from torchweft.dynamic.recorded import Unfolded
 from torchweft.dynamic.store import Prepared, Store
+from torchweft.dynamic.throttle import Throttle
 
 BEAT_S = 0.1
-
-
-@dataclass
-class Throttle:
-    """Sleeps so that work takes `slowness` times as long; what it overslept counts."""
-
-    slowness: float = 1.0
-    debt_s: float = 0.0
-
-    def pay(self, worked_s: float) -> None:
-        """Sleep for work that took so long."""
-        if self.slowness <= 1:
-            return
-        self.debt_s += worked_s * (self.slowness - 1)
-        if self.debt_s > 0:
-            began_s = time.perf_counter()
-            time.sleep(self.debt_s)
-            self.debt_s -= time.perf_counter() - began_s
 
 
 @dataclass(eq=False)
