@@ -83,7 +83,7 @@ def guided(
     began_s, budget_s = time.perf_counter(), SEARCH_S if deadline_s is None else deadline_s
     numbers = numbers_of([problem])
     scorer = Scorer(policy or default_policy(), numbers)
-    best = _best([one_pass(problem, numbers, scorer), best_quick(problem)])
+    best = _best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
     draw = np.random.default_rng(seed)
     free = not problem.limited and not problem.together
     last_s = time.perf_counter() - began_s
