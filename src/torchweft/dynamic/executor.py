@@ -174,6 +174,7 @@ class Executor:
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
         job.ended_s, job.error = time.perf_counter(), error
+        job.write = _ended  # what it holds is let go; it may hold the job, and that is a circle
         with self.ended:
             job.over.set()
             self.ended.notify_all()
@@ -273,6 +274,10 @@ class Executor:
                     del self.jobs[job.number]
                     self.num_replanned += 1
                     self._send(job)
+
+
+def _ended() -> Parts:
+    raise AssertionError("a job that has ended is not sent again")
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
