@@ -141,6 +141,9 @@ def test_stream_answers_in_order_and_uses_both_workers(calm: Calm) -> None:
     assert {device for answer in answers for device in answer.devices} == {"one", "two"}
     batched = list(calm.dynamic.stream(calm.inputs, batch=7))
     assert close([answer.outputs for answer in batched], calm.wanted)
+    with torch.enable_grad():  # answers are ordinary tensors, each by itself
+        assert batched[0].outputs.add_(torch.ones((), requires_grad=True)).requires_grad
+    assert close([answer.outputs for answer in batched[1:]], calm.wanted[1:])
 
 
 def test_stream_feeds_small_jobs_first_and_no_worker_more_than_its_share(

@@ -255,7 +255,9 @@ class Executor:
             ]
             self.prices.saw(name, found)
         self.heard[name] += 1
-        job.values, job.busy_s = part.answers(tensors[1:]), message["busy_s"]
+        job.busy_s = message["busy_s"]
+        with torch.inference_mode(False):  # they are the caller's, who may change them in place
+            job.values = part.answers(tensors[1:])
         self._end(job)
 
     def _cancel(self, job: Job, devices: set[str]) -> None:
