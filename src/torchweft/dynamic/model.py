@@ -124,8 +124,8 @@ class Dynamic:
     def stream(
         self, inputs: Iterable[Any], *, window: int | None = None, batch: int = 1
     ) -> Iterator[Answer]:
-        """An answer for each input, in order; inputs run whole, each on the worker that would be
-        done with it first. window: how many jobs are under way at once, by default two a worker.
+        """An answer for each input, in order; inputs run whole, each on the worker that is out of
+        work first. window: how many jobs are under way at once, by default two a worker.
         batch: how many inputs make one job, at most; jobs are smaller at the end of inputs that
         have a length, so that all workers end together.
         """
