@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +191,9 @@ def test_stream_answers_in_order_and_uses_both_workers(calm: Calm) -> None:
     assert {device for answer in answers for device in answer.devices} == {"one", "two"}
     batched = list(calm.dynamic.stream(calm.inputs, batch=7))
     assert close([answer.outputs for answer in batched], calm.wanted)
+    with torch.enable_grad():  # answers are ordinary tensors, each by itself
+        assert batched[0].outputs.add_(torch.ones((), requires_grad=True)).requires_grad
+    assert close([answer.outputs for answer in batched[1:]], calm.wanted[1:])
 
 
 def test_stream_feeds_small_jobs_first_and_no_worker_more_than_its_share(
@@ -211,6 +216,30 @@ def test_stream_feeds_small_jobs_first_and_no_worker_more_than_its_share(
     assert max(num_inputs for _, num_inputs in sizes) <= 8
     found = list(dynamic.stream(iter(calm.inputs), batch=8))  # nobody knows how many
     assert close([answer.outputs for answer in found], calm.wanted)
+
+
+def test_jobs_of_a_stream_are_gone_without_garbage_collection(
+    calm: Calm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, whole = [], calm.dynamic.feed.whole
+
+    def seen(*facts: Any) -> Any:
+        job = whole(*facts)
+        jobs.append(weakref.ref(job))
+        return job
+
+    list(calm.dynamic.stream(calm.inputs, batch=8))  # cells are traced, which leaves garbage
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(calm.dynamic.feed, "whole", seen)
+            list(calm.dynamic.stream(calm.inputs, batch=8))
+        list(calm.dynamic.stream(calm.inputs[:8]))  # the last job is kept for `trace` until then
+        assert jobs
+        assert not any(job() for job in jobs)
+    finally:
+        gc.enable()
 
 
 def test_stream_that_is_left_half_way_does_not_hold_up_the_next(calm: Calm) -> None:

@@ -180,6 +180,7 @@ class Executor:
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
         job.ended_s, job.error = time.perf_counter(), error
+        job.write = _ended  # what it holds is let go; it may hold the job, and that is a circle
         with self.ended:
             job.over.set()
             self.ended.notify_all()
@@ -256,7 +257,9 @@ class Executor:
             ]
             self.prices.saw(name, found)
         self.heard[name] += 1
-        job.values, job.busy_s = part.answers(tensors[1:]), message["busy_s"]
+        job.busy_s = message["busy_s"]
+        with torch.inference_mode(False):  # they are the caller's, who may change them in place
+            job.values = part.answers(tensors[1:])
         self._end(job)
 
     def _cancel(self, job: Job, devices: set[str]) -> None:
@@ -275,6 +278,10 @@ class Executor:
                     del self.jobs[job.number]
                     self.num_replanned += 1
                     self._send(job)
+
+
+def _ended() -> Parts:
+    raise AssertionError("a job that has ended is not sent again")
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from torchweft.errors import PlacementError
 SLOTS = 2
 FIRST = 4  # a worker that has nothing to do gets a job so many times smaller
 FADE = 0.95  # of what is known of a worker's jobs, with every new one
-NUM_HALVINGS = 16
+NUM_HALVINGS = 12
 
 
 @dataclass

@@ -47,6 +47,7 @@ from torchweft.plan import Plan
 from torchweft.trace import Trace
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
+NUM_THREADED = 1 << 17  # elements that torch shares among its threads
 KEPT = 4  # windows of answers that a stream keeps until those before them are there
 
 
@@ -123,8 +124,8 @@ class Dynamic:
     def stream(
         self, inputs: Iterable[Any], *, window: int | None = None, batch: int = 1
     ) -> Iterator[Answer]:
-        """An answer for each input, in order; inputs run whole, each on the worker that would be
-        done with it first. window: how many jobs are under way at once, by default two a worker.
+        """An answer for each input, in order; inputs run whole, each on the worker that is out of
+        work first. window: how many jobs are under way at once, by default two a worker.
         batch: how many inputs make one job, at most; jobs are smaller at the end of inputs that
         have a length, so that all workers end together.
         """
@@ -133,9 +134,10 @@ class Dynamic:
         assert feed is not None, "there are workers"
         asked: deque[tuple[Job | None, list[Any]]] = deque()
         source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
-        while num_left != 0:
-            jobs = [job for job, _ in asked if not _over(job)]
-            device, size = feed.turn(num_left, batch)
+        torch.empty(NUM_THREADED).zero_()  # torch starts its threads, before `aside` is theirs too
+        while True:
+            jobs = [job for job, _ in asked if job is not None and not job.over.is_set()]
+            device, size = ("", 1) if num_left == 0 else feed.turn(num_left, batch)
             if not size and jobs:
                 with pool.aside():
                     feed.wait(jobs, len(jobs) - 1)

@@ -49,7 +49,7 @@ class Recording:
         self.numbers: dict[int, Sequence[int]] = {}  # of the rows of values that were taken apart
         self.rows_of: dict[int, list[Lazy]] = {}  # these rows, where they were asked for
         self.packs: dict[int, tuple[Spec, list[int]]] = {}  # rows of one spec as one value
-        self.packed: set[int] = set()  # all packs, also those that are not pending
+        self.packed: dict[Spec, set[int]] = {}  # all packs, also those that are not pending
         self.viewed: set[int] = set()
         self.kinds: dict[Spec, Kind] = {}
         self.store: Any = None  # where computed rows are; set by the first flush
@@ -95,25 +95,31 @@ class Recording:
         return self.rows(lazy)[index]
 
     def rows(self, lazy: Lazy, count: int | None = None) -> list[Lazy]:
-        """The first rows of a value, or all. An input's go to the store as they are."""
-        shape, numbers = lazy.spec.shape, self.numbers.get(lazy.id)
-        row = spec_of(shape[1:], lazy.spec.dtype)
-        if numbers is None:
-            given = self.inputs.pop(lazy.id, None)
-            if given is None:
-                numbers = [each.id for each in self.add(self.state.unpack(lazy.spec), [lazy])]
-            else:
-                numbers = range(self.next, self.next + shape[0])
-                self.apart[lazy.id] = self.next, *given
-                self.next += shape[0]
-            self.numbers[lazy.id] = numbers
-        kind = self.kind(row)
+        """The first rows of a value, or all."""
+        numbers = self.numbers.get(lazy.id) or self._apart(lazy)
         if count is None:
             found = self.rows_of.get(lazy.id)
             if found is None:
-                found = self.rows_of[lazy.id] = lazies(numbers, kind)
+                found = self.rows_of[lazy.id] = lazies(numbers, self._row(lazy))
             return found
-        return lazies(numbers[:count], kind)
+        return lazies(numbers[:count], self._row(lazy))
+
+    def _row(self, lazy: Lazy) -> Kind:
+        spec = lazy.kind.spec
+        return self.kind(spec_of(spec.shape[1:], spec.dtype))
+
+    def _apart(self, lazy: Lazy) -> Sequence[int]:
+        """The numbers of the rows of a value. An input's go to the store as they are."""
+        numbers: Sequence[int]
+        given = self.inputs.pop(lazy.id, None)
+        if given is None:
+            numbers = [each.id for each in self.add(self.state.unpack(lazy.spec), [lazy])]
+        else:
+            numbers = range(self.next, self.next + len(lazy))
+            self.apart[lazy.id] = self.next, *given
+            self.next = numbers.stop
+        self.numbers[lazy.id] = numbers
+        return numbers
 
     def change(self, lazy: Lazy, name: str, args: Any, kwargs: Any) -> Lazy:
         """A change in place: the handle stands for the new value from here on."""
@@ -165,10 +171,10 @@ class Recording:
         if not entry.ops:
             self.used.append(entry)
         (spec,) = entry.cell.makes
-        self.rows(lazy, 0)
-        numbers = range(self.next, self.next + len(lazy))
+        words = self.numbers.get(lazy.id) or self._apart(lazy)
+        numbers = range(self.next, self.next + len(words))
         self.next = numbers.stop
-        entry.ops += chain.from_iterable(zip(numbers, self.numbers[lazy.id], strict=True))
+        entry.ops += chain.from_iterable(zip(numbers, words, strict=True))
         made = self._packed(spec, [*numbers])
         self.numbers[made.id] = numbers
         return made
@@ -185,9 +191,10 @@ class Recording:
 
     def _packed(self, spec: Spec, numbers: list[int]) -> Lazy:
         """Values of one spec as one value."""
+        made = spec_of((len(numbers), *spec.shape), spec.dtype)
         self.packs[self.next] = spec, numbers
-        self.packed.add(self.next)
-        return self._new(spec_of((len(numbers), *spec.shape), spec.dtype), 1)[0]
+        self.packed.setdefault(made, set()).add(self.next)
+        return self._new(made, 1)[0]
 
     def input(self, tensor: Tensor) -> Lazy:
         """A real tensor as a value; the same tensor, unchanged, is the same value."""
@@ -224,7 +231,8 @@ class Recording:
             numbers = [value.id for value in values if value.kind is kind]
             if len(numbers) < len(items):
                 return None
-        if not self.packed.isdisjoint(numbers):
+        packs = self.packed.get(kind.spec)
+        if packs is not None and not packs.isdisjoint(numbers):
             return None  # of packs: an op, so that packs consist of rows that somebody makes
         return self._packed(kind.spec, numbers)
 
