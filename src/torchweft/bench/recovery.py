@@ -250,15 +250,9 @@ def served(
         took_s = serve(num_inputs)
         after = {**arms_of(before, learner), "best": long_search}
         arms = {"frozen": frozen, **{arm: Kept(planner) for arm, planner in after.items()}}
-        found = {arm: [list[float]() for _ in requests] for arm in arms}
-        for number in range(1 + repeats):
-            for at, request in enumerate(requests):
-                for arm, planner in arms.items():
-                    seconds = run(request, planner)
-                    found[arm][at] += [seconds] if number else []  # the first time it is placed
+        medians = in_turns(arms, requests, run, repeats)
         assert dynamic.turns is not None, "the planner learns"
         waited_s = dynamic.turns.waited_s
-    medians = {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
     more = {
         "trees": source, "workers": [spot.label for spot in spots], "mem_dim": mem_dim,
         "trees_a_call": num_trees, "intervals": intervals(medians, seed),
@@ -269,6 +263,20 @@ def served(
         "planned_anew": placer.num_planned, "cache_hits": placer.num_hits,
     }  # fmt: skip
     return _row("workers", {arm: sum(rows) for arm, rows in medians.items()}, learner) | more
+
+
+def in_turns(
+    arms: Mapping[str, Planner], requests: Sequence[Any],
+    run: Callable[[Any, Planner], float], repeats: int,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of each arm for each request, the median of several runs; arms take turns."""
+    found = {arm: [list[float]() for _ in requests] for arm in arms}
+    for number in range(1 + repeats):
+        for at, request in enumerate(requests):
+            for arm, planner in arms.items():
+                seconds = run(request, planner)
+                found[arm][at] += [seconds] if number else []  # the first time it is placed
+    return {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
 
 
 def intervals(seconds: Mapping[str, Sequence[float]], seed: int) -> dict[str, list[float]]:
