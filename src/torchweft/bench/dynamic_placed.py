@@ -44,7 +44,7 @@ from torchweft.placement.dynpartition import MAX_OPS, Bandit, train
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
 PLANNERS = ("single", "heft", "portfolio", "learned")
-NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 6, 9
+NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 8, 15
 
 
 @dataclass(eq=False)

@@ -229,8 +229,7 @@ def served(
 
         def run(request: Sequence[Any], planner: Planner) -> float:
             """Seconds of a call by a planner; nothing is learned from it."""
-            turns, dynamic.turns = dynamic.turns, None
-            placer.planner = planner
+            turns, dynamic.turns, placer.planner = dynamic.turns, None, planner
             seconds = call(request)
             placer.planner, dynamic.turns = learner, turns
             return seconds
@@ -250,25 +249,32 @@ def served(
         took_s = serve(num_inputs)
         after = {**arms_of(before, learner), "best": long_search}
         arms = {"frozen": frozen, **{arm: Kept(planner) for arm, planner in after.items()}}
-        found = {arm: [list[float]() for _ in requests] for arm in arms}
-        for number in range(1 + repeats):
-            for at, request in enumerate(requests):
-                for arm, planner in arms.items():
-                    seconds = run(request, planner)
-                    found[arm][at] += [seconds] if number else []  # the first time it is placed
+        medians = in_turns(arms, requests, run, repeats)
         assert dynamic.turns is not None, "the planner learns"
         waited_s = dynamic.turns.waited_s
-    medians = {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
     more = {
         "trees": source, "workers": [spot.label for spot in spots], "mem_dim": mem_dim,
         "trees_a_call": num_trees, "intervals": intervals(medians, seed),
         "frozen_ms": 1e3 * statistics.mean(medians["frozen"]),
-        "undrifted_ms": 1e3 * undrifted_s, "first_ms": 1e3 * statistics.median(took_s[:10]),
-        "last_ms": 1e3 * statistics.median(took_s[-100:]),
+        "undrifted_ms": 1e3 * undrifted_s, "last_ms": 1e3 * statistics.median(took_s[-100:]),
         "waited_ms_an_input": 1e3 * waited_s / learner.num_served,
-        "planned_anew": placer.num_planned, "cache_hits": placer.num_hits,
+        "planned_anew": placer.num_planned,
     }  # fmt: skip
     return _row("workers", {arm: sum(rows) for arm, rows in medians.items()}, learner) | more
+
+
+def in_turns(
+    arms: Mapping[str, Planner], requests: Sequence[Any],
+    run: Callable[[Any, Planner], float], repeats: int,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of each arm for each request, the median of several runs; arms take turns."""
+    found = {arm: [list[float]() for _ in requests] for arm in arms}
+    for number in range(1 + repeats):
+        for at, request in enumerate(requests):
+            for arm, planner in arms.items():
+                seconds = run(request, planner)
+                found[arm][at] += [seconds] if number else []  # the first time it is placed
+    return {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
 
 
 def intervals(seconds: Mapping[str, Sequence[float]], seed: int) -> dict[str, list[float]]:
