@@ -349,8 +349,10 @@ def run(
         if row["row"] in ("recovery", "simulated"):
             summary[f"{row['row']}_of_loss"] = row["recovered"]["learned"]
         if row["row"] == "placed":
-            errors = [each["simulator_error"] for each in row["rows"] if "left_out" not in each]
-            summary["simulator_error"] = max(errors)
+            ran = [each for each in row["rows"] if "left_out" not in each]
+            many = [each["simulator_error"] for each in ran if each["trees_a_call"] > 1]
+            one = [each["simulator_error"] for each in ran if each["trees_a_call"] == 1]
+            summary |= {"simulator_error": max(many), "simulator_error_one_tree": max(one)}
         if row["row"] in ("killed", "stopped"):
             summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
     return found, summary

@@ -287,6 +287,7 @@ def _summary(results: Sequence[Result], seeds: Sequence[str], workers: Row) -> R
         "plan_ms_50_nodes": _tree_ms("learned"),
         "stg_portfolio_ratio": _mean_over(equal, "portfolio long", _bound_s) if equal else None,
         "simulator_error": workers.get("simulator_error"),
+        "simulator_error_one_tree": workers.get("simulator_error_one_tree"),
         "batched_vs_per_node": workers.get("batched_vs_per_node"),
         "learned_vs_best_classical_by_seed": by_seed,
         "learned_vs_best_classical_held_out_devices": statistics.mean(
