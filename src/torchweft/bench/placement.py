@@ -337,7 +337,10 @@ def _mean_over(results: Iterable[Result], name: str, best: Callable[[Result], fl
 
 
 def _tree_ms(name: str) -> float:
-    """The median milliseconds to plan a tree of about 50 ops."""
+    """The median milliseconds to plan a tree of about 50 ops, on one core."""
+    from torchweft.placement.training import one_thread
+
     work = random_tree(50, 0)
-    times = [plan(case(work, MACHINES[1], 1.0), name).planning_s for _ in range(21)]
+    with one_thread():
+        times = [plan(case(work, MACHINES[1], 1.0), name).planning_s for _ in range(41)]
     return 1e3 * statistics.median(times)

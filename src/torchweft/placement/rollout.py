@@ -15,6 +15,7 @@ inputs where they are known to be. No wall clock, no numbers of devices, no name
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,11 @@ class Rollout:
         self.state = np.zeros((2, numbers.num_devices, len(rows)), np.float32)
         self.state[0] = numbers.ready_s[:, rows]
         self.missing = numbers.num_preds[rows]
+        self.alone = len(rows) == width
+        if self.alone:  # lists are faster: what is ready, the most urgent first
+            self.rank_s, self.waits = numbers.rank_s.tolist(), self.missing.tolist()
+            firsts = [op for op, count in enumerate(self.waits[:-1]) if not count]
+            self.ready = sorted((-self.rank_s[op], op) for op in firsts)
         self.key = np.where(self.missing == 0, numbers.rank_s[rows], -BIG).reshape(-1, width)
         self.key[:, -1] = -BIG
         self.left_s = numbers.least_s.reshape(-1, width).sum(1)[self.problem]
@@ -98,12 +104,8 @@ class Rollout:
 
     def candidates(self) -> tuple[Ints, Bools | None]:
         """The ready ops that a policy chooses among, and which of them there are; None: all."""
-        if len(self.tries) == 1:
-            (ready,) = np.nonzero(self.key[0] > -BIG)
-            if len(ready) > NUM_CANDIDATES:
-                last = np.argpartition(-self.key[0, ready], NUM_CANDIDATES - 1)
-                ready = ready[last[:NUM_CANDIDATES]]
-            return ready[None], None
+        if self.alone:
+            return np.array([[op for _, op in self.ready[:NUM_CANDIDATES]]]), None
         count = min(NUM_CANDIDATES, self.key.shape[1])
         ops = np.argpartition(-self.key, count - 1, axis=1)[:, :count]
         there = np.take_along_axis(self.key, ops, 1) > -BIG
@@ -113,7 +115,9 @@ class Rollout:
         """What there is to choose from, for every try. Tries that are done have no choice."""
         table, free_s = self.numbers, self.free_s[:, :, None]
         ops, there = self.candidates()
-        rows, own = ops + self.static[:, None], ops + self.own[:, None]
+        rows = own = ops
+        if not self.alone:
+            rows, own = ops + self.static[:, None], ops + self.own[:, None]
         seconds, tail_s = table.costs.take(rows, 2)
         there_s, read = self.state.take(own, 2)
         rank_s = table.rank_s.take(rows)
@@ -128,7 +132,9 @@ class Rollout:
 
         # One op ahead: the followers, where they could be done soonest.
         edges = table.ahead.take(rows, 1)
-        succs = table.target.take(edges) + self.own[:, None]
+        succs = table.target.take(edges)
+        if not self.alone:
+            succs += self.own[:, None]
         known_s, beside = self.state.take(succs, 2)
         known_s = np.maximum(known_s, self.free_s[:, None, :, None])
         ahead = table.moved_s.take(edges, 2)
@@ -140,7 +146,9 @@ class Rollout:
 
         # Against the other devices, then against the other candidates.
         least = np.minimum.reduce(spans, 1)
-        lasts = np.stack((-least[0], least[1], least[2], rank_s))
+        lasts = np.empty((4, *ops.shape), np.float32)
+        np.negative(least[0], out=lasts[0])
+        lasts[1:3], lasts[3] = least[1:3], rank_s
         if there is not None:
             lasts = np.where(there, lasts, -BIG)
         last = np.maximum.reduce(lasts, 2, keepdims=True)
@@ -175,8 +183,7 @@ class Rollout:
         assert self._ops is not None and self._ends is not None, "look first"
         table, tries = self.numbers, self.tries
         at, device = np.divmod(chosen, table.num_devices)
-        ops = self._ops[tries, at]
-        end_s = self._ends[device, tries, at]
+        ops, end_s = self._ops[tries, at], self._ends[device, tries, at]
         if len(self.order) >= self.least_ops:  # the dummy takes what is too much
             live = self.live
             ops = np.where(live, ops, table.width - 1)
@@ -184,25 +191,26 @@ class Rollout:
         self.order.append(ops)
         self.device.append(device)
         self.free_s[device, tries] = end_s
-        self.key[tries, ops] = -BIG
-        rows = ops + self.static
-        self.left_s = self.left_s - table.least_s.take(rows)
-        if len(tries) == 1:
-            self._tell(int(rows[0]), int(device[0]), end_s[0])
+        self.left_s = self.left_s - table.least_s.take(ops + self.static)
+        if self.alone:
+            self._tell(int(ops[0]), int(device[0]), end_s[0])
         else:
+            self.key[tries, ops] = -BIG
             self._tell_all(ops, device, end_s)
 
-    def _tell(self, row: int, device: int, end_s: np.float32) -> None:
+    def _tell(self, op: int, device: int, end_s: np.float32) -> None:
         """The followers of an op learn where and when it ends; of a single try."""
         table, (there_s, inputs) = self.numbers, self.state
-        edges = slice(table.first[row], table.first[row + 1])
+        self.ready.remove((-self.rank_s[op], op))
+        edges = slice(table.first[op], table.first[op + 1])
         succs = table.target[edges]
         moved_s = table.moved_s[:, device, edges] + end_s
         there_s[:, succs] = np.maximum(there_s.take(succs, 1), moved_s)
         inputs[device, succs] += 1
-        missing = self.missing.take(succs) - 1
-        self.missing[succs] = missing
-        self.key[0, succs] = np.where(missing == 0, table.rank_s.take(succs), -BIG)
+        for succ in succs.tolist():
+            self.waits[succ] -= 1
+            if not self.waits[succ]:
+                insort(self.ready, (-self.rank_s[succ], succ))
 
     def _tell_all(self, ops: Ints, device: Ints, end_s: Floats) -> None:
         """The same for one op of every try: their first followers, their second ones, ..."""
