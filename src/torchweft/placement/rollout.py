@@ -130,18 +130,7 @@ class Rollout:
         spans[3], spans[4], spans[5] = seconds, there_s, free_s
         self._ops, self._ends = ops, end_s
 
-        # One op ahead: the followers, where they could be done soonest.
-        edges = table.ahead.take(rows, 1)
-        succs = table.target.take(edges)
-        if not self.alone:
-            succs += self.own[:, None]
-        known_s, beside = self.state.take(succs, 2)
-        known_s = np.maximum(known_s, self.free_s[:, None, :, None])
-        ahead = table.moved_s.take(edges, 2)
-        ahead += end_s[:, None]
-        np.maximum(ahead, known_s[:, None], out=ahead)
-        ahead += table.follow_s.take(edges, 1)[:, None]
-        soonest = np.maximum.reduce(np.minimum.reduce(ahead, 0), 1)
+        soonest, beside = self._ahead(rows, end_s)
         np.maximum(soonest, path_s, out=ahead_s)
 
         # Against the other devices, then against the other candidates.
@@ -164,7 +153,6 @@ class Rollout:
         logs = facts[:NUM_LOGS]
         np.copysign(np.log1p(np.abs(logs)), logs, out=logs)
 
-        beside = np.add.reduce(beside, 1)
         total = np.add.reduce(beside, 0)
         facts[18] = (self.left_s / self.work_s)[:, None]
         facts[19] = behind_s / np.maximum(self.left_s, SMALL)[:, None]
@@ -177,6 +165,23 @@ class Rollout:
         if there is not None:
             mask &= there
         return Seen(facts.transpose(2, 3, 1, 0), ops, mask.transpose(1, 2, 0))
+
+    def _ahead(self, rows: Ints, end_s: Floats) -> tuple[Floats, Floats]:
+        """One op ahead: when the slowest follower of each pair could be done, where that is
+        soonest, and how many of what the followers read is made on each device."""
+        table = self.numbers
+        edges = table.ahead.take(rows, 1)
+        succs = table.target.take(edges)
+        if not self.alone:
+            succs += self.own[:, None]
+        known_s, beside = self.state.take(succs, 2)
+        known_s = np.maximum(known_s, self.free_s[:, None, :, None])
+        ahead = table.moved_s.take(edges, 2)
+        ahead += end_s[:, None]
+        np.maximum(ahead, known_s[:, None], out=ahead)
+        ahead += table.follow_s.take(edges, 1)[:, None]
+        soonest: Floats = np.maximum.reduce(np.minimum.reduce(ahead, 0), 1)
+        return soonest, np.add.reduce(beside, 1)
 
     def put(self, chosen: Ints) -> None:
         """Put a pair (candidate * devices + device) in every try that has ops left."""
