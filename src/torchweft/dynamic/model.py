@@ -47,7 +47,6 @@ from torchweft.plan import Plan
 from torchweft.trace import Trace
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
-NUM_THREADED = 1 << 17  # elements that torch shares among its threads
 KEPT = 4  # windows of answers that a stream keeps until those before them are there
 
 
@@ -134,22 +133,19 @@ class Dynamic:
         assert feed is not None, "there are workers"
         asked: deque[tuple[Job | None, list[Any]]] = deque()
         source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
-        torch.empty(NUM_THREADED).zero_()  # torch starts its threads, before `aside` is theirs too
         while True:
             jobs = [job for job, _ in asked if job is not None and not job.over.is_set()]
             device, size = ("", 1) if num_left == 0 else feed.turn(num_left, batch)
             if not size and jobs:
-                with pool.aside():
-                    feed.wait(jobs, len(jobs) - 1)
+                feed.wait(jobs, len(jobs) - 1)
                 continue
             given = list(islice(source, max(1, size)))
             if not given:
                 break
             num_left = None if num_left is None else max(0, num_left - len(given))
             limit = window or SLOTS * len(pool.names) or 1
-            with pool.aside():
-                asked.append(self._start(feed, device, given))
-                feed.wait([job for job, _ in asked if job is not None], limit - 1)
+            asked.append(self._start(feed, device, given))
+            feed.wait([job for job, _ in asked if job is not None], limit - 1)
             # A slow worker's answer is waited for only if too many others would have to wait.
             while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
                 yield from self._finish(feed, *asked.popleft())

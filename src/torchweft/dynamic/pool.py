@@ -20,8 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -85,7 +84,6 @@ class Mate:
         self.lock = threading.Lock()
         self.heard_s = time.monotonic()
         self.lost = ""
-        self.reader = 0  # the number that the system gives the thread that reads what it says
         self.cells: set[str] = set()
         self.weights: dict[str, tuple[int, int]] = {}  # the version that it has
 
@@ -108,7 +106,6 @@ class Pool:
         if not spots:
             raise MachineError("pool: there is no worker in it.")
         self.watchdog_s = watchdog_s
-        self.cores = os.sched_getaffinity(0)
         self.folder = Path(tempfile.mkdtemp(prefix="weft-"))
         self.listener = Listener(str(self.folder / "driver"), "AF_UNIX", backlog=16)
         self.mates: dict[str, Mate] = {}
@@ -146,11 +143,8 @@ class Pool:
         channels: dict[str, Channel] = dict(self._accept(started))
         for spot in spots:
             channel = channels[spot.name] if spot.name in channels else self._remote(spot)
-            mate = Mate(spot, started.get(spot.name), channel)
-            reader = threading.Thread(target=self._read, args=(spot.name, mate), daemon=True)
-            reader.start()
-            mate.reader = reader.native_id or 0
-            self.mates[spot.name] = mate
+            mate = self.mates[spot.name] = Mate(spot, started.get(spot.name), channel)
+            threading.Thread(target=self._read, args=(spot.name, mate), daemon=True).start()
         self._introduce()
 
     def _remote(self, spot: Spot) -> Channel:
@@ -197,30 +191,6 @@ class Pool:
                     "what it wrote stands above."
                 )
         return found
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Keep this thread, and those that read what workers say, off the cores that workers need
-        most: feeding them must not hold up the one that is never idle."""
-        load = dict.fromkeys(self.cores, 0.0)
-        for name in self.names:
-            spot = self.mates[name].spot
-            for core in set(spot.cores) & self.cores:
-                load[core] += spot.num_threads / len(spot.cores) / spot.slowness
-        spare = {core for core in load if load[core] == min(load.values())}
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, spare)
-        self._readers_on(spare)
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
-            self._readers_on(self.cores)
-
-    def _readers_on(self, cores: set[int]) -> None:
-        for name in self.names:
-            with suppress(OSError):  # it has just ended
-                os.sched_setaffinity(self.mates[name].reader, cores)
 
     def _introduce(self) -> None:
         local = [name for name in self.names if not self.mates[name].spot.address]
