@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env
 from torchweft import cli
 from torchweft.errors import PlacementError
 from torchweft.placement import check, plan, training
-from torchweft.placement.cases import case, draw_case, random_tree
+from torchweft.placement.cases import case, draw_case, random_dag, random_tree
 from torchweft.placement.checkpoint import load_run, picture, save_run
 from torchweft.placement.draft import run
 from torchweft.placement.dynpartition import Bandit, in_order, train
@@ -161,6 +161,17 @@ def test_a_problem_is_put_alike_alone_and_beside_others(policy):
         numbers = numbers_of([problem])
         alone = finished(Rollout(numbers), Scorer(policy, numbers)).makespan_s
         assert alone[0] == pytest.approx(beside[number], rel=0.2)  # ties may fall otherwise
+
+
+def test_a_single_try_is_put_as_one_of_several(policy):
+    """They keep what is ready in other ways. Random graphs have no ties."""
+    for seed in range(6):
+        graph = case(random_dag(40, seed), (1.0, 1.7, 3.1), 1.0)
+        for problem in (graph, mirrored(graph)):
+            numbers = numbers_of([problem])
+            scorer = Scorer(policy, numbers)
+            single, double = (finished(Rollout(numbers, num), scorer) for num in (1, 2))
+            assert orders(single, 0) == orders(double, 0) == orders(double, 1)
 
 
 def test_scores_by_numpy_are_those_of_the_network(policy):

@@ -192,12 +192,10 @@ def _end(
     lines: Mapping[str, tuple[float, float]], busy_s: Mapping[str, float], num_left: int, most: int
 ) -> float:
     """Seconds until all inputs are done, if every worker takes as many as it can until then."""
-    low, high = (
-        0.0,
-        min(
-            busy_s[name] + fixed_s * ceil(num_left / most) + input_s * num_left
-            for name, (fixed_s, input_s) in lines.items()
-        ),
+    low = 0.0
+    high = min(
+        busy_s[name] + fixed_s * ceil(num_left / most) + input_s * num_left
+        for name, (fixed_s, input_s) in lines.items()
     )
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

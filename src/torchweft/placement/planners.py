@@ -92,6 +92,7 @@ def plan(
     best_s = max(bound_s(problem), found.bound_s or 0.0)
     if best_s > found.score_s * (1 + SLACK):
         text = f"{found.score_s:g} s, found by {name}, is below {best_s:g} s, which was proven"
-        raise PlacementError(f"bound: {problem.name!r}: {text}.", rule="bound")
+        cure = "If the planner is your own, its bound_s is too high; else please report the graph."
+        raise PlacementError(f"bound: {problem.name!r}: {text}. {cure}", rule="bound")
     best_s = min(best_s, found.score_s)  # sums of seconds are off by a hair
     return replace(found, planner=name, planning_s=planning_s, bound_s=best_s)

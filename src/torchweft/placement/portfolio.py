@@ -24,7 +24,7 @@ from torchweft.placement.lists import cpop, critical_path, heft, peft
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
 from torchweft.placement.simple import greedy, single
-from torchweft.placement.stages import STAGES_S, stages
+from torchweft.placement.stages import STAGES_S, stages, wants_stages
 from torchweft.placement.tree_dp import fits, tree_dp
 
 DEFAULT_S = 2.0
@@ -53,8 +53,7 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
     for planner in QUICK:
         if left_s():
             best = better(planner(problem))
-    hard = problem.objective == "throughput" or not problem.free
-    if hard and left_s(LEAST_S + STAGES_S * problem.num_ops):
+    if wants_stages(problem) and left_s(LEAST_S + STAGES_S * problem.num_ops):
         best = better(stages(problem))
     solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)

@@ -62,14 +62,15 @@ class Rollout:
         # [2, device, row]: when all that it reads is there; how many of these are made there.
         self.state = np.zeros((2, numbers.num_devices, len(rows)), np.float32)
         self.state[0] = numbers.ready_s[:, rows]
-        self.missing = numbers.num_preds[rows]
         self.alone = len(rows) == width
         if self.alone:  # lists are faster: what is ready, the most urgent first
-            self.rank_s, self.waits = numbers.rank_s.tolist(), self.missing.tolist()
+            self.rank_s, self.waits = numbers.rank_s.tolist(), numbers.num_preds.tolist()
             firsts = [op for op, count in enumerate(self.waits[:-1]) if not count]
             self.ready = sorted((-self.rank_s[op], op) for op in firsts)
-        self.key = np.where(self.missing == 0, numbers.rank_s[rows], -BIG).reshape(-1, width)
-        self.key[:, -1] = -BIG
+        else:
+            self.missing = numbers.num_preds[rows]
+            self.key = np.where(self.missing == 0, numbers.rank_s[rows], -BIG).reshape(-1, width)
+            self.key[:, -1] = -BIG
         self.left_s = numbers.least_s.reshape(-1, width).sum(1)[self.problem]
         self.work_s = np.maximum(self.left_s, SMALL)
         self.num_devices = numbers.devices.sum(0).astype(np.float32)[self.problem]

@@ -47,10 +47,11 @@ def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
         for _ in range(NUM_HALVINGS):
             middle_s = (low_s + high_s) / 2
             tried = _cut(problem, ops, turns, middle_s)
-            if tried is None or period_s(problem, tried) > middle_s:  # a link has too much
+            tried_s = INF if tried is None else period_s(problem, tried)
+            if tried_s > middle_s:  # or a link has too much
                 low_s = middle_s
             else:
-                best, high_s = tried, period_s(problem, tried)
+                best, high_s = tried, tried_s
         if best is not None:
             yield best
 
@@ -94,6 +95,11 @@ def _cut(
     return devices
 
 
+def wants_stages(problem: Problem) -> bool:
+    """Whether stages may be better than lists: for streams, memory limits and groups."""
+    return problem.objective == "throughput" or not problem.free
+
+
 def best_quick(problem: Problem, ends_s: float = INF) -> Placement:
     """The best placement of the quick planners: where a search begins.
 
@@ -102,7 +108,6 @@ def best_quick(problem: Problem, ends_s: float = INF) -> Placement:
     found = [planner(problem) for planner in (single, heft, peft)]
     if time.perf_counter() < ends_s:
         found.append(critical_path(problem))
-    hard = problem.objective == "throughput" or not problem.free
-    if hard and time.perf_counter() + STAGES_S * problem.num_ops < ends_s:
+    if wants_stages(problem) and time.perf_counter() + STAGES_S * problem.num_ops < ends_s:
         found.append(stages(problem))
     return min(found, key=lambda item: item.score_s)
