@@ -116,11 +116,8 @@ class _Sender:
     def _send(self, name: str, step: Step, device: str) -> list[Step]:
         found = []
         for parts, where in self.pieces.get(name, ()):
-            if (
-                where == device
-                or (name, parts, device) in self.sent
-                or not _meet(parts, step.parts)
-            ):
+            known = where == device or (name, parts, device) in self.sent
+            if known or not _meet(parts, step.parts):
                 continue
             self.sent.add((name, parts, device))
             found.append(Step("copy", self.lanes[where], (name,), parts, on=device))
@@ -180,12 +177,13 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
 
 
 def add_waits(plan: Plan) -> Plan:
-    """Waits between lanes, as few as keep every conflict in its recorded order.
+    """Waits between lanes, as few as keep conflicts, and collectives, in their recorded order.
 
     Each lane has a clock: how far it knows the other lanes to have come. A step waits for the last
     step it needs of each other lane, unless its clock or another of its waits tells already.
     """
     ledger = Ledger(plan, plan.graph)
+    talked: dict[object, int] = {}
     clocks: dict[str, dict[str, int]] = {lane.name: {} for lane in plan.lanes}
     ends: list[dict[str, int]] = []
     counts: dict[str, int] = {}
@@ -195,7 +193,13 @@ def add_waits(plan: Plan) -> Plan:
     for index, step in enumerate(plan.steps):
         clock = clocks[step.lane]
         needs: dict[str, int] = {}
-        for other in () if step.kind == "complete" else ledger.before(step):
+        ahead = [] if step.kind == "complete" else ledger.before(step)
+        for name in step.names if step.kind in ("run", "issue") else ():
+            if talk := plan.graph.op[name].collective:  # start after start, on each channel
+                channel = (talk.communicator, talk.peer, talk.peer is None or talk.kind)
+                ahead += [talked[channel]] if channel in talked else []
+                talked[channel] = index
+        for other in ahead:
             lane = plan.steps[other].lane
             if lane != step.lane and at[other] > clock.get(lane, 0):
                 needs[lane] = max(needs.get(lane, -1), other)

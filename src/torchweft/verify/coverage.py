@@ -168,9 +168,8 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
     if plan.num_parts > 1:
         for name in dict.fromkeys(graph.outputs):
             if graph.value[name].batch is not None and f"merge {name}" not in counts:
-                yield Finding(
-                    "coverage", f"output {name!r} is never merged.", cure=f"Add: merge {name}"
-                )
+                text = f"output {name!r} is never merged."
+                yield Finding("coverage", text, cure=f"Add: merge {name}")
 
 
 def _pairs(plan: Plan) -> Iterator[Finding]:

@@ -118,9 +118,8 @@ class Walk:
         if ended is None:
             if step.target in lane.rank.labels:
                 return False
-            self.report(
-                lane, "deadlock", f"{step} waits for a step that is not in the plan.", index
-            )
+            text = f"{step} waits for a step that is not in the plan."
+            self.report(lane, "deadlock", text, index)
             return True
         _merge(lane.clock, ended)
         return True
@@ -174,11 +173,8 @@ class Walk:
             peers = []
             for talk in lane.talks:
                 for number in self.members(lane.rank, talk):
-                    said = (
-                        self.ranks[number].said.get(talk.channel, ())
-                        if number < len(self.ranks)
-                        else ()
-                    )
+                    here = self.ranks[number : number + 1]
+                    said = here[0].said.get(talk.channel, []) if here else []
                     if len(said) <= talk.number:
                         return False
                     peers.append((talk, number, said[talk.number]))
