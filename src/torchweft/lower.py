@@ -34,9 +34,7 @@ def issue_early(plan: Plan) -> Plan:
     The issue goes right behind the last step of the issuing lane that it needs; the complete right
     before the first step that needs it.
     """
-    hosted = {
-        i for i, step in enumerate(plan.steps) if step.kind == "run" and plan.lane[step.lane].via
-    }
+    hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
         return plan
     before = conflicts(plan)
@@ -61,9 +59,8 @@ def issue_early(plan: Plan) -> Plan:
         host = plan.lane[step.lane].via or ""
         first = min((at[user] for user in users[index]), default=(len(plan.steps), 0, 0))
         keys.append((at[index], step._replace(kind="issue", lane=host, on=step.lane)))
-        keys.append(
-            ((*first[:2], first[2] - 0.5, index), step._replace(kind="complete", lane=host))
-        )
+        late = (*first[:2], first[2] - 0.5, index)
+        keys.append((late, step._replace(kind="complete", lane=host)))
     keys.sort(key=lambda item: item[0])
     return plan.then(f"issue: {len(hosted)} two-phase ops", steps=tuple(step for _, step in keys))
 
@@ -107,9 +104,8 @@ class _Sender:
                 self.pieces.setdefault(name, []).append((step.parts, device))
             for name in graph.op[op].mutates:
                 if any(other[0] == name for other in self.sent) or self._foreign(name, device):
-                    raise MemoryPlanError(
-                        f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
-                    )
+                    text = f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
+                    raise MemoryPlanError(text)
         self.num_copies += len(found)
         return found
 

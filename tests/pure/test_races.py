@@ -133,3 +133,48 @@ def test_a_graph_is_read_from_its_lines() -> None:
     assert graph.op["b"].collective.peer == 1
     with pytest.raises(AssertionError, match="cannot read the op"):
         read_graph("g", "a makes u", batched=False)
+
+
+# What random attacks found beyond the published races; the oracle and the verifier must agree.
+
+CHAIN = "first x -> h\nsecond h -> y"
+PAIR = "one x -> a all_reduce@dp\ntwo x -> b all_gather@dp"
+
+
+def verdicts(*plans: Plan) -> set[str]:
+    """The rules that are broken, however lanes are listed; the oracle agrees."""
+    forms = listed_by_lane(list(plans))
+    assert {by_closure(form) for form in forms} == {not findings_ranks(forms[0])}
+    return {found.rule for form in forms for found in findings_ranks(form)[:1]}
+
+
+def test_a_kernel_may_start_two_collectives_that_another_rank_starts_in_turn() -> None:
+    joined = plan(PAIR, "A on gpu", "A (one two) by both")
+    apart = plan(PAIR, "A on gpu", "A one\nA two")
+    assert verdicts(joined, apart) == verdicts(apart, joined) == set()
+
+
+def test_a_hosted_lane_stands_on_the_device_of_its_host() -> None:
+    ops = "first x -> h all_reduce@dp two-phase\nsecond h -> y"
+    steps = "A issue first on net\nA complete first\nA second"
+    assert verdicts(plan(ops, "A on gpu; net on gpu via A", steps)) == set()
+    assert verdicts(plan(ops, "A on gpu; net on cpu via A", steps)) == {"legality"}
+
+
+def test_a_value_is_not_copied_to_the_device_that_it_is_on() -> None:
+    ops = "first x -> h=x\nsecond h -> y"
+    assert verdicts(plan(ops, "A on gpu", "A first\nA copy h to gpu\nA second")) == {"legality"}
+
+
+def test_a_place_is_on_the_device_of_its_maker_even_if_nothing_goes_there() -> None:
+    places = "buffer far on cpu unit 4\nplace h in far at 0"
+    ops, lanes, steps = "first x -> h\nother x -> y", "A on gpu; B on cpu", "A first by k\nA other"
+    assert verdicts(plan(ops, lanes, steps, places)) == {"memory"}
+
+
+def test_a_copy_that_nothing_orders_is_a_race_and_one_that_is_missing_is_not() -> None:
+    lanes = "A on gpu; B on cpu"
+    late = plan(CHAIN, lanes, "A first\nA copy h to cpu\nB second")
+    assert verdicts(late) == {"race"}
+    assert verdicts(plan(CHAIN, lanes, "A first\nB wait first\nB second")) == {"memory"}
+    assert verdicts(plan(CHAIN, lanes, "A first\nB second")) == {"memory"}

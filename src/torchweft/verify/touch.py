@@ -59,10 +59,9 @@ class Toucher:
             self.write(location.cells[0], after, root, 0, location)
             inside[root] = location
             return
-        if placed and not loose:
-            location = store.place(root, device)
-        else:
-            location = store.piece(root, device, cells, loose=loose)
+        location = store.place(root, device) if placed else store.piece(root, device, cells)
+        if location is not None and loose:
+            location = store.piece(root, device, cells, loose=True)
         if location is None:
             self.report("memory", f"{self.step.label} cannot make {root!r} there: see its place.")
             return
@@ -287,15 +286,30 @@ class Toucher:
         self.report("race", text, f"Run lower(plan), or put before it: wait {_end(step)}")
 
     def missing(self, name: str, cells: Range, device: str) -> None:
-        """Say why cells are not to be had on a device in one piece."""
+        """Say why cells are not to be had on a device in one piece: not yet, or not at all."""
         which = name + (bracket(cells) if self.store.num_cells(name) > 1 else "")
-        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
-        if any(found.values()):
-            there = ", ".join(f"{len(pieces)} on {where!r}" for where, pieces in found.items())
-            text = f"{self.step.label} needs {which} in one piece on {device!r}; it has {there}."
-            self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
-        else:
+        if any(self.brings(step, name, cells, device) for step in self.plan.steps):
             self.report("race", f"{self.step.label} needs {which} before anything makes it there.")
+            return
+        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
+        there = ", ".join(
+            f"{len(pieces)} on {where!r}" for where, pieces in found.items() if pieces
+        )
+        text = (
+            f"{self.step.label} needs {which} in one piece on {device!r}; it has {there or 'none'}."
+        )
+        self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
+
+    def brings(self, step: Step, name: str, cells: Range, device: str) -> bool:
+        """Whether a step makes or copies these cells of a value on a device, in one piece."""
+        if step.kind == "copy":
+            named, where = step.names == (name,), step.on or self.plan.lane[step.lane].device
+        else:
+            makes = [self.graph.op[op].makes for op in step.names if step.kind in ("run", "issue")]
+            named, where = any(name in made for made in makes), self.plan.lane[step.lane].device
+        start, stop = self.store.cells_of(name, step.parts)
+        whole = name in self.store.places or (start <= cells[0] and cells[1] <= stop)
+        return named and where == device and whole
 
     def report(self, rule: str, text: str, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, self.access.step, cure, self.rank))
