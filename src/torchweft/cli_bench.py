@@ -21,7 +21,7 @@ from torchweft.errors import WeftError, clip, unknown
 
 BENCHES = (
     *("ablation", "boundary", "depth", "dispatch", "dynamic", "hosts", "memory", "overlap"),
-    *("placement", "stream", "verify", "zoo"),
+    *("placement", "races", "stream", "verify", "zoo"),
 )
 MAX_ROWS = 40
 MAX_CELL = 60

@@ -34,9 +34,7 @@ def issue_early(plan: Plan) -> Plan:
     The issue goes right behind the last step of the issuing lane that it needs; the complete right
     before the first step that needs it.
     """
-    hosted = {
-        i for i, step in enumerate(plan.steps) if step.kind == "run" and plan.lane[step.lane].via
-    }
+    hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
         return plan
     before = conflicts(plan)
@@ -61,9 +59,8 @@ def issue_early(plan: Plan) -> Plan:
         host = plan.lane[step.lane].via or ""
         first = min((at[user] for user in users[index]), default=(len(plan.steps), 0, 0))
         keys.append((at[index], step._replace(kind="issue", lane=host, on=step.lane)))
-        keys.append(
-            ((*first[:2], first[2] - 0.5, index), step._replace(kind="complete", lane=host))
-        )
+        late = (*first[:2], first[2] - 0.5, index)
+        keys.append((late, step._replace(kind="complete", lane=host)))
     keys.sort(key=lambda item: item[0])
     return plan.then(f"issue: {len(hosted)} two-phase ops", steps=tuple(step for _, step in keys))
 
@@ -107,20 +104,16 @@ class _Sender:
                 self.pieces.setdefault(name, []).append((step.parts, device))
             for name in graph.op[op].mutates:
                 if any(other[0] == name for other in self.sent) or self._foreign(name, device):
-                    raise MemoryPlanError(
-                        f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
-                    )
+                    text = f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
+                    raise MemoryPlanError(text)
         self.num_copies += len(found)
         return found
 
     def _send(self, name: str, step: Step, device: str) -> list[Step]:
         found = []
         for parts, where in self.pieces.get(name, ()):
-            if (
-                where == device
-                or (name, parts, device) in self.sent
-                or not _meet(parts, step.parts)
-            ):
+            known = where == device or (name, parts, device) in self.sent
+            if known or not _meet(parts, step.parts):
                 continue
             self.sent.add((name, parts, device))
             found.append(Step("copy", self.lanes[where], (name,), parts, on=device))
@@ -180,12 +173,13 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
 
 
 def add_waits(plan: Plan) -> Plan:
-    """Waits between lanes, as few as keep every conflict in its recorded order.
+    """Waits between lanes, as few as keep conflicts, and collectives, in their recorded order.
 
     Each lane has a clock: how far it knows the other lanes to have come. A step waits for the last
     step it needs of each other lane, unless its clock or another of its waits tells already.
     """
     ledger = Ledger(plan, plan.graph)
+    talked: dict[object, int] = {}
     clocks: dict[str, dict[str, int]] = {lane.name: {} for lane in plan.lanes}
     ends: list[dict[str, int]] = []
     counts: dict[str, int] = {}
@@ -195,7 +189,13 @@ def add_waits(plan: Plan) -> Plan:
     for index, step in enumerate(plan.steps):
         clock = clocks[step.lane]
         needs: dict[str, int] = {}
-        for other in () if step.kind == "complete" else ledger.before(step):
+        ahead = [] if step.kind == "complete" else ledger.before(step)
+        for name in step.names if step.kind in ("run", "issue") else ():
+            if talk := plan.graph.op[name].collective:  # start after start, on each channel
+                channel = (talk.communicator, talk.peer, talk.peer is None or talk.kind)
+                ahead += [talked[channel]] if channel in talked else []
+                talked[channel] = index
+        for other in ahead:
             lane = plan.steps[other].lane
             if lane != step.lane and at[other] > clock.get(lane, 0):
                 needs[lane] = max(needs.get(lane, -1), other)

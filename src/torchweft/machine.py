@@ -154,8 +154,11 @@ def _check(machine: Machine) -> None:
         where = f"machine: lane {lane.name!r}"
         if lane.device not in machine.device:
             raise MachineError(f"{where}: {unknown('device', lane.device, machine.device)}")
-        if lane.via is not None and (lane.via not in machine.lane or machine.lane[lane.via].via):
-            raise MachineError(f"{where} goes via {lane.via!r}, which is no lane with a thread.")
+        host = machine.lane.get(lane.via) if lane.via is not None else None
+        if lane.via is not None and (host is None or host.via or host.device != lane.device):
+            raise MachineError(
+                f"{where} goes via {lane.via!r}, which is no lane with a thread on {lane.device!r}."
+            )
         if not -MAX_PRIORITY <= lane.priority <= MAX_PRIORITY:
             raise MachineError(f"{where} cannot have priority {clip(lane.priority)}.")
         if lane.num_sms is not None and not 0 < lane.num_sms <= MAX_SMS:

@@ -61,20 +61,15 @@ def lives(plan: Plan) -> list[Life]:
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
             continue
-        makes = (
-            {n for op in step.names for n in graph.op[op].makes}
-            if step.kind in ("run", "issue")
-            else ()
-        )
+        ops = step.names if step.kind in ("run", "issue") else ()
+        makes = {name for op in ops for name in graph.op[op].makes}
         opened: dict[str, Life] = {}
         for name, part, _ in ledger.touched(step):
             life = where.get((name, part))
             if life is None and name in makes:
                 if name not in opened:
-                    parts = (
-                        None if name in placed or graph.value[name].batch is None else step.parts
-                    )
-                    opened[name] = Life(name, parts, index)
+                    whole = name in placed or graph.value[name].batch is None
+                    opened[name] = Life(name, None if whole else step.parts, index)
                     found.append(opened[name])
                 life = opened[name]
                 count = 1 if graph.value[name].batch is None else plan.num_parts
@@ -195,11 +190,8 @@ class _Shelf:
 
         def over(block: Block) -> bool:
             # A writer's own clock counts the writer itself, which comes behind the block's users.
-            return all(
-                clock.get(lane, 0) >= count
-                for clock in writers
-                for lane, count in block.needs.items()
-            )
+            needs = block.needs.items()
+            return all(clock.get(lane, 0) >= count for clock in writers for lane, count in needs)
 
         fitting = [block for block in self.blocks if block.num_units >= num_units and over(block)]
         if not fitting:

@@ -107,6 +107,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "via nothing": (
         lambda: Machine("m", (Device("cpu"),), (Lane("a", via="b"),)), "no lane with a thread"
     ),
+    "via another device": (
+        lambda: Machine(
+            "m", (Device("cpu"), Device("gpu")), (Lane("a"), Lane("b", "gpu", via="a"))
+        ),
+        "no lane with a thread on 'gpu'",
+    ),
     "via itself": (
         lambda: Machine("m", (Device("cpu"),), (Lane("a", via="a"),)), "no lane with a thread"
     ),

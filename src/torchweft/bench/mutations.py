@@ -130,10 +130,9 @@ def swap_collectives(rng: Random, plan: Plan) -> Plan | None:
 
 
 def scramble(rng: Random, plan: Plan) -> Plan | None:
-    """The plan with some other change: a step moved, dropped, doubled, widened or relabelled."""
-    return rng.choice((_move, _move_up, _drop_any, _retarget, _change_range, _change_lane))(
-        rng, plan
-    )
+    """The plan with some other change: to a step, a place, a lane, or two runs made one."""
+    steps = (_move, _move_up, _drop_any, _retarget, _change_range, _change_lane, _join_runs)
+    return rng.choice((*steps, _change_place, _change_device))(rng, plan)
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -234,3 +233,39 @@ def _change_lane(rng: Random, plan: Plan) -> Plan | None:
     steps = list(plan.steps)
     steps[at] = steps[at]._replace(lane=rng.choice(plan.lanes).name)
     return replace(plan, steps=tuple(steps))
+
+
+def _join_runs(rng: Random, plan: Plan) -> Plan | None:
+    """Two runs of a lane over the same parts as one kernel, where one of them stood."""
+    runs = [at for at, step in enumerate(plan.steps) if step.kind == "run"]
+    like = {at: (plan.steps[at].lane, plan.steps[at].parts) for at in runs}
+    pairs = [(one, two) for one in runs for two in runs if one < two and like[one] == like[two]]
+    if not pairs:
+        return None
+    pair = rng.choice(pairs)
+    old = [plan.steps[at] for at in pair]
+    joined = old[0]._replace(names=old[0].names + old[1].names, by="joined")
+    labels, kept = {step.label for step in old}, rng.choice(pair)
+    steps = [s._replace(target=joined.label) if s.target in labels else s for s in plan.steps]
+    steps[kept] = joined
+    return _drop(replace(plan, steps=tuple(steps)), pair[1] if kept == pair[0] else pair[0])
+
+
+def _change_place(rng: Random, plan: Plan) -> Plan | None:
+    """A value with another place, or with none."""
+    graph = plan.graph
+    made = [name for name in graph.maker if graph.value[name].alias_of is None]
+    if not made:
+        return None
+    name, buffers = rng.choice(made), [buffer.name for buffer in plan.buffers]
+    places = [place for place in plan.places if place.value != name]
+    if rng.random() < 0.7:
+        places.append(Place(name, rng.choice([None, *buffers]), 0))
+    return replace(plan, places=tuple(places))
+
+
+def _change_device(rng: Random, plan: Plan) -> Plan | None:
+    """A lane on another device."""
+    at, device = rng.randrange(len(plan.lanes)), rng.choice(("cpu", "gpu0"))
+    lanes = [replace(lane, device=device) if n == at else lane for n, lane in enumerate(plan.lanes)]
+    return replace(plan, lanes=tuple(lanes))

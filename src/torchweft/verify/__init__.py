@@ -25,14 +25,17 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def findings_ranks(plans: Sequence[Plan]) -> list[Finding]:
-    """Every broken rule of the plans of all ranks together, rank by rank."""
+    """Every broken rule of the plans of all ranks together, rank by rank.
+
+    Races come first: what else is found beside one depends on which of its two steps came first.
+    """
     found: list[Finding] = []
     for rank, plan in enumerate(plans):
         for item in static_findings(plan, plan.graph):
             found.append(Finding(item.rule, item.message, item.step, item.cure, rank))
     if not found:
         Walk(plans, found).go()
-    return found
+    return sorted(found, key=lambda item: item.rule != "race")
 
 
 def verify(plan: Plan) -> Plan:

@@ -31,7 +31,7 @@ class Access:
 
 
 class Cell:
-    """Version and last accesses; `lost` is the step that destroyed what was here."""
+    """Version and last accesses; `lost` is the access that destroyed what was here."""
 
     __slots__ = ("lost", "reads", "region", "version", "write")
 
@@ -39,7 +39,7 @@ class Cell:
         self.version = version
         self.write: Access | None = None
         self.reads: list[Access] = []
-        self.lost: int | None = None
+        self.lost: Access | None = None
         self.region = region
 
     def unordered(self, access: Access, clock: Clock, *, writing: bool) -> Access | None:

@@ -30,8 +30,9 @@ def _lanes(plan: Plan) -> Iterator[str]:
     for lane in plan.lanes:
         if names.count(lane.name) > 1:
             yield f"two lanes are named {lane.name!r}."
-        if lane.via is not None and (lane.via not in plan.lane or plan.lane[lane.via].via):
-            yield f"lane {lane.name!r} goes via {lane.via!r}, which is no lane with a thread."
+        host = plan.lane.get(lane.via) if lane.via is not None else None
+        if lane.via is not None and (host is None or host.via or host.device != lane.device):
+            yield f"lane {lane.name!r} goes via {lane.via!r}: no lane with a thread on its device."
         for uses in lane.uses:
             if uses not in USES:
                 yield f"lane {lane.name!r}: {unknown('resource', uses, USES)}"
@@ -131,9 +132,9 @@ def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
     if step.kind == "copy" and step.on is None and not (placed and value.name in plan.copied):
         yield f"{step.label}: {value.name!r} has no place that its maker cannot write itself."
     if step.kind == "copy" and step.on is not None:
-        devices = {lane.device for lane in plan.lanes}
+        devices = {lane.device for lane in plan.lanes} - {plan.lane[step.lane].device}
         if step.on not in devices:
-            yield f"{step.label}: {unknown('device', step.on, devices)}"
+            yield f"{step.label}: {unknown('device to copy to', step.on, devices)}"
 
 
 def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
@@ -168,9 +169,8 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
     if plan.num_parts > 1:
         for name in dict.fromkeys(graph.outputs):
             if graph.value[name].batch is not None and f"merge {name}" not in counts:
-                yield Finding(
-                    "coverage", f"output {name!r} is never merged.", cure=f"Add: merge {name}"
-                )
+                text = f"output {name!r} is never merged."
+                yield Finding("coverage", text, cure=f"Add: merge {name}")
 
 
 def _pairs(plan: Plan) -> Iterator[Finding]:

@@ -59,15 +59,11 @@ class Toucher:
             self.write(location.cells[0], after, root, 0, location)
             inside[root] = location
             return
-        location = store.place(root, device) if placed and not loose else None
+        location = store.place(root, device) if placed else store.piece(root, device, cells)
+        if location is not None and loose:
+            location = store.piece(root, device, cells, loose=True)
         if location is None:
-            location = (
-                None if placed and not loose else store.piece(root, device, cells, loose=loose)
-            )
-        if location is None:
-            self.report(
-                "memory", f"{self.step.label} makes {root!r} where it cannot be: see its place."
-            )
+            self.report("memory", f"{self.step.label} cannot make {root!r} there: see its place.")
             return
         self.made_on.setdefault(root, device)
         inside[root] = location
@@ -80,17 +76,16 @@ class Toucher:
         before, after = touch.versions(*(self.step.parts or (0, self.plan.num_parts)))
         names = []
         for name in touch.names:
-            copied = None
-            if name != touch.root and not touch.writes:
-                copied = self.store.where(name, device, self.store.cells_of(name, parts))
+            cells = self.store.cells_of(name, parts)
+            own = name == touch.root or touch.writes
+            copied = None if own else self.store.where(name, device, cells)
             if copied is None:
                 names.append(name)
-            else:
-                if name in self.graph.inputs:
-                    self.view(name, self.step.parts, device)
-                cells = self.store.cells_of(name, parts)
-                for part, cell in enumerate(copied.take(*cells), cells[0]):
-                    self.read(cell, before, name, part)
+                continue
+            if name in self.graph.inputs:
+                self.view(name, self.step.parts, device)
+            for part, cell in enumerate(copied.take(*cells), cells[0]):
+                self.read(cell, before, name, part)
         if not names:
             return
         for name in names:
@@ -121,9 +116,8 @@ class Toucher:
             cell = self.store.handle(name, device, part)
             if cell.write is None:
                 how = f"splits {name!r}" if is_input else f"makes the view {name!r} on {device!r}"
-                self.report(
-                    "race", f"{self.step.label} comes before anything {how}.", f"split {name}"
-                )
+                text = f"{self.step.label} comes before anything {how}."
+                self.report("race", text, f"Add: split {name}" if is_input else "")
                 return
             self.read(cell, None, name, part)
 
@@ -165,14 +159,11 @@ class Toucher:
                 return
             cell = location.take(part, part + 1)[0]
             if cell.lost is not None:
-                self.report(
-                    "memory",
-                    f"{self.step.label}, but {self.plan.steps[cell.lost].label} came first.",
-                )
+                self.destroyed("frees", self.at(name, part), cell.lost)
             if cell.version is None:
                 self.report("order", f"{self.step.label} comes before anything makes it.")
             self.write(cell, cell.version, name, part, location)
-            cell.lost = self.access.step
+            cell.lost = self.access
 
     def copy(self, name: str, cells: Range, device: str) -> None:
         """Copy cells into their place, or to another device."""
@@ -184,9 +175,8 @@ class Toucher:
         else:
             source, source_cells = store.where(name, device, cells), cells
             if source is None and name != root:
-                source_cells = store.cells_of(
-                    root, self.step.parts if store.num_cells(name) > 1 else None
-                )
+                parts = self.step.parts if store.num_cells(name) > 1 else None
+                source_cells = store.cells_of(root, parts)
                 source = store.where(root, device, source_cells)
             self.view(name, self.step.parts, device)
             target = store.piece(name, self.step.on, cells)
@@ -194,9 +184,8 @@ class Toucher:
             self.missing(name, cells, device)
             return
         if target is None:
-            self.report(
-                "coverage", f"{self.step.label}: it is there already, or its place is elsewhere."
-            )
+            text = f"{self.step.label}: it is there already, or its place is elsewhere."
+            self.report("coverage", text)
             return
         versions = []
         for part, cell in enumerate(source.take(*source_cells), source_cells[0]):
@@ -225,8 +214,9 @@ class Toucher:
         """Check what is handed back to the caller."""
         for cell in location.cells if location else [Cell()]:
             if cell.lost is not None:
-                text = f"{self.plan.steps[cell.lost].label} destroys {name!r}, which is handed out."
-                self.findings.append(Finding("memory", text, cell.lost, "", self.rank))
+                at = cell.lost.step
+                text = f"{self.plan.steps[at].label} destroys {name!r}, which is handed out."
+                self.findings.append(Finding("memory", text, at, "", self.rank))
                 return
             if cell.version != self.reference.final[self.graph.root[name]]:
                 text = f"at the end {name!r} is not what the graph makes it."
@@ -238,23 +228,14 @@ class Toucher:
         where = self.at(name, part)
         other = cell.unordered(self.access, self.clock, writing=False)
         if cell.lost is not None:
-            lost = self.plan.steps[cell.lost].label
-            cure = "Free it later, or give one of the two another place."
-            self.report(
-                "memory",
-                f"{self.step.label} reads {where}, whose bytes {lost} has destroyed.",
-                cure,
-            )
+            self.destroyed("reads", where, cell.lost)
         elif other is not None:
             self.race("reads", where, other)
         elif cell.version is None and cell.write is None:
             self.report("race", f"{self.step.label} reads {where} before anything makes it.")
         elif version is not None and cell.version != version:
-            self.report(
-                "order",
-                f"{self.step.label} reads {where} after {cell.version} changes; "
-                f"in program order it comes after {version}.",
-            )
+            text = f"{self.step.label} reads {where} after {cell.version} changes; "
+            self.report("order", f"{text}in program order it comes after {version}.")
         cell.note(self.access, writing=False)
 
     def write(
@@ -278,12 +259,23 @@ class Toucher:
                     text = f"{self.step.label} writes {self.at(name, part)} over what it touches."
                     self.report("memory", text, f"Give {name!r} another place.")
                 if near.lost is None:
-                    near.lost = self.access.step
+                    near.lost = self.access
         cell.version = version
         cell.note(self.access, writing=True)
 
     def at(self, name: str, part: int) -> str:
         return f"{name!r} of part {part}" if self.store.num_cells(name) > 1 else repr(name)
+
+    def destroyed(self, does: str, where: str, lost: Access) -> None:
+        """Say who destroyed bytes, and whether that came first or only may come first."""
+        label = self.plan.steps[lost.step].label
+        text = f"{self.step.label} {does} {where}, whose bytes {label}"
+        if lost is self.access or lost.before(self.clock):
+            cure = "Free it later, or give one of the two another place."
+            self.report("memory", f"{text} has destroyed.", cure)
+        else:
+            cure = f"Run lower(plan), or put before {label}: wait {_end(self.step)}"
+            self.report("race", f"{text} destroys, and nothing orders the two.", cure)
 
     def race(self, does: str, where: str, other: Access) -> None:
         step = self.plan.steps[other.step]
@@ -291,19 +283,38 @@ class Toucher:
             f"{self.step.label} on lane {self.step.lane!r} {does} {where}, "
             f"but nothing orders it behind {step.label} on lane {step.lane!r}."
         )
-        end = f"complete {step.label[6:]}" if step.kind == "issue" else step.label
-        self.report("race", text, f"Run lower(plan), or put before it: wait {end}")
+        self.report("race", text, f"Run lower(plan), or put before it: wait {_end(step)}")
 
     def missing(self, name: str, cells: Range, device: str) -> None:
-        """Say why cells are not to be had on a device in one piece."""
+        """Say why cells are not to be had on a device in one piece: not yet, or not at all."""
         which = name + (bracket(cells) if self.store.num_cells(name) > 1 else "")
-        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
-        if any(found.values()):
-            there = ", ".join(f"{len(pieces)} on {where!r}" for where, pieces in found.items())
-            text = f"{self.step.label} needs {which} in one piece on {device!r}; it has {there}."
-            self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
-        else:
+        if any(self.brings(step, name, cells, device) for step in self.plan.steps):
             self.report("race", f"{self.step.label} needs {which} before anything makes it there.")
+            return
+        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
+        there = ", ".join(
+            f"{len(pieces)} on {where!r}" for where, pieces in found.items() if pieces
+        )
+        text = (
+            f"{self.step.label} needs {which} in one piece on {device!r}; it has {there or 'none'}."
+        )
+        self.report("memory", text, f"Run lower(plan), or give {name!r} a place.")
+
+    def brings(self, step: Step, name: str, cells: Range, device: str) -> bool:
+        """Whether a step makes or copies these cells of a value on a device, in one piece."""
+        if step.kind == "copy":
+            named, where = step.names == (name,), step.on or self.plan.lane[step.lane].device
+        else:
+            makes = [self.graph.op[op].makes for op in step.names if step.kind in ("run", "issue")]
+            named, where = any(name in made for made in makes), self.plan.lane[step.lane].device
+        start, stop = self.store.cells_of(name, step.parts)
+        whole = name in self.store.places or (start <= cells[0] and cells[1] <= stop)
+        return named and where == device and whole
 
     def report(self, rule: str, text: str, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, self.access.step, cure, self.rank))
+
+
+def _end(step: Step) -> str:
+    """The label of the step that ends what this one starts."""
+    return f"complete {step.label[6:]}" if step.kind == "issue" else step.label

@@ -36,11 +36,9 @@ class Lane:
 
     __slots__ = ("at", "begun", "clock", "name", "number", "rank", "steps", "talks")
 
-    def __init__(
-        self, number: int, rank: Rank, name: str, steps: list[int], num_lanes: int
-    ) -> None:
+    def __init__(self, number: int, rank: Rank, name: str, steps: list[int], lanes: int) -> None:
         self.number, self.rank, self.name, self.steps = number, rank, name, steps
-        self.clock: Clock = [0] * num_lanes
+        self.clock: Clock = [0] * lanes
         self.at, self.begun = 0, False
         self.talks: list[Talk] = []
 
@@ -78,12 +76,12 @@ class Walk:
 
     def go(self) -> None:
         """Walk to the end, or until nothing can move."""
-        moved = True
-        while moved:
-            moved = False
+        stood: list[tuple[int, bool]] = []
+        while stood != (stand := [(lane.at, lane.begun) for lane in self.lanes]):
+            stood = stand
             for lane in self.lanes:
                 while lane.at < len(lane.steps) and self.advance(lane):
-                    moved = True
+                    pass
         if stuck := [lane for lane in self.lanes if lane.at < len(lane.steps)]:
             self.deadlock(stuck)
             return
@@ -118,9 +116,8 @@ class Walk:
         if ended is None:
             if step.target in lane.rank.labels:
                 return False
-            self.report(
-                lane, "deadlock", f"{step} waits for a step that is not in the plan.", index
-            )
+            text = f"{step} waits for a step that is not in the plan."
+            self.report(lane, "deadlock", text, index)
             return True
         _merge(lane.clock, ended)
         return True
@@ -160,9 +157,8 @@ class Walk:
                 other = rank.labels[said[-1].step]
                 where = f"communicator {talk.communicator!r}"
                 text = f"nothing orders {step.label} and {other} on {where}."
-                self.report(
-                    lane, "order", text, index, "One lane must issue both, or wait for the other."
-                )
+                cure = "One lane must issue both, or wait for the other."
+                self.report(lane, "order", text, index, cure)
             kind = "" if talk.peer is not None else talk.kind
             said.append(Talk(channel, len(said), (kind, *says), lane, index))
             talks.append(said[-1])
@@ -174,11 +170,8 @@ class Walk:
             peers = []
             for talk in lane.talks:
                 for number in self.members(lane.rank, talk):
-                    said = (
-                        self.ranks[number].said.get(talk.channel, ())
-                        if number < len(self.ranks)
-                        else ()
-                    )
+                    here = self.ranks[number : number + 1]
+                    said = here[0].said.get(talk.channel, []) if here else []
                     if len(said) <= talk.number:
                         return False
                     peers.append((talk, number, said[talk.number]))
@@ -217,9 +210,8 @@ class Walk:
             lines.append(f"{rank}lane {lane.name!r} {why}")
         first = stuck[0]
         text = "nothing can go on: " + "; ".join(lines) + "."
-        self.report(
-            first, "deadlock", text, first.steps[first.at], "Break the circle: drop or move a wait."
-        )
+        cure = "Break the circle: drop or move a wait."
+        self.report(first, "deadlock", text, first.steps[first.at], cure)
 
     def report(self, lane: Lane, rule: str, text: str, index: int, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, index, cure, lane.rank.number))

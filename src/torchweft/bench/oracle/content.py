@@ -8,7 +8,7 @@ An action (a run, a copy, an issue with its complete, ...) is a list of moves on
 
     together   the cells are full, in one piece     see     a cell has this version (None: any)
     raise      a cell gets the next version         make    an empty cell is filled
-    copy       make, with the source's version      clear   some of the cells are full; all go
+    copy       make, with the source's version      clear   a full cell is emptied
 """
 
 from __future__ import annotations
@@ -101,9 +101,8 @@ def perform(action: Action, content: Content, overlaps: Overlaps) -> None:
             if None in pieces or len(pieces) > 1:
                 raise UnsafeError(f"{action.label}: {cells} are in several pieces, or missing")
         elif kind == "clear":
-            full = [cell for cell in cells if content.pop(cell, None) is not None]
-            if not full:
-                raise UnsafeError(f"{action.label}: nothing is in {cells}")
+            if content.pop(cells[0], None) is None:
+                raise UnsafeError(f"{action.label}: nothing is in {cells[0]}")
         else:
             _write(action, content, overlaps, Move(kind, cells, piece, version))
 

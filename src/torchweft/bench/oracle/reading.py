@@ -233,20 +233,10 @@ class _Reader:
 
     def free(self, step: Step) -> list[Move]:
         name, device, moves = step.names[0], self.device(step), []
-        names = [alias for alias, root in self.graph.root.items() if root == name]
-        copies = [
-            alias for alias in names if alias != name and (device, alias) in self.copied_names
-        ]
         for part in self.parts(step, name):
             for spot in self.reference.spots(name, part):
-                where = (*self.location(device, name, part), spot.cell)
-                others: list[Cell] = [("loose", device, one, spot.cell) for one in copies]
-                moves.append(Move("clear", (where, *others)))
+                moves.append(Move("clear", ((*self.location(device, name, part), spot.cell),)))
         return moves
-
-    @property
-    def copied_names(self) -> set[tuple[str, str]]:
-        return {(device, name) for device, name, _ in self.copied}
 
     def moves(self, step: Step, at: int) -> list[Move]:
         if step.kind == "split":

@@ -14,6 +14,10 @@ from torchweft.plan import Plan, Step
 
 def check(plan: Plan) -> None:
     """Raise `UnsafeError` if a step is not legal, or something is missing or doubled."""
+    for hosted in plan.lanes:
+        host = plan.lane.get(hosted.via or "")
+        if hosted.via and (host is None or host.via or host.device != hosted.device):
+            raise UnsafeError(f"lane {hosted.name}: no lane on its device has the thread for it")
     for step in plan.steps:
         lane = plan.lane.get(step.lane)
         if lane is None or lane.via is not None:
