@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -126,16 +127,22 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     compiled = compile_by(session.backend, call)
-    watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
+    dim = session.batch if isinstance(session.batch, int) else 0
+    watch = Watch(dim, session.blocks, partial(session.fall_back, None))
+
+    here = session.here
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
+        here.ran = False
         if session.shadow is None:
             outputs = watch(compiled, args, kwargs)
         else:
             outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
-        if watch.news or not session.pieces:
+        if watch.news:
             watch.news = False
             session.settle(watch.breaks)
+        if not here.ran:
+            session.fall_back(None, "capture: Dynamo captured no graph of this call")
         return outputs
 
     weft_call.session = session  # type: ignore[attr-defined]

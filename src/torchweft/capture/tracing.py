@@ -10,6 +10,7 @@ tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -26,10 +27,12 @@ from torch.utils._pytree import tree_leaves
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
 from torchweft.capture.dynamo import Captured, capture, mark_batch
+from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.reference import run_reference
 from torchweft.capture.units import TORCH
 from torchweft.marks import MarkRule, require_matched
 
+log = logging.getLogger("torchweft")
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
@@ -46,9 +49,15 @@ class Watch:
     made when Dynamo starts to compile, and taken back at its end.
     """
 
-    def __init__(self, dim: int = 0, blocks: Blocks | None = None) -> None:
-        self.dim, self.blocks = dim, blocks
+    def __init__(
+        self,
+        dim: int = 0,
+        blocks: Blocks | None = None,
+        fall_back: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.dim, self.blocks, self.fall_back = dim, blocks, fall_back
         self.news = True
+        self.failed = ""
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
@@ -67,6 +76,9 @@ class Watch:
             return compiled(*args, **kwargs)
         finally:
             _calling.reset(token)
+            if self.failed:
+                reason, self.failed = self.failed, ""
+                self.fall_back(reason)
 
     def begin(self, inputs: Any) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
@@ -74,9 +86,12 @@ class Watch:
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
-        make_dynamic(inputs, self.dim)
-        if self.blocks is not None:
-            self.blocks.wrap(at_start=_is_start())
+        try:
+            make_dynamic(inputs, self.dim)
+            if self.blocks is not None:
+                self.blocks.wrap(at_start=_is_start())
+        except Exception as error:
+            self.failed = first_line(as_own(error, "capture"))  # Dynamo would wrap what is raised
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
