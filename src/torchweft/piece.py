@@ -369,6 +369,10 @@ class Piece:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
+        if plan.num_parts > 1 and all(op.whole for op in self.graph.ops):
+            reasons = self.captured.reasons
+            why = next((reasons[op.name] for op in self.graph.ops if op.name in reasons), "no rows")
+            raise StrategyError(f"split: no op of {self.graph.name!r} may be split: {why}")
         lanes = {step.lane for step in plan.steps}
         if self.splitters and plan.num_parts > 1 and len(lanes) > 1:
             raise StrategyError(f"state: one thread has side state in force; lanes are {lanes}.")
@@ -381,7 +385,12 @@ class Piece:
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         """A verified plan for a context."""
         session = self.session
-        bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        try:
+            bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        except StrategyError as error:
+            if error.rule == "split" and self.graph.batch is None:
+                raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
+            raise
         if self.graph.level == "boundary":
             check_steps(bare)
         return verify(lower(bare))

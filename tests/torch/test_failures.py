@@ -75,21 +75,19 @@ def broken(monkeypatch, place, error):
     monkeypatch.setattr(*place, fail)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom\nand more"), KeyError("dim0")], ids=type)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_failure_at_any_stage_runs_the_users_graph(stage, error, monkeypatch):
-    broken(monkeypatch, STAGES[stage], error)
+def test_a_failure_at_any_stage_runs_the_users_graph(stage, monkeypatch):
+    broken(monkeypatch, STAGES[stage], RuntimeError("boom\nand more"))
     model, x = Net().eval(), torch.randn(6, 8)
     with torch.no_grad():
         wanted = model(x)
         weft.compile(model, weft.overlap(parts=2), strict=False)
         for _ in range(3):
             assert torch.equal(model(x), wanted)
-        reason, count = max(weft.report(model).fallbacks, key=lambda told: told[1])
-        assert count >= (1 if stage == "dynamic" else 3), weft.report(model)
-        assert type(error).__name__ in reason and str(error).splitlines()[0] in reason
-        assert "test_failures.py" in reason
-        assert "and more" not in reason
+    told = {why: n for why, n in weft.report(model).fallbacks if "RuntimeError: boom" in why}
+    ((reason, count),) = told.items()
+    assert count == (1 if stage == "dynamic" else 3)
+    assert "(at test_failures.py:" in reason and "and more" not in reason
 
 
 @pytest.mark.parametrize("stage", STAGES)

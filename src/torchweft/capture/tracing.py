@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config as fx_config
@@ -26,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.dynamo import Captured, capture, mark_batch
+from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
 from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.reference import run_reference
 from torchweft.capture.units import TORCH
@@ -135,17 +138,54 @@ def compile_by(
 def make_dynamic(inputs: Any, dim: int = 0) -> None:
     """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims).
 
-    Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs.
+    Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs. Behind
+    a graph break those count that the frame has got, wherever their rows are.
     """
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    batches = {leaf.shape[dim] for leaf in tensors if leaf.dim() > dim}
-    for leaf in tensors + _held(inputs, batches, dim):
+    batches = _batches(inputs, dim)
+    for leaf in _plain(inputs) + _held(inputs, batches, dim):
         if leaf.dim() > dim and leaf.shape[dim] > 1:
             mark_batch(leaf, dim)
+    got = {} if _is_start() else _locals()
+    for leaf in _plain(got) + _held(got, batches, dim):
+        at = None if hasattr(leaf, MARKED) else _rows_at(leaf.shape, batches, dim)
+        if at is not None:
+            mark_batch(leaf, at)
 
 
-def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
-    """Tensors of the same batch in the attributes of objects, a few levels deep."""
+def _plain(inputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _batches(inputs: Any, dim: int) -> set[int]:
+    """How many rows a call may have: the sizes of its tensors, or the commonest inside objects."""
+    if sizes := {leaf.shape[dim] for leaf in _plain(inputs) if leaf.dim() > dim}:
+        return sizes
+    counts = Counter(leaf.shape[dim] for leaf in _held(inputs, None, dim))
+    return {size for size in counts if counts[size] == max(counts.values())}
+
+
+def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
+    """The dim of a shape where the rows are: `dim` itself, else the only such one, or a multiple.
+
+    A wrong guess costs parts, and no number: the row rules look at what is done with that dim.
+    """
+    known = batches - {0, 1}
+    equal = [at for at, size in enumerate(shape) if size in known]
+    if dim in equal or (len(shape) > dim and not equal and any(shape[dim] % n == 0 for n in known)):
+        return dim
+    return equal[0] if len(equal) == 1 else None
+
+
+def _locals() -> Mapping[str, Any]:
+    """What the frame that Dynamo compiles has got."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not convert_frame._compile.__code__:
+        frame = frame.f_back
+    return frame.f_locals["locals"] if frame is not None else {}
+
+
+def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
+    """Tensors of the same batch (None: of any) in the attributes of objects, a few levels deep."""
     found: list[torch.Tensor] = []
     waiting = [(leaf, 0) for leaf in tree_leaves(thing)]
     seen: set[int] = set()
@@ -155,11 +195,13 @@ def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            if depth and item.dim() > dim and item.shape[dim] in batches:
+            if depth and item.dim() > dim and (batches is None or item.shape[dim] in batches):
                 found.append(item)
             continue
-        inside = vars(item) if hasattr(item, "__dict__") else {}
-        waiting += [(leaf, depth + 1) for leaf in tree_leaves([*inside.values()])]
+        inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
+        slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside += [getattr(item, name, None) for name in slots]
+        waiting += [(leaf, depth + 1) for leaf in tree_leaves(inside)]
     return found
 
 
