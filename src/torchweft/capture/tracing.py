@@ -16,14 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import TorchDynamoException
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +43,8 @@ PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
 RECOMPILE_LIMIT = 128
+AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
 
 _calling: ContextVar[tuple[Watch, Any] | None] = ContextVar("weft calling", default=None)
@@ -61,6 +66,8 @@ class Watch:
         self.dim, self.blocks, self.fall_back = dim, blocks, fall_back
         self.news = True
         self.failed = ""
+        self._limited: set[CodeType] = set()
+        self._closed: list[CodeType] = []
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
@@ -70,6 +77,7 @@ class Watch:
         if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
+            _watch_limits()
         token = _calling.set((self, (args, kwargs)))
         try:
             return compiled(*args, **kwargs)
@@ -79,6 +87,9 @@ class Watch:
             return compiled(*args, **kwargs)
         finally:
             _calling.reset(token)
+            closed, self._closed = self._closed, []
+            for code in closed:  # so that the next call past the limit is noticed too
+                set_code_exec_strategy(code, AS_EVER)
             if self.failed:
                 reason, self.failed = self.failed, ""
                 self.fall_back(reason)
@@ -96,6 +107,24 @@ class Watch:
         except Exception as error:
             self.failed = first_line(as_own(error, "capture"))  # Dynamo would wrap what is raised
 
+    def limit(self, code: CodeType, number: int) -> None:
+        """A call past a limit of Dynamo: this frame of it runs without plans.
+
+        Dynamo warns of it; once will do, so from then on we end its attempt as it does itself.
+        """
+        self._closed.append(code)
+        where = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        self.fall_back(
+            f"recompile limit: Dynamo has compiled {where} {number} times, for its guards differ "
+            "from call to call, and runs it without plans now. TORCH_LOGS=recompiles names the "
+            "guards: give what changes as a tensor, or keep it."
+        )
+        if code in self._limited and not torch._dynamo.config.fail_on_recompile_limit_hit:
+            known = Unsupported("recompile limit")
+            known.frame_exec_strategy = ONLY_KNOWN
+            raise known
+        self._limited.add(code)
+
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
         if self.blocks is not None:
@@ -112,6 +141,22 @@ def _begin(_: CallbackArgs) -> None:
 def _end(_: CallbackArgs) -> None:
     if (calling := _calling.get()) is not None:
         calling[0].end()
+
+
+def _watch_limits() -> None:
+    """Have Dynamo's check of its limits tell the call; nobody else hears of it but its log."""
+    stock = convert_frame.exceeds_recompile_limit
+    if stock.__module__ == __name__:
+        return
+
+    def exceeds(*given: Any) -> tuple[bool, str]:
+        exceeded, limit = stock(*given)
+        if exceeded and (calling := _calling.get()) is not None:
+            code = sys._getframe(1).f_locals["code"]
+            calling[0].limit(code, getattr(torch._dynamo.config, limit))
+        return exceeded, limit
+
+    convert_frame.exceeds_recompile_limit = exceeds
 
 
 def _is_start() -> bool:
