@@ -54,7 +54,7 @@ def compile(
     rules: Sequence[MarkRule] = (),
     inner: str = "eager",
     fallback: str = "sequential",
-    strict: bool = False,
+    strict: bool = True,
     batch: int | str | None = None,
     machine: Machine | None = None,
     num_threads: int | None = None,
@@ -71,8 +71,9 @@ def compile(
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
-    strategy says, "sequential" (counted, with its reason) or "error". strict: ops that no rule
-    vouches for are not tried on rows and stay whole. batch: the dim of the inputs
+    strategy says, "sequential" (counted, with its reason) or "error". strict=False: ops that no
+    rule vouches for are tried on the rows of the first call, and split if these show no difference;
+    what later rows would show nobody knows. batch: the dim of the inputs
     that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
     or "inductor". shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where

@@ -135,7 +135,10 @@ class Boundary:
         piece = Piece(session, recorded.captured, EMPTY)
         piece.unsplit = recorded.uncut
         if session.strict and recorded.captured.assumed:
-            piece.unsplit = piece.unsplit or f"strict: {recorded.captured.assumed[0]} is assumed"
+            piece.unsplit = piece.unsplit or (
+                f"strict: {recorded.captured.assumed[0]}, cannot be tried on rows; strict=False "
+                "splits it untried"
+            )
         return Case(recorded, piece)
 
     def _eager(self, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.failures import as_own, copied, first_line
 from torchweft.capture.inlining import inline
 from torchweft.capture.inner import check_inner
-from torchweft.capture.probe import probe
+from torchweft.capture.probe import probe, untried
 from torchweft.capture.shared import shared_bytes
 from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
@@ -74,7 +74,7 @@ class Session:
         rules: Sequence[MarkRule] = (),
         inner: str = "eager",
         fallback: str = "sequential",
-        strict: bool = False,
+        strict: bool = True,
         batch: int | str | None = None,
         machine: Machine | None = None,
         num_threads: int | None = None,
@@ -155,7 +155,7 @@ class Session:
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             # With side state an op that is tried would write it.
-            return found if self.strict or self.splitters else probe(found, given)
+            return untried(found) if self.strict or self.splitters else probe(found, given)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
