@@ -82,10 +82,35 @@ class Trace:
         return sum(span.busy_s for span in self.critical_path)
 
     def busy_s(self, lane: str) -> float:
-        """Seconds of work on a lane, at full rate. Raises `WeftError` for an unknown lane."""
+        """Seconds of work on a lane, at full rate; what is in flight together counts once.
+
+        Raises `WeftError` for an unknown lane.
+        """
         if lane not in (names := [name for name, _ in self.lanes]):
             raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
-        return sum(span.busy_s for span in self.spans if span.lane == lane)
+        total_s = reached_s = 0.0
+        for span in self._on(lane):
+            until_s = span.start_s + span.busy_s
+            if until_s > reached_s:
+                total_s += span.busy_s if span.start_s >= reached_s else until_s - reached_s
+                reached_s = until_s
+        return total_s
+
+    def rows(self, lane: str) -> list[list[Span]]:
+        """The spans of a lane, in as many rows as there are flights at once; none overlap in one."""
+        rows: list[list[Span]] = [[]]
+        for span in self._on(lane):
+            for row in rows:
+                if not row or row[-1].end_s <= span.start_s:
+                    row.append(span)
+                    break
+            else:
+                rows.append([span])
+        return rows
+
+    def _on(self, lane: str) -> list[Span]:
+        spans = [span for span in self.spans if span.lane == lane]
+        return sorted(spans, key=lambda span: span.start_s)
 
     @property
     def network_s(self) -> float:
@@ -125,7 +150,7 @@ class Trace:
         return max((live for _, live in self.memory), default=0)
 
     def to_text(self, width: int = 100) -> str:
-        """A timeline to read: one line a lane, the share that it was busy, and a summary."""
+        """A timeline to read: a line a lane (more where flights overlap), its share, a summary."""
         wide = min(24, max((len(lane) for lane, _ in self.lanes), default=0)) + 2
         columns, end_s = max(20, width - wide - 6), self.makespan_s or 1e-6
         how = "simulated" if self.simulated else "measured"
@@ -133,8 +158,9 @@ class Trace:
         lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
         lines.append(" " * wide + _axis(end_s, columns))
         for lane, _ in self.lanes:
-            cells = _cells([span for span in self.spans if span.lane == lane], end_s, columns)
-            lines.append(f"{lane[: wide - 2]:<{wide}}{cells} {self.busy_s(lane) / end_s:>5.0%}")
+            first, *others = (_cells(row, end_s, columns) for row in self.rows(lane))
+            lines.append(f"{lane[: wide - 2]:<{wide}}{first} {self.busy_s(lane) / end_s:>5.0%}")
+            lines += [" " * wide + cells for cells in others]
         if self.network_s > 0:
             exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
             lines.append(f"network {format_s(self.network_s)} in flight, {exposed}")
@@ -147,27 +173,27 @@ class Trace:
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
         devices = list(dict.fromkeys(device for _, device in self.lanes))
-        ids = {
-            lane: {"pid": devices.index(lane[1]) + 1, "tid": number + 1}
-            for number, lane in enumerate(self.lanes)
-        }
+        ids: dict[Span, dict[str, int]] = {}
         events: list[dict[str, Any]] = []
-        for lane, where in ids.items():
-            device = lane[1] + " (simulated)" * self.simulated
-            for word, name in (("process_name", device), ("thread_name", lane[0])):
+        rows = [(*at, n, row) for at in self.lanes for n, row in enumerate(self.rows(at[0]))]
+        for tid, (lane, device, number, row) in enumerate(rows, 1):
+            where = {"pid": devices.index(device) + 1, "tid": tid}
+            ids |= dict.fromkeys(row, where)
+            shown = device + " (simulated)" * self.simulated
+            named = f"{lane}, flight {number + 1}" if number else lane
+            for word, name in (("process_name", shown), ("thread_name", named)):
                 events.append({"name": word, "ph": "M", **where, "args": {"name": name}})
         for span in self.spans:
             facts = {"name": span.label, "cat": span.uses or "wait", "ph": "X"}
             time = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
             args = {name: getattr(span, name) for name in ("kind", "op", "parts", "busy_s")}
-            events.append({**facts, **ids[span.lane, span.device], **time, "args": args})
+            events.append({**facts, **ids[span], **time, "args": args})
         for number, (source, target) in enumerate(self._arrows()):
             start_s = (source.start_s + source.end_s) / 2
             end_s = min(target.end_s, max(start_s, (target.start_s + target.end_s) / 2))
             for phase, span, at_s in (("s", source, start_s), ("f", target, end_s)):
                 facts = {"name": "wait", "cat": "wait", "ph": phase, "bp": "e"}
-                where = ids[span.lane, span.device]
-                events.append({**facts, **where, "id": number, "ts": at_s * 1e6})
+                events.append({**facts, **ids[span], "id": number, "ts": at_s * 1e6})
         for at_s, live in self.memory:
             facts = {"name": "live bytes", "ph": "C"}
             events.append({**facts, "pid": 1, "ts": at_s * 1e6, "args": {"bytes": live}})
