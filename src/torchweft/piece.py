@@ -28,7 +28,14 @@ from torchweft.capture.replay import placed_by
 from torchweft.capture.shared import shared_bytes
 from torchweft.capture.trusted import trusted_inputs
 from torchweft.context import TOLD, Context
-from torchweft.errors import CaptureError, RefusedError, RunError, StateError, StrategyError, WeftError
+from torchweft.errors import (
+    CaptureError,
+    RefusedError,
+    RunError,
+    StateError,
+    StrategyError,
+    WeftError,
+)
 from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.accelerator import devices_of, runtime_of

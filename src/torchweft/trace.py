@@ -97,7 +97,7 @@ class Trace:
         return total_s
 
     def rows(self, lane: str) -> list[list[Span]]:
-        """The spans of a lane, in as many rows as there are flights at once; none overlap in one."""
+        """The spans of a lane, in as many rows as there are flights at once: no two overlap."""
         rows: list[list[Span]] = [[]]
         for span in self._on(lane):
             for row in rows:

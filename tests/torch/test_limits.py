@@ -1,4 +1,4 @@
-"""Calls that Dynamo compiles no more: past its limits, or not at all. They are counted, each one."""
+"""Calls that Dynamo does not compile, past its limits or at all, are counted one by one."""
 
 from __future__ import annotations
 

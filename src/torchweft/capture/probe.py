@@ -25,9 +25,7 @@ from torchweft.graph import Op
 
 MIN_ROWS = 4
 TOLERANCE = 1e-4
-
-
-CURE = "(if it is row-wise, say so: weft.row_wise, or rows='row-wise' of a mark; strict=False tries)"
+CURE = "(if it is row-wise, weft.row_wise or rows='row-wise' says so; strict=False tries it)"
 
 
 def untried(captured: Captured) -> Captured:

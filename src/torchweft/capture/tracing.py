@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException, Unsupported
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +44,7 @@ PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
 RECOMPILE_LIMIT = 128
+CHECK = "exceeds_recompile_limit"
 AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
@@ -145,7 +147,7 @@ def _end(_: CallbackArgs) -> None:
 
 def _watch_limits() -> None:
     """Have Dynamo's check of its limits tell the call; nobody else hears of it but its log."""
-    stock = convert_frame.exceeds_recompile_limit
+    stock: Callable[..., tuple[bool, str]] = getattr(convert_frame, CHECK)
     if stock.__module__ == __name__:
         return
 
@@ -156,7 +158,7 @@ def _watch_limits() -> None:
             calling[0].limit(code, getattr(torch._dynamo.config, limit))
         return exceeded, limit
 
-    convert_frame.exceeds_recompile_limit = exceeds
+    setattr(convert_frame, CHECK, exceeds)
 
 
 def _is_start() -> bool:
