@@ -72,9 +72,8 @@ def compile(
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
     strategy says, "sequential" (counted, with its reason) or "error". strict=False: ops that no
-    rule vouches for are tried on the rows of the first call, and split if these show no difference;
-    what later rows would show nobody knows. batch: the dim of the inputs
-    that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
+    rule vouches for are split if the first call's rows show no difference. batch: the dim of the
+    inputs that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
     or "inductor". shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.

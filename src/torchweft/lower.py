@@ -116,11 +116,8 @@ class _Sender:
     def _send(self, name: str, step: Step, device: str) -> list[Step]:
         found = []
         for parts, where in self.pieces.get(name, ()):
-            if (
-                where == device
-                or (name, parts, device) in self.sent
-                or not _meet(parts, step.parts)
-            ):
+            there = where == device or (name, parts, device) in self.sent
+            if there or not _meet(parts, step.parts):
                 continue
             self.sent.add((name, parts, device))
             found.append(Step("copy", self.lanes[where], (name,), parts, on=device))

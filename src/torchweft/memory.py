@@ -61,11 +61,8 @@ def lives(plan: Plan) -> list[Life]:
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
             continue
-        makes = (
-            {n for op in step.names for n in graph.op[op].makes}
-            if step.kind in ("run", "issue")
-            else ()
-        )
+        runs = step.kind in ("run", "issue")
+        makes = {n for op in step.names for n in graph.op[op].makes} if runs else ()
         opened: dict[str, Life] = {}
         for name, part, _ in ledger.touched(step):
             life = where.get((name, part))

@@ -82,62 +82,36 @@ class Trace:
         return sum(span.busy_s for span in self.critical_path)
 
     def busy_s(self, lane: str) -> float:
-        """Seconds of work on a lane, at full rate; what is in flight together counts once.
-
-        Raises `WeftError` for an unknown lane.
-        """
+        """Seconds in which a lane works, at full rate. Raises `WeftError` for an unknown lane."""
         if lane not in (names := [name for name, _ in self.lanes]):
             raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
-        total_s = reached_s = 0.0
-        for span in self._on(lane):
-            until_s = span.start_s + span.busy_s
-            if until_s > reached_s:
-                total_s += span.busy_s if span.start_s >= reached_s else until_s - reached_s
-                reached_s = until_s
-        return total_s
+        return _union_s((span.start_s, span.busy_s) for span in self.spans if span.lane == lane)
 
     def rows(self, lane: str) -> list[list[Span]]:
         """The spans of a lane, in as many rows as there are flights at once: no two overlap."""
         rows: list[list[Span]] = [[]]
-        for span in self._on(lane):
-            for row in rows:
-                if not row or row[-1].end_s <= span.start_s:
-                    row.append(span)
-                    break
-            else:
-                rows.append([span])
+        for span in (span for span in self.spans if span.lane == lane):
+            free = [row for row in rows if not row or row[-1].end_s <= span.start_s]
+            rows += [] if free else [[]]
+            (free or rows[-1:])[0].append(span)
         return rows
 
-    def _on(self, lane: str) -> list[Span]:
-        spans = [span for span in self.spans if span.lane == lane]
-        return sorted(spans, key=lambda span: span.start_s)
-
-    @property
+    @cached_property
     def network_s(self) -> float:
         """Seconds in which at least one network op is in flight."""
-        return self._network[0]
-
-    @property
-    def exposed_network_s(self) -> float:
-        """Seconds in which a network op is in flight and no compute or memory step runs."""
-        return self._network[1]
+        return _union_s(self._under_way([True]))
 
     @cached_property
-    def _network(self) -> tuple[float, float]:
-        changes: list[tuple[float, bool, int]] = []
+    def exposed_network_s(self) -> float:
+        """Seconds in which a network op is in flight and no compute or memory step runs."""
+        any_s, work_s = (_union_s(self._under_way(each)) for each in ([True, False], [False]))
+        return min(self.network_s, max(0.0, any_s - work_s))
+
+    def _under_way(self, network: list[bool]) -> Iterable[tuple[float, float]]:
         for span in self.spans:
-            if span.kind in ("run", "copy", "transfer") and span.uses != "io":
-                network = span.uses == "network"
-                changes += [(span.start_s, network, 1), (span.end_s, network, -1)]
-        under_way = {True: 0, False: 0}
-        total_s = exposed_s = last_s = 0.0
-        for at_s, network, change in sorted(changes):
-            if under_way[True]:
-                total_s += at_s - last_s
-                exposed_s += 0.0 if under_way[False] else at_s - last_s
-            last_s = at_s
-            under_way[network] += change
-        return total_s, exposed_s
+            works = span.kind in ("run", "copy", "transfer") and span.uses != "io"
+            if works and (span.uses == "network") in network:
+                yield span.start_s, span.end_s - span.start_s
 
     @property
     def overlap_share(self) -> float:
@@ -153,8 +127,8 @@ class Trace:
         """A timeline to read: a line a lane (more where flights overlap), its share, a summary."""
         wide = min(24, max((len(lane) for lane, _ in self.lanes), default=0)) + 2
         columns, end_s = max(20, width - wide - 6), self.makespan_s or 1e-6
-        how = "simulated" if self.simulated else "measured"
         path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
+        how = "simulated" if self.simulated else "measured"
         lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
         lines.append(" " * wide + _axis(end_s, columns))
         for lane, _ in self.lanes:
@@ -179,9 +153,9 @@ class Trace:
         for tid, (lane, device, number, row) in enumerate(rows, 1):
             where = {"pid": devices.index(device) + 1, "tid": tid}
             ids |= dict.fromkeys(row, where)
-            shown = device + " (simulated)" * self.simulated
-            named = f"{lane}, flight {number + 1}" if number else lane
-            for word, name in (("process_name", shown), ("thread_name", named)):
+            device += " (simulated)" * self.simulated
+            lane += f", flight {number + 1}" if number else ""
+            for word, name in (("process_name", device), ("thread_name", lane)):
                 events.append({"name": word, "ph": "M", **where, "args": {"name": name}})
         for span in self.spans:
             facts = {"name": span.label, "cat": span.uses or "wait", "ph": "X"}
@@ -214,8 +188,8 @@ class Trace:
         suffix = Path(path).suffix
         if suffix not in SUFFIXES:
             raise WeftError(f"trace: {unknown('suffix', suffix, SUFFIXES)}", rule="suffix")
-        chrome = suffix == ".json"
-        write_text(path, json.dumps(self.to_chrome()) + "\n" if chrome else self.to_text())
+        text = json.dumps(self.to_chrome()) + "\n" if suffix == ".json" else self.to_text()
+        write_text(path, text)
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -228,9 +202,8 @@ def to_data(trace: Trace) -> dict[str, Any]:
     """The trace as plain data, ready for JSON; the critical path as numbers of spans."""
     numbers = {span: number for number, span in enumerate(trace.spans)}
     facts = ("name", "simulated", "lanes", "spans", "memory")
-    path = [numbers[span] for span in trace.critical_path]
-    plain = {name: getattr(trace, name) for name in facts}
-    return {"version": VERSION, **plain, "critical_path": path}
+    plain = {"version": VERSION, **{name: getattr(trace, name) for name in facts}}
+    return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
 
 
 def from_data(found: object) -> Trace:
@@ -271,6 +244,16 @@ def format_s(seconds: float) -> str:
 def _scale(seconds: float) -> tuple[float, str]:
     scales = ((1.0, "s"), (1e3, "ms"))
     return next((scale for scale in scales if seconds * scale[0] >= 1), (1e6, "us"))
+
+
+def _union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of these (start, seconds) is under way."""
+    total_s = reached_s = 0.0
+    for start_s, taken_s in sorted(spans):
+        until_s = max(reached_s, start_s + taken_s)
+        total_s += min(taken_s, until_s - reached_s)
+        reached_s = until_s
+    return total_s
 
 
 def _fill(span: Span) -> str:
