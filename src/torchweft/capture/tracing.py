@@ -129,10 +129,13 @@ class Watch:
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
-        if self.blocks is not None:
-            self.blocks.unwrap()
-        self.breaks += breaks_since(self._num_breaks)
         self._settings.close()
+        try:
+            if self.blocks is not None:
+                self.blocks.unwrap()
+            self.breaks += breaks_since(self._num_breaks)
+        except Exception as error:
+            self.failed = first_line(as_own(error, "capture"))
 
 
 def _begin(_: CallbackArgs) -> None:
@@ -188,13 +191,15 @@ def make_dynamic(inputs: Any, dim: int = 0) -> None:
     Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs. Behind
     a graph break those count that the frame has got, wherever their rows are.
     """
-    batches = _batches(inputs, dim)
-    for leaf in _plain(inputs) + _held(inputs, batches, dim):
+    batches, got = _batches(inputs, dim), _locals()
+    given = _plain(inputs) + _held(inputs, batches, dim)
+    for leaf in given:
         if leaf.dim() > dim and leaf.shape[dim] > 1:
             mark_batch(leaf, dim)
-    got = {} if _is_start() else _locals()
+    known = {id(leaf) for leaf in given}
     for leaf in _plain(got) + _held(got, batches, dim):
-        at = None if hasattr(leaf, MARKED) else _rows_at(leaf.shape, batches, dim)
+        seen = id(leaf) in known or hasattr(leaf, MARKED) or isinstance(leaf, torch.nn.Parameter)
+        at = None if seen else _rows_at(leaf.shape, batches, dim)
         if at is not None:
             mark_batch(leaf, at)
 
