@@ -168,7 +168,7 @@ class Boundary:
         """Whether a call that failed may run as it is instead; from now on the others do, if so."""
         if isinstance(error, CaptureError) and error.rule == FAILURE:  # nothing has run yet
             case.fallen = first_line(error)
-            return self.session.fallback != "error" and not case.piece.talks
+            return not case.piece.talks
         if isinstance(error, EagerError):
             case.fallen = "ranks: another rank runs the model as it is"
         elif isinstance(error, RunError) and error.rule == SEQUENCE:

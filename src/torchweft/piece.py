@@ -193,6 +193,8 @@ class Piece:
         names = communicators(self.graph)
         if self.graph.level == "boundary":  # the model runs as it is, and not a graph
             refuse(names, self.session.watchdog_s)
+            if self.session.fallback == "error":
+                raise error
             raise CaptureError(str(error), rule=FAILURE) from error
         return self.session.run_as_it_is(self.gm, inputs, error, names, self)
 

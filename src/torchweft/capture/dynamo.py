@@ -348,8 +348,9 @@ def _unbatched(placeholders: Sequence[fx.Node]) -> str:
     sizes = sorted({str(value.shape[0]) for value in inputs})
     if not inputs:
         return "No tensor with rows is given to it."
-    one = sizes == ["1"]
-    return "Its inputs have one row." if one else f"Dynamo fixed their number: {', '.join(sizes)}."
+    if sizes == ["1"]:
+        return "Its inputs have one row."
+    return f"Dynamo fixed the rows of its inputs: {', '.join(sizes)}."
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:

@@ -46,7 +46,7 @@ def as_own(error: Exception, doing: str) -> WeftError:
 
 def first_line(error: WeftError) -> str:
     """An error as the reason of a fallback."""
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
