@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -53,7 +54,7 @@ def compile(
     rules: Sequence[MarkRule] = (),
     inner: str = "eager",
     fallback: str = "sequential",
-    strict: bool = False,
+    strict: bool = True,
     batch: int | str | None = None,
     machine: Machine | None = None,
     num_threads: int | None = None,
@@ -70,9 +71,9 @@ def compile(
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     rules: marks from outside the model. fallback: what happens to a call that cannot run as the
-    strategy says, "sequential" (counted, with its reason) or "error". strict: ops that no rule
-    vouches for are not tried on rows and stay whole. batch: the dim of the inputs
-    that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
+    strategy says, "sequential" (counted, with its reason) or "error". strict=False: ops that no
+    rule vouches for are split if the first call's rows show no difference. batch: the dim of the
+    inputs that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
     or "inductor". shadow=N compares every N-th call with eager.
     level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
     gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
@@ -126,16 +127,22 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     compiled = compile_by(session.backend, call)
-    watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
+    dim = session.batch if isinstance(session.batch, int) else 0
+    watch = Watch(dim, session.blocks, partial(session.fall_back, None))
+
+    here = session.here
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
+        here.ran = False
         if session.shadow is None:
             outputs = watch(compiled, args, kwargs)
         else:
             outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
-        if watch.news or not session.pieces:
+        if watch.news:
             watch.news = False
             session.settle(watch.breaks)
+        if not here.ran:
+            session.fall_back(None, "capture: Dynamo captured no graph of this call")
         return outputs
 
     weft_call.session = session  # type: ignore[attr-defined]

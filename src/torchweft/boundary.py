@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.capture.boundary import EMPTY, Recorded, build
+from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.given import Given, Rows
 from torchweft.capture.nests import Nest
 from torchweft.capture.recorder import Recorder
 from torchweft.capture.watch_marks import MarkWatch
-from torchweft.errors import RunError, StrategyError
+from torchweft.errors import CaptureError, RunError, StrategyError
 from torchweft.gate import compare
 from torchweft.piece import Piece
 from torchweft.runtimes.caught import catch_collectives
@@ -63,6 +64,7 @@ class Boundary:
         self.watch = MarkWatch(model, session.rules)
         self.modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
         self.cases: dict[object, Case] = {}
+        self.failed: dict[object, str] = {}
         self.threads = Lanes(linger_s=None)
         weakref.finalize(self, self.threads.release)
         catch_collectives()
@@ -76,13 +78,18 @@ class Boundary:
         """Run one call."""
         if listener() is not None:  # inside of a part of another model, or recorded by it
             return self.call(*args, **kwargs)
-        given = Given.of(args, kwargs, self.dim)
-        key = self._key(given)
-        case = self.cases.get(key)
-        if case is None and len(self.cases) < MAX_FORMS:
+        try:
+            given = Given.of(args, kwargs, self.dim)
+            key = self._key(given)
+        except Exception as error:
+            self.session.fall_back(None, first_line(as_own(error, "capture")))
+            return self._eager(args, kwargs)
+        case, reason = self.cases.get(key), self.failed.get(key)
+        if case is None and reason is None and len(self.cases) + len(self.failed) < MAX_FORMS:
             return self._record(key, given, args, kwargs)
         if case is None:
-            self.session.fall_back(None, f"forms: calls come in more than {MAX_FORMS} forms")
+            reason = reason or f"forms: calls come in more than {MAX_FORMS} forms"
+            self.session.fall_back(None, reason)
             return self._eager(args, kwargs)
         if case.fallen:
             self.session.fall_back(case.piece, case.fallen)
@@ -106,20 +113,33 @@ class Boundary:
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own
             recorder.mixes = recorder.mixes or "argument: the model changes what it is given"
-        name = f"boundary{len(self.cases)}"
-        states = [splitter.name for splitter in session.splitters]
+        try:
+            case = self._case(recorder, given, outputs)
+        except Exception as error:
+            self.failed[key] = first_line(as_own(error, "capture"))
+            session.fall_back(None, self.failed[key])
+            return outputs
+        if self.cases.setdefault(key, case) is case:
+            session.pieces.append(case.piece)
+        session.settle(())
+        return outputs
+
+    def _case(self, recorder: Recorder, given: Given, outputs: Any) -> Case:
+        """What was recorded, as a piece."""
+        session = self.session
         recorded = build(
             recorder, given, outputs,
-            model=self.model, name=name, dim=self.dim, states=states,
+            model=self.model, name=f"boundary{len(self.cases)}", dim=self.dim,
+            states=[splitter.name for splitter in session.splitters],
         )  # fmt: skip
         piece = Piece(session, recorded.captured, EMPTY)
         piece.unsplit = recorded.uncut
         if session.strict and recorded.captured.assumed:
-            piece.unsplit = piece.unsplit or f"strict: {recorded.captured.assumed[0]} is assumed"
-        if self.cases.setdefault(key, Case(recorded, piece)).piece is piece:
-            session.pieces.append(piece)
-        session.settle(())
-        return outputs
+            piece.unsplit = piece.unsplit or (
+                f"strict: {recorded.captured.assumed[0]}, cannot be tried on rows; strict=False "
+                "splits it untried"
+            )
+        return Case(recorded, piece)
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
@@ -146,6 +166,9 @@ class Boundary:
 
     def _falls(self, case: Case, trial: _Trial | None, error: BaseException) -> bool:
         """Whether a call that failed may run as it is instead; from now on the others do, if so."""
+        if isinstance(error, CaptureError) and error.rule == FAILURE:  # nothing has run yet
+            case.fallen = first_line(error)
+            return not case.piece.talks
         if isinstance(error, EagerError):
             case.fallen = "ranks: another rank runs the model as it is"
         elif isinstance(error, RunError) and error.rule == SEQUENCE:

@@ -21,20 +21,28 @@ from torch._guards import CompileContext
 from torchweft.bucket import Bucket, bucket_of, watch
 from torchweft.capture.boundary import check_steps
 from torchweft.capture.dynamo import Captured
+from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.inner import compile_bodies
 from torchweft.capture.replay import placed_by
 from torchweft.capture.shared import shared_bytes
 from torchweft.capture.trusted import trusted_inputs
 from torchweft.context import TOLD, Context
-from torchweft.errors import RefusedError, StrategyError, WeftError
+from torchweft.errors import (
+    CaptureError,
+    RefusedError,
+    RunError,
+    StateError,
+    StrategyError,
+    WeftError,
+)
 from torchweft.lower import lower
 from torchweft.plan import Plan
 from torchweft.runtimes.accelerator import devices_of, runtime_of
 from torchweft.runtimes.cpu import run, run_alone, run_traced
 from torchweft.runtimes.pads import Pads
 from torchweft.runtimes.program import Program
-from torchweft.runtimes.talk import Talk, digests, refuse
+from torchweft.runtimes.talk import Talk, communicators, digests, refuse
 from torchweft.runtimes.writer import compile_program
 from torchweft.splitters import STATE, Switch, switch_for
 from torchweft.strategies import sequential
@@ -73,7 +81,7 @@ class Piece:
     """One captured graph and its plans. Calls may come from several threads."""
 
     def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
-        self.session, self.captured = session, captured
+        self.session, self.captured, self.gm = session, captured, gm
         self.bodies = compile_bodies(captured, session.inner)
         self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
         self.guards: Guards = guards_of(gm, captured.graph.batch)
@@ -103,7 +111,9 @@ class Piece:
         self._ready: dict[object, Ready] = {}
         self._by_batch: dict[object, Entry] = {}
         self._refused: dict[object, str] = {}
+        self._failed: dict[object, WeftError] = {}
         self._sequential: Entry | None = None
+        self._here = session.here
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Any:
@@ -114,6 +124,7 @@ class Piece:
         told = TOLD.get()
         sizes = self._sizes(inputs)
         ready = self._ready.get(sizes if told is None else (sizes, told))
+        self._here.ran = True
         if ready is None or self.session.watches:
             return self._first_call(inputs)
         entry, alone, bounds, numbers, digests = ready
@@ -134,8 +145,7 @@ class Piece:
             try:
                 self._trusted.check(given)
             except WeftError:
-                if self.talks:  # the others shall not wait for this rank
-                    refuse(self.graph, self.session.watchdog_s)
+                refuse(communicators(self.graph), self.session.watchdog_s)  # nobody shall wait
                 raise
         return given
 
@@ -143,12 +153,14 @@ class Piece:
         """Find or make the plan of a call, and run it."""
         if self.session.kept is not None:
             self.session.kept[self] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
-        own = self.captured.env(inputs)
-        env = self._padded(own) if self.pads is not None else own
-        context = self.session.context(self.graph, env)
-        given = self._given(inputs)
-        forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
+        key, given = (self._sizes(inputs), TOLD.get()), self._given(inputs)
         try:
+            if key in self._failed:
+                raise self._failed[key]
+            own = self.captured.env(inputs)
+            env = self._padded(own) if self.pads is not None else own
+            context = self.session.context(self.graph, env)
+            forbidden = self.unsplit or (shared_bytes(given) if self.writes else "")
             if forbidden:
                 self.session.fall_back(self, forbidden)
                 entry, plain, switch = self.sequential(context), False, None
@@ -156,10 +168,11 @@ class Piece:
                 entry, plain = self.entry(context, env)
                 entry, switch = self._switch(entry, env, context)
             bounds, numbers, told = self._shape(entry, env, context)
-        except WeftError:
-            if self.talks:  # a rank that finds no plan tells the others before it raises
-                refuse(self.graph, self.session.watchdog_s)
+        except (RunError, StateError):
+            refuse(communicators(self.graph), self.session.watchdog_s)
             raise
+        except Exception as error:  # also without parts there is no plan
+            return self._run_as_it_is(inputs, key, as_own(error, "plan"))
         entry.num_calls += 1
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
@@ -170,6 +183,20 @@ class Piece:
             alone = entry.program if plain and len(entry.program.functions) == 1 else None
             self._remember(inputs, (entry, alone, bounds, numbers, told))
         return self._rebuild(outputs, own)
+
+    def _run_as_it_is(self, inputs: tuple[Any, ...], key: object, error: WeftError) -> Any:
+        """Run the user's own graph; calls of these sizes are not planned again."""
+        if self.session.fallback != "error":
+            if len(self._failed) >= MAX_SHAPES:
+                self._failed.clear()
+            self._failed[key] = error
+        names = communicators(self.graph)
+        if self.graph.level == "boundary":  # the model runs as it is, and not a graph
+            refuse(names, self.session.watchdog_s)
+            if self.session.fallback == "error":
+                raise error
+            raise CaptureError(str(error), rule=FAILURE) from error
+        return self.session.run_as_it_is(self.gm, inputs, error, names, self)
 
     def _padded(self, env: dict[str, int]) -> dict[str, int]:
         """The sizes of a call filled up to one that device graphs are captured for."""
@@ -236,21 +263,33 @@ class Piece:
             return self.pads.take(self._run(entry, filled, bounds, numbers), rows, bounds[-1])
         lanes, threads = self.session.lanes, self.session.num_threads
         collected, runtime = self.session.traces, self.runtime
-        if collected is not None or (entry.num_calls == 2 and entry.trace is None):
-            program = self.compile(entry.plan, traced=True)
+        wanted = collected is not None or (entry.num_calls == 2 and entry.trace is None)
+        program = self._traced(entry) if wanted else None
+        if program is None:
             if runtime is not None:
-                outputs, entry.trace = runtime.run_traced(program, given, bounds, numbers=numbers)
-            else:
-                outputs, entry.trace = run_traced(
-                    program, given, bounds, lanes, numbers=numbers, num_threads=threads
-                )
-            if collected is not None:
-                collected.append(entry.trace)
-            return outputs
-        program = entry.program
+                return runtime.run(entry.program, given, bounds, numbers=numbers)
+            return run(entry.program, given, bounds, lanes, numbers=numbers, num_threads=threads)
         if runtime is not None:
-            return runtime.run(program, given, bounds, numbers=numbers)
-        return run(program, given, bounds, lanes, numbers=numbers, num_threads=threads)
+            outputs, entry.trace = runtime.run_traced(program, given, bounds, numbers=numbers)
+        else:
+            outputs, entry.trace = run_traced(
+                program, given, bounds, lanes, numbers=numbers, num_threads=threads
+            )
+        if collected is not None:
+            collected.append(entry.trace)
+        return outputs
+
+    def _traced(self, entry: Entry) -> Any:
+        """The program that measures its steps; None, counted, if it cannot be made."""
+        try:
+            return self.compile(entry.plan, traced=True)
+        except Exception as error:
+            own = as_own(error, "trace")
+            if self.session.traces is not None:
+                raise own from error
+            entry.trace = Trace(self.graph.name, ())
+            self._fall_back(first_line(own))
+            return None
 
     def forget(self) -> None:
         """Forget all plans: the next call writes a new one."""
@@ -258,6 +297,7 @@ class Piece:
             self._ready.clear()
             self._by_batch.clear()
             self._refused.clear()
+            self._failed.clear()
             self.entries.clear()
 
     @property
@@ -328,15 +368,20 @@ class Piece:
                 return entry, ""
         try:
             return self._write(context.strategy or self.session.strategy, context), ""
-        except StrategyError as error:
+        except Exception as error:
+            own = as_own(error, "plan")
             if self.session.fallback == "error":
-                raise
-            return self.sequential(context), str(error).splitlines()[0]
+                raise own from error
+            return self.sequential(context), first_line(own)
 
     def _write(self, strategy: Strategy, context: Context) -> Entry:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
+        if plan.num_parts > 1 and all(op.whole for op in self.graph.ops):
+            reasons = self.captured.reasons
+            why = next((reasons[op.name] for op in self.graph.ops if op.name in reasons), "no rows")
+            raise StrategyError(f"split: no op of {self.graph.name!r} may be split: {why}")
         lanes = {step.lane for step in plan.steps}
         if self.splitters and plan.num_parts > 1 and len(lanes) > 1:
             raise StrategyError(f"state: one thread has side state in force; lanes are {lanes}.")
@@ -349,7 +394,12 @@ class Piece:
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         """A verified plan for a context."""
         session = self.session
-        bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        try:
+            bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+        except StrategyError as error:
+            if error.rule == "split" and self.graph.batch is None:
+                raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
+            raise
         if self.graph.level == "boundary":
             check_steps(bare)
         return verify(lower(bare))

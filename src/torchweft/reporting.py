@@ -181,14 +181,18 @@ def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
     steps = [step for entry in piece.all_entries() for step in entry.plan.steps]
     names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
     told = piece.unplaced if piece.session.zero_copy else dict.fromkeys(names, "zero_copy is off")
-    return tuple((name, told.get(name) or _loose(piece.graph.maker[name])) for name in names)
+    replaced = {name for step in steps if step.by for name in step.names}
+    makers = piece.graph.maker
+    return tuple((name, told.get(name) or _loose(makers[name], replaced)) for name in names)
 
 
-def _loose(op: Op) -> str:
+def _loose(op: Op, replaced: set[str]) -> str:
     """Why the parts of what an op makes are loose pieces, if its body is not the reason."""
+    if op.name in replaced:
+        return "a kernel of the strategy makes it"
     if op.collective is not None:
         return "a collective makes it"
-    return "its parts add up" if op.rows == "additive" else "a kernel of the strategy makes it"
+    return "its parts add up" if op.rows == "additive" else "only the strategy needs it whole"
 
 
 def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:

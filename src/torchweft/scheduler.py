@@ -225,11 +225,8 @@ class Scheduler:
             self._ready.add((number, part))
 
     def _needs(self, op: Op, part: int) -> str:
-        if (
-            op.name in self._order.serial
-            and part
-            and part - 1 not in self._done[self._index[op.name]]
-        ):
+        done = self._done[self._index[op.name]]
+        if op.name in self._order.serial and part and part - 1 not in done:
             return self._name(op, part - 1)
         for name, same in self._order.before[op.name]:
             number = self._index[name]

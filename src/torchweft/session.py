@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,17 @@ import torch
 from torch import SymInt, fx
 
 from torchweft.capture.aten import check_level, level_of, run_aten
-from torchweft.capture.blocks import Blocks
+from torchweft.capture.blocks import BlockError, Blocks
+from torchweft.capture.collectives import communicators_of
 from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.failures import as_own, copied, first_line
 from torchweft.capture.inlining import inline
 from torchweft.capture.inner import check_inner
-from torchweft.capture.probe import probe
+from torchweft.capture.probe import probe, untried
 from torchweft.capture.shared import shared_bytes
 from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
-from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
+from torchweft.errors import StrategyError, WeftError, unknown
 from torchweft.gate import Shadow, first_difference
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
@@ -31,6 +33,7 @@ from torchweft.piece import Piece
 from torchweft.runtimes.cpu import Lanes
 from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
+from torchweft.runtimes.talk import refuse, run_eagerly
 from torchweft.splitters import Splitter, check_splitters
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
@@ -71,7 +74,7 @@ class Session:
         rules: Sequence[MarkRule] = (),
         inner: str = "eager",
         fallback: str = "sequential",
-        strict: bool = False,
+        strict: bool = True,
         batch: int | str | None = None,
         machine: Machine | None = None,
         num_threads: int | None = None,
@@ -111,6 +114,7 @@ class Session:
         self.lanes = Lanes()
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None
+        self.here = threading.local()  # ran: whether a piece has run in this thread's call
         self._lock = threading.Lock()
         introduce()
 
@@ -120,6 +124,19 @@ class Session:
             raise StrategyError("capture: Dynamo captures graphs; use weft.compile for others.")
         introduce()
         blocks = self.blocks is not None and self.blocks.adopt(gm, example_inputs)
+        plain = copied(gm)
+        try:
+            return self._captured(gm, example_inputs, blocks)
+        except Exception as error:
+            own = as_own(error, "capture")
+            if blocks:  # perhaps it can be had without them
+                raise BlockError(first_line(own)) from error
+            return self._uncaptured(plain, own)
+
+    def _captured(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], blocks: bool
+    ) -> Callable[..., Any]:
+        """A graph of Dynamo as a piece, or as those of its ATen graphs."""
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
         options: dict[str, Any] = {
             "rules": self.rules, "batch": self.batch, "name": f"piece{number}",
@@ -130,26 +147,31 @@ class Session:
             why = shared_bytes(example_inputs)
             if self.splitters:
                 why = "state: at the aten level no call shows the side state that it touches"
-            return run_aten(gm, example_inputs, partial(self._piece, unsplit=why), **options)
+            make = partial(self._aten_piece, unsplit=why)
+            return run_aten(gm, example_inputs, make, **options)
 
         def captured() -> Captured:
             found = capture(gm, example_inputs, blocks=blocks, **options)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             # With side state an op that is tried would write it.
-            return found if self.strict or self.splitters else probe(found, given)
+            return untried(found) if self.strict or self.splitters else probe(found, given)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
-    def _piece(
-        self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str = ""
+    def _aten_piece(
+        self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str
     ) -> Callable[..., Any]:
-        """A graph that was captured, as a piece of this session."""
+        """A graph of AOTAutograd as a piece: what fails in one leaves the others alone."""
+        plain = copied(gm)
         try:
-            captured = capture()
-        except CaptureError as error:
-            return self._uncaptured(gm, error)
-        piece = Piece(self, captured, gm)
+            return self._piece(gm, capture, unsplit=unsplit)
+        except Exception as error:
+            return self._uncaptured(plain, as_own(error, "capture"))
+
+    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str) -> Piece:
+        """A graph that was captured, as a piece of this session."""
+        piece = Piece(self, capture(), gm)
         piece.unsplit = piece.unsplit or unsplit
         self.pieces.append(piece)
         return piece
@@ -157,15 +179,27 @@ class Session:
     def _uncaptured(self, gm: fx.GraphModule, error: WeftError) -> Callable[..., Any]:
         """A graph that we cannot cut runs as it is, counted, or raises when it is called."""
         self.num_uncaptured += 1
-        reason = str(error).splitlines()[0]
+        names = communicators_of(gm)
+        return lambda *inputs: self.run_as_it_is(gm, inputs, error, names)
 
-        def call(*inputs: Any) -> Any:
-            if self.fallback == "error":
-                raise error
-            self.fall_back(None, reason)
-            return gm.forward(*inputs)
+    def run_as_it_is(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        error: WeftError,
+        names: Iterable[str],
+        piece: Piece | None = None,
+    ) -> Any:
+        """Run a user's graph where we failed, counted; under fallback="error" raise why.
 
-        return call
+        names: its communicators. Their other ranks must run theirs as it is too.
+        """
+        if self.fallback == "error":
+            refuse(names, self.watchdog_s)
+            raise error
+        self.fall_back(piece, first_line(error))
+        run_eagerly(names, self.watchdog_s)
+        return gm.forward(*inputs)
 
     def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
         """The context of a call: its shapes, and what the host told."""
@@ -180,8 +214,6 @@ class Session:
     def settle(self, breaks: Sequence[str]) -> None:
         """What is to be seen to after a call in which Dynamo compiled, and after the first."""
         self.breaks |= dict.fromkeys(breaks)
-        if not self.pieces and not self.num_uncaptured:
-            self.fall_back(None, "capture: Dynamo captured no graph of this call")
         if self.unmatched:
             self.unmatched = False
             self._require_marks()
@@ -224,6 +256,7 @@ class Session:
 
     def fall_back(self, piece: Piece | None, reason: str) -> None:
         """Count a call that runs sequentially against the strategy's will; the first is logged."""
+        self.here.ran = True
         if self.fallback == "error":
             raise StrategyError(f"fallback: {reason}", rule="fallback")
         with self._lock:

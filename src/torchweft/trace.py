@@ -82,37 +82,36 @@ class Trace:
         return sum(span.busy_s for span in self.critical_path)
 
     def busy_s(self, lane: str) -> float:
-        """Seconds of work on a lane, at full rate. Raises `WeftError` for an unknown lane."""
+        """Seconds in which a lane works, at full rate. Raises `WeftError` for an unknown lane."""
         if lane not in (names := [name for name, _ in self.lanes]):
             raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
-        return sum(span.busy_s for span in self.spans if span.lane == lane)
+        return _union_s((span.start_s, span.busy_s) for span in self.spans if span.lane == lane)
 
-    @property
-    def network_s(self) -> float:
-        """Seconds in which at least one network op is in flight."""
-        return self._network[0]
-
-    @property
-    def exposed_network_s(self) -> float:
-        """Seconds in which a network op is in flight and no compute or memory step runs."""
-        return self._network[1]
+    def rows(self, lane: str) -> list[list[Span]]:
+        """The spans of a lane, in as many rows as there are flights at once: no two overlap."""
+        rows: list[list[Span]] = [[]]
+        for span in (span for span in self.spans if span.lane == lane):
+            free = [row for row in rows if not row or row[-1].end_s <= span.start_s]
+            rows += [] if free else [[]]
+            (free or rows[-1:])[0].append(span)
+        return rows
 
     @cached_property
-    def _network(self) -> tuple[float, float]:
-        changes: list[tuple[float, bool, int]] = []
+    def network_s(self) -> float:
+        """Seconds in which at least one network op is in flight."""
+        return _union_s(self._under_way([True]))
+
+    @cached_property
+    def exposed_network_s(self) -> float:
+        """Seconds in which a network op is in flight and no compute or memory step runs."""
+        any_s, work_s = (_union_s(self._under_way(each)) for each in ([True, False], [False]))
+        return min(self.network_s, max(0.0, any_s - work_s))
+
+    def _under_way(self, network: list[bool]) -> Iterable[tuple[float, float]]:
         for span in self.spans:
-            if span.kind in ("run", "copy", "transfer") and span.uses != "io":
-                network = span.uses == "network"
-                changes += [(span.start_s, network, 1), (span.end_s, network, -1)]
-        under_way = {True: 0, False: 0}
-        total_s = exposed_s = last_s = 0.0
-        for at_s, network, change in sorted(changes):
-            if under_way[True]:
-                total_s += at_s - last_s
-                exposed_s += 0.0 if under_way[False] else at_s - last_s
-            last_s = at_s
-            under_way[network] += change
-        return total_s, exposed_s
+            works = span.kind in ("run", "copy", "transfer") and span.uses != "io"
+            if works and (span.uses == "network") in network:
+                yield span.start_s, span.end_s - span.start_s
 
     @property
     def overlap_share(self) -> float:
@@ -125,16 +124,17 @@ class Trace:
         return max((live for _, live in self.memory), default=0)
 
     def to_text(self, width: int = 100) -> str:
-        """A timeline to read: one line a lane, the share that it was busy, and a summary."""
+        """A timeline to read: a line a lane (more where flights overlap), its share, a summary."""
         wide = min(24, max((len(lane) for lane, _ in self.lanes), default=0)) + 2
         columns, end_s = max(20, width - wide - 6), self.makespan_s or 1e-6
-        how = "simulated" if self.simulated else "measured"
         path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
+        how = "simulated" if self.simulated else "measured"
         lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
         lines.append(" " * wide + _axis(end_s, columns))
         for lane, _ in self.lanes:
-            cells = _cells([span for span in self.spans if span.lane == lane], end_s, columns)
-            lines.append(f"{lane[: wide - 2]:<{wide}}{cells} {self.busy_s(lane) / end_s:>5.0%}")
+            first, *others = (_cells(row, end_s, columns) for row in self.rows(lane))
+            lines.append(f"{lane[: wide - 2]:<{wide}}{first} {self.busy_s(lane) / end_s:>5.0%}")
+            lines += [" " * wide + cells for cells in others]
         if self.network_s > 0:
             exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
             lines.append(f"network {format_s(self.network_s)} in flight, {exposed}")
@@ -147,27 +147,27 @@ class Trace:
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
         devices = list(dict.fromkeys(device for _, device in self.lanes))
-        ids = {
-            lane: {"pid": devices.index(lane[1]) + 1, "tid": number + 1}
-            for number, lane in enumerate(self.lanes)
-        }
+        ids: dict[Span, dict[str, int]] = {}
         events: list[dict[str, Any]] = []
-        for lane, where in ids.items():
-            device = lane[1] + " (simulated)" * self.simulated
-            for word, name in (("process_name", device), ("thread_name", lane[0])):
+        rows = [(*at, n, row) for at in self.lanes for n, row in enumerate(self.rows(at[0]))]
+        for tid, (lane, device, number, row) in enumerate(rows, 1):
+            where = {"pid": devices.index(device) + 1, "tid": tid}
+            ids |= dict.fromkeys(row, where)
+            device += " (simulated)" * self.simulated
+            lane += f", flight {number + 1}" if number else ""
+            for word, name in (("process_name", device), ("thread_name", lane)):
                 events.append({"name": word, "ph": "M", **where, "args": {"name": name}})
         for span in self.spans:
             facts = {"name": span.label, "cat": span.uses or "wait", "ph": "X"}
             time = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
             args = {name: getattr(span, name) for name in ("kind", "op", "parts", "busy_s")}
-            events.append({**facts, **ids[span.lane, span.device], **time, "args": args})
+            events.append({**facts, **ids[span], **time, "args": args})
         for number, (source, target) in enumerate(self._arrows()):
             start_s = (source.start_s + source.end_s) / 2
             end_s = min(target.end_s, max(start_s, (target.start_s + target.end_s) / 2))
             for phase, span, at_s in (("s", source, start_s), ("f", target, end_s)):
                 facts = {"name": "wait", "cat": "wait", "ph": phase, "bp": "e"}
-                where = ids[span.lane, span.device]
-                events.append({**facts, **where, "id": number, "ts": at_s * 1e6})
+                events.append({**facts, **ids[span], "id": number, "ts": at_s * 1e6})
         for at_s, live in self.memory:
             facts = {"name": "live bytes", "ph": "C"}
             events.append({**facts, "pid": 1, "ts": at_s * 1e6, "args": {"bytes": live}})
@@ -188,8 +188,8 @@ class Trace:
         suffix = Path(path).suffix
         if suffix not in SUFFIXES:
             raise WeftError(f"trace: {unknown('suffix', suffix, SUFFIXES)}", rule="suffix")
-        chrome = suffix == ".json"
-        write_text(path, json.dumps(self.to_chrome()) + "\n" if chrome else self.to_text())
+        text = json.dumps(self.to_chrome()) + "\n" if suffix == ".json" else self.to_text()
+        write_text(path, text)
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -202,9 +202,8 @@ def to_data(trace: Trace) -> dict[str, Any]:
     """The trace as plain data, ready for JSON; the critical path as numbers of spans."""
     numbers = {span: number for number, span in enumerate(trace.spans)}
     facts = ("name", "simulated", "lanes", "spans", "memory")
-    path = [numbers[span] for span in trace.critical_path]
-    plain = {name: getattr(trace, name) for name in facts}
-    return {"version": VERSION, **plain, "critical_path": path}
+    plain = {"version": VERSION, **{name: getattr(trace, name) for name in facts}}
+    return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
 
 
 def from_data(found: object) -> Trace:
@@ -245,6 +244,16 @@ def format_s(seconds: float) -> str:
 def _scale(seconds: float) -> tuple[float, str]:
     scales = ((1.0, "s"), (1e3, "ms"))
     return next((scale for scale in scales if seconds * scale[0] >= 1), (1e6, "us"))
+
+
+def _union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of these (start, seconds) is under way."""
+    total_s = reached_s = 0.0
+    for start_s, taken_s in sorted(spans):
+        until_s = max(reached_s, start_s + taken_s)
+        total_s += min(taken_s, until_s - reached_s)
+        reached_s = until_s
+    return total_s
 
 
 def _fill(span: Span) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_clean, check_overlap, run_once
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchweft as weft
 
@@ -48,6 +51,35 @@ def check_shard(rank, *, in_place, parts, jitter):
     check_clean(model)
 
 
+@torch.enable_grad()
+def check_sharded(rank):
+    """Behind the hooks of `fully_shard`, which are graph breaks, there are parts too."""
+    torch.manual_seed(0)
+    model, plain = (torch.nn.Sequential(*(Feed() for _ in range(2))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for feed in model:
+        fully_shard(feed, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    weft.compile(model, weft.overlap(parts=2))
+    x = torch.randn(6, 8)
+    warnings.filterwarnings("ignore", "The .grad attribute")  # Dynamo's own look at a tensor
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+        model(x).square().sum().backward()
+    report = weft.report(model)
+    assert all(plan.num_parts == 2 for piece in report.pieces for plan in piece.plans), report
+    assert report.fallbacks == () and len(report.pieces) > 2
+
+
+class Feed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
 def check_loaded(rank):
     """A fork server says nothing of what it cannot load; every rank would load it anew."""
     assert "warm" in sys.modules
@@ -60,6 +92,7 @@ CASES = {
     for in_place in (False, True)
     for parts, jitter in ((2, False), (3, False), (3, True))
 }
+CASES["fully_shard"] = check_sharded
 CASES["the ranks are loaded when they start"] = check_loaded
 
 

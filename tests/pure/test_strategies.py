@@ -95,10 +95,12 @@ def test_overlap_runs_small_calls_in_one_piece_and_says_why() -> None:
     assert "sequential: 512 tokens are fewer than 2 x 512" in plan.history
 
 
-def test_overlap_without_a_batch_runs_in_one_piece_and_says_why() -> None:
+def test_overlap_without_a_batch_says_that_there_is_nothing_to_split() -> None:
     value = Value("y", (Size.of(4),))
     graph = Graph("free", (value,), (Op("make", (), ("y",), rows="batch-free"),), (), ("y",))
-    assert "sequential: the graph has no batch" in write(overlap, graph, Context()).history
+    with pytest.raises(StrategyError, match="'free' has no batch to split"):
+        write(overlap, graph, Context())
+    assert write(overlap(min_tokens=1), graph, Context()).num_parts == 1
 
 
 def test_branches_use_both_lanes_and_gain_by_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,39 @@ def test_numbers_of_a_trace() -> None:
     assert TRACE.critical_path_s == pytest.approx(7e-3)
     assert TRACE.peak_bytes == 3 * 2**20
     assert TRACE.lanes == (("compute", "cpu"), ("network", "cpu"), ("io", "cpu"))
+
+
+FLIGHTS = Trace(
+    "flights",
+    (
+        span("transfer", "reduce[0]", "network", 0, 6e-3),
+        span("transfer", "reduce[1]", "network", 1e-3, 8e-3),
+        span("transfer", "reduce[2]", "network", 2e-3, 7e-3),
+        span("run", "attn", "compute", 2e-3, 8e-3),
+        span("transfer", "reduce[3]", "network", 9e-3, 10e-3),
+    ),
+)
+
+
+def test_a_lane_with_several_flights_is_never_busier_than_the_clock() -> None:
+    assert FLIGHTS.busy_s("network") == pytest.approx(9e-3)
+    shares = [float(word[:-1]) for word in FLIGHTS.to_text().split() if word.endswith("%")]
+    assert len(shares) == 3 and max(shares) <= 100
+
+
+def test_flights_at_once_are_told_apart() -> None:
+    text = FLIGHTS.to_text()
+    assert all(f"reduce[{number}]" in text for number in range(3))
+    lines = [line for line in text.splitlines() if "reduce" in line]
+    assert len(lines) == 3 and [line[:7] for line in lines] == ["network", " " * 7, " " * 7]
+    events = FLIGHTS.to_chrome()["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["network", "network, flight 2", "network, flight 3", "compute"]
+    bars: dict[int, list[tuple[float, float]]] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        bars.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for row in bars.values():
+        assert all(one[1] <= two[0] + 1e-9 for one, two in pairwise(sorted(row)))
 
 
 def test_network_is_exposed_where_no_compute_or_memory_step_runs() -> None:

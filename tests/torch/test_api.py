@@ -398,20 +398,56 @@ def _(x):
     return torch.empty_like(x)
 
 
-def test_a_custom_op_that_passes_the_probe_is_assumed_and_refused_by_strict():
+def test_a_custom_op_is_tried_on_rows_only_if_that_is_asked_for():
     def custom(x):
         return double_rows(x.sin()) + 1
 
     x = torch.randn(9, 4)
-    run = weft.compile(custom, weft.overlap(parts=2))
+    run = weft.compile(custom, weft.overlap(parts=2), strict=False)
     assert torch.equal(run(x), custom(x))
     assert len(weft.report(run).assumed) == 1
     assert "assumed ops: none" not in str(weft.report(run))
     torch._dynamo.reset()
-    strict = weft.compile(custom, weft.overlap(parts=2), strict=True)
+    strict = weft.compile(custom, weft.overlap(parts=2))
     assert torch.equal(strict(x), custom(x))
     assert weft.report(strict).assumed == ()
-    assert weft.report(strict).pieces[0].whole_ops
+    ((_, _, reason),) = weft.report(strict).pieces[0].whole_ops
+    assert "weft_test.double" in reason and "weft.row_wise" in reason and "strict=False" in reason
+
+
+@torch.library.custom_op("weft_test::centre_large", mutates_args=())
+def centre_large(x: torch.Tensor) -> torch.Tensor:
+    return x - x.max(0).values if x.max() > 100 else x * 2
+
+
+@centre_large.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_op_that_mixes_rows_on_later_data_is_right_by_default(marked):
+    def custom(x):
+        if not marked:
+            return centre_large(x.sin() * x) + 1
+        with weft.mark("centre"):
+            y = centre_large(x.sin() * x)
+        return y + 1
+
+    run, x = weft.compile(custom, weft.overlap(parts=2)), torch.randn(8, 4)
+    for scale in (1, 1, 1, 10_000):
+        assert torch.equal(run(x * scale), custom(x * scale))
+    assert weft.report(run).assumed == ()
+
+
+def test_a_declared_custom_op_needs_no_trial():
+    def custom(x):
+        return double_rows(x.sin()) + 1
+
+    rules = [weft.row_wise(r"weft_test\.double")]
+    run = weft.compile(custom, weft.overlap(parts=2), rules=rules, fallback="error")
+    assert torch.equal(run(torch.ones(9, 4)), custom(torch.ones(9, 4)))
+    assert weft.report(run).pieces[0].whole_ops == () and weft.report(run).assumed == ()
 
 
 def test_a_custom_op_that_mixes_rows_is_never_split():
@@ -419,7 +455,7 @@ def test_a_custom_op_that_mixes_rows_is_never_split():
         return shift_rows(x.sin()) + 1
 
     x = torch.randn(9, 4)
-    run = weft.compile(custom, weft.overlap(parts=2))
+    run = weft.compile(custom, weft.overlap(parts=2), strict=False)
     assert torch.equal(run(x), custom(x))
     assert weft.report(run).assumed == ()
 

@@ -190,6 +190,31 @@ def test_a_kernel_that_replaces_ops_has_visible_copies():
     assert torch.equal(model(x), x * 2)
     copies = [step for step in weft.plans(model)[0].steps if step.kind == "copy"]
     assert len(copies) == 2
+    assert "a kernel of the strategy makes it" in str(weft.report(model))
+
+
+@torch.no_grad()
+def test_a_value_that_only_a_merged_run_needs_whole_is_told_as_that():
+    def merged_end(s):
+        s.split(2)
+        *ops, last = s.graph.ops
+        for op in ops:
+            for part in range(2):
+                s.run(op, part)
+        s.run(last)
+        s.merge()
+
+    def run(x):
+        with weft.mark("first"):
+            y = x.sin() * 2
+        with weft.mark("last"):
+            return y.cos() + 1
+
+    compiled, x = weft.compile(run, merged_end), torch.randn(8, WIDE)
+    assert torch.equal(compiled(x), run(x))
+    ((_, reason),) = weft.report(compiled).pieces[0].copied
+    assert reason == "only the strategy needs it whole"
+    assert "kernel" not in str(weft.report(compiled))
 
 
 @torch.no_grad()

@@ -99,9 +99,9 @@ class _Pair:
 
     def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call without gradients."""
-        _, notes = prepare(gm)
 
         def capture() -> Captured:
+            _, notes = prepare(gm)
             captured, _ = self._analyse(gm, "inference", None)
             return replace(captured, notes=tuple(notes), broken=self.broken)
 
@@ -109,9 +109,9 @@ class _Pair:
 
     def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call that keeps what the backward graph needs."""
-        names, notes = prepare(gm)
 
         def capture() -> Captured:
+            names, notes = prepare(gm)
             captured, rows = self._analyse(gm, "forward", {})
             self._remember(gm, names, rows)
             return replace(captured, notes=tuple(notes), broken=self.broken)
@@ -120,10 +120,13 @@ class _Pair:
 
     def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of gradients: saved values and tangents in, gradients out."""
-        prepare(gm)
-        given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
-        run = self.make(gm, lambda: self._analyse(gm, "backward", given)[0])
-        return make_boxed_func(run)
+
+        def capture() -> Captured:
+            prepare(gm)
+            given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
+            return self._analyse(gm, "backward", given)[0]
+
+        return make_boxed_func(self.make(gm, capture))
 
     def _analyse(
         self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None

@@ -39,6 +39,14 @@ def collective_of(node: fx.Node | None) -> Collective | None:
     return Collective(kind, group)
 
 
+def communicators_of(gm: fx.GraphModule) -> set[str]:
+    """The communicators of the collectives that a graph, or one inside of it, shows."""
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    starts = [node for graph in graphs for node in graph.nodes if is_collective(node)]
+    found = [collective_of(node) for node in starts]
+    return {each.communicator for each in found if each is not None}
+
+
 def kind_of(node: fx.Node) -> str:
     """The kind of a collective: `all_reduce`, `all_gather_into_tensor` ..."""
     return target_name(node).split(".")[1]

@@ -38,6 +38,7 @@ from torchweft.marks import MarkRule
 from torchweft.sizes import ONE, Size
 from torchweft.splitters import STATE
 
+MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
 
@@ -60,6 +61,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     broken: str = ""
     unplaced: Mapping[str, str] = field(default_factory=dict)
+    unbatched: str = ""
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -158,8 +160,7 @@ def mark_batch(tensor: torch.Tensor, dim: int) -> None:
 
     `maybe_mark_dynamic` is guarded: whoever else compiles with this tensor would compile anew.
     """
-    known: set[int] = getattr(tensor, "_dynamo_propagated_dynamic_indices", set())
-    tensor._dynamo_propagated_dynamic_indices = {*known, dim}  # type: ignore[attr-defined]
+    setattr(tensor, MARKED, {*getattr(tensor, MARKED, ()), dim})
 
 
 def _is_slot(item: Any) -> bool:
@@ -244,9 +245,13 @@ def _share(assembly: Assembly) -> float:
 def candidates(
     gm: fx.GraphModule, example_inputs: Sequence[Any], batch: int | str | Sequence[str] | None
 ) -> list[Symbols]:
-    """The symbols that may be the batch: those asked for, else the commonest sizes of its dim."""
+    """The symbols that may be the batch: those asked for, else the commonest sizes of its dim.
+
+    Where no input has it there, as behind a graph break: where `mark_batch` saw it.
+    """
     counts: Counter[Any] = Counter()
     marked: Counter[Any] = Counter()
+    carried: Counter[Any] = Counter()
     hints: dict[Any, Any] = {}
     known: dict[str, Any] = {}
     wanted = batch if isinstance(batch, int) else 0
@@ -264,9 +269,10 @@ def candidates(
                 hints[expr] = size.node.hint
                 counts[expr] += dim == wanted
                 marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
+                carried[expr] += dim in getattr(given, MARKED, ())
     if batch is not None and not isinstance(batch, int):
         return [_named(batch, known)]
-    counts = +marked if batch is None and +marked else +counts
+    counts = +marked if batch is None and +marked else +counts or +carried
     return _likely(counts, hints) or [Symbols()]
 
 
@@ -330,7 +336,21 @@ def _captured(
         same=tuple(sorted(map(str, rows.symbols.same))),
         matched=matched,
         unplaced=built.unplaced,
+        unbatched=_unbatched(placeholders) if batch is None else "",
     )
+
+
+def _unbatched(placeholders: Sequence[fx.Node]) -> str:
+    """Why a graph has no batch."""
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
+    inputs = [value for value in tensors if not isinstance(value, torch.nn.Parameter)]
+    sizes = sorted({str(value.shape[0]) for value in inputs})
+    if not inputs:
+        return "No tensor with rows is given to it."
+    if sizes == ["1"]:
+        return "Its inputs have one row."
+    return f"Dynamo fixed the rows of its inputs: {', '.join(sizes)}."
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:

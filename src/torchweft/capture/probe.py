@@ -4,7 +4,8 @@
     in parts:  op(x[:1]), op(x[1:4]), op(x[4:])   must join to y
     permuted:  op(x[order])                       must be y[order]
 
-An op that passes is row-wise as far as anybody saw: it is listed in `Captured.assumed`. Only
+An op that passes is row-wise as far as anybody saw: it is listed in `Captured.assumed`. That is no
+proof (it may mix rows once a number is large), so only strict=False has ops tried. Only
 marked ops and custom operators are tried, on the values of one real call; never an op that
 writes, draws random numbers or talks to other ranks.
 """
@@ -24,6 +25,14 @@ from torchweft.graph import Op
 
 MIN_ROWS = 4
 TOLERANCE = 1e-4
+CURE = "(if it is row-wise, weft.row_wise or rows='row-wise' says so; strict=False tries it)"
+
+
+def untried(captured: Captured) -> Captured:
+    """What was captured, with a cure beside the reason of each op that could be tried."""
+    told = {op.name for op in captured.graph.ops if _is_candidate(captured, op, None)}
+    items = captured.reasons.items()
+    return replace(captured, reasons={n: f"{why} {CURE}" if n in told else why for n, why in items})
 
 
 def probe(

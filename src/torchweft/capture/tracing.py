@@ -10,30 +10,43 @@ tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.dynamo import Captured, capture, mark_batch
+from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
+from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.reference import run_reference
 from torchweft.capture.units import TORCH
 from torchweft.marks import MarkRule, require_matched
 
+log = logging.getLogger("torchweft")
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
 RECOMPILE_LIMIT = 128
+CHECK = "exceeds_recompile_limit"
+AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
 
 _calling: ContextVar[tuple[Watch, Any] | None] = ContextVar("weft calling", default=None)
@@ -46,9 +59,17 @@ class Watch:
     made when Dynamo starts to compile, and taken back at its end.
     """
 
-    def __init__(self, dim: int = 0, blocks: Blocks | None = None) -> None:
-        self.dim, self.blocks = dim, blocks
+    def __init__(
+        self,
+        dim: int = 0,
+        blocks: Blocks | None = None,
+        fall_back: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.dim, self.blocks, self.fall_back = dim, blocks, fall_back
         self.news = True
+        self.failed = ""
+        self._limited: set[CodeType] = set()
+        self._closed: list[CodeType] = []
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
@@ -58,6 +79,7 @@ class Watch:
         if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
+            _watch_limits()
         token = _calling.set((self, (args, kwargs)))
         try:
             return compiled(*args, **kwargs)
@@ -67,6 +89,12 @@ class Watch:
             return compiled(*args, **kwargs)
         finally:
             _calling.reset(token)
+            closed, self._closed = self._closed, []
+            for code in closed:  # so that the next call past the limit is noticed too
+                set_code_exec_strategy(code, AS_EVER)
+            if self.failed:
+                reason, self.failed = self.failed, ""
+                self.fall_back(reason)
 
     def begin(self, inputs: Any) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
@@ -74,16 +102,40 @@ class Watch:
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
-        make_dynamic(inputs, self.dim)
-        if self.blocks is not None:
-            self.blocks.wrap(at_start=_is_start())
+        try:
+            make_dynamic(inputs, self.dim)
+            if self.blocks is not None:
+                self.blocks.wrap(at_start=_is_start())
+        except Exception as error:
+            self.failed = first_line(as_own(error, "capture"))  # Dynamo would wrap what is raised
+
+    def limit(self, code: CodeType, number: int) -> None:
+        """A call past a limit of Dynamo: this frame of it runs without plans.
+
+        Dynamo warns of it; once will do, so from then on we end its attempt as it does itself.
+        """
+        self._closed.append(code)
+        where = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        self.fall_back(
+            f"recompile limit: Dynamo has compiled {where} {number} times, for its guards differ "
+            "from call to call, and runs it without plans now. TORCH_LOGS=recompiles names the "
+            "guards: give what changes as a tensor, or keep it."
+        )
+        if code in self._limited and not torch._dynamo.config.fail_on_recompile_limit_hit:
+            known = Unsupported("recompile limit")
+            known.frame_exec_strategy = ONLY_KNOWN
+            raise known
+        self._limited.add(code)
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
-        if self.blocks is not None:
-            self.blocks.unwrap()
-        self.breaks += breaks_since(self._num_breaks)
         self._settings.close()
+        try:
+            if self.blocks is not None:
+                self.blocks.unwrap()
+            self.breaks += breaks_since(self._num_breaks)
+        except Exception as error:
+            self.failed = first_line(as_own(error, "capture"))
 
 
 def _begin(_: CallbackArgs) -> None:
@@ -94,6 +146,22 @@ def _begin(_: CallbackArgs) -> None:
 def _end(_: CallbackArgs) -> None:
     if (calling := _calling.get()) is not None:
         calling[0].end()
+
+
+def _watch_limits() -> None:
+    """Have Dynamo's check of its limits tell the call; nobody else hears of it but its log."""
+    stock: Callable[..., tuple[bool, str]] = getattr(convert_frame, CHECK)
+    if stock.__module__ == __name__:
+        return
+
+    def exceeds(*given: Any) -> tuple[bool, str]:
+        exceeded, limit = stock(*given)
+        if exceeded and (calling := _calling.get()) is not None:
+            code = sys._getframe(1).f_locals["code"]
+            calling[0].limit(code, getattr(torch._dynamo.config, limit))
+        return exceeded, limit
+
+    setattr(convert_frame, CHECK, exceeds)
 
 
 def _is_start() -> bool:
@@ -120,17 +188,56 @@ def compile_by(
 def make_dynamic(inputs: Any, dim: int = 0) -> None:
     """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims).
 
-    Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs.
+    Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs. Behind
+    a graph break those count that the frame has got, wherever their rows are.
     """
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    batches = {leaf.shape[dim] for leaf in tensors if leaf.dim() > dim}
-    for leaf in tensors + _held(inputs, batches, dim):
+    batches, got = _batches(inputs, dim), _locals()
+    given = _plain(inputs) + _held(inputs, batches, dim)
+    for leaf in given:
         if leaf.dim() > dim and leaf.shape[dim] > 1:
             mark_batch(leaf, dim)
+    known = {id(leaf) for leaf in given}
+    for leaf in _plain(got) + _held(got, batches, dim):
+        seen = id(leaf) in known or hasattr(leaf, MARKED) or isinstance(leaf, torch.nn.Parameter)
+        at = None if seen else _rows_at(leaf.shape, batches, dim)
+        if at is not None:
+            mark_batch(leaf, at)
 
 
-def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
-    """Tensors of the same batch in the attributes of objects, a few levels deep."""
+def _plain(inputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _batches(inputs: Any, dim: int) -> set[int]:
+    """How many rows a call may have: the sizes of its tensors, or the commonest inside objects."""
+    if sizes := {leaf.shape[dim] for leaf in _plain(inputs) if leaf.dim() > dim}:
+        return sizes
+    counts = Counter(leaf.shape[dim] for leaf in _held(inputs, None, dim))
+    return {size for size in counts if counts[size] == max(counts.values())}
+
+
+def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
+    """The dim of a shape where the rows are: `dim` itself, else the only such one, or a multiple.
+
+    A wrong guess costs parts, and no number: the row rules look at what is done with that dim.
+    """
+    known = batches - {0, 1}
+    equal = [at for at, size in enumerate(shape) if size in known]
+    if dim in equal or (len(shape) > dim and not equal and any(shape[dim] % n == 0 for n in known)):
+        return dim
+    return equal[0] if len(equal) == 1 else None
+
+
+def _locals() -> Mapping[str, Any]:
+    """What the frame that Dynamo compiles has got."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not convert_frame._compile.__code__:
+        frame = frame.f_back
+    return frame.f_locals["locals"] if frame is not None else {}
+
+
+def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
+    """Tensors of the same batch (None: of any) in the attributes of objects, a few levels deep."""
     found: list[torch.Tensor] = []
     waiting = [(leaf, 0) for leaf in tree_leaves(thing)]
     seen: set[int] = set()
@@ -140,11 +247,13 @@ def _held(thing: Any, batches: set[int], dim: int) -> list[torch.Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            if depth and item.dim() > dim and item.shape[dim] in batches:
+            if depth and item.dim() > dim and (batches is None or item.shape[dim] in batches):
                 found.append(item)
             continue
-        inside = vars(item) if hasattr(item, "__dict__") else {}
-        waiting += [(leaf, depth + 1) for leaf in tree_leaves([*inside.values()])]
+        inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
+        slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside += [getattr(item, name, None) for name in slots]
+        waiting += [(leaf, depth + 1) for leaf in tree_leaves(inside)]
     return found
 
 

@@ -99,7 +99,8 @@ def phases_of(given: Any, **more: Any) -> Phases:
         raise WeftError(f'vllm: {given!r} is no set of options: {{"weft": {{}}}}.', rule="option")
     check_options(given, {*AUTO, *inspect.signature(Session).parameters} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
-    options = {name: value for name, value in given.items() if name not in AUTO}
+    # What boundary mode cannot put back is the KV cache, of which each part writes its own slots.
+    options = {"strict": False} | {n: value for n, value in given.items() if n not in AUTO}
     return Phases(Session(**options, **more), strategies)
 
 

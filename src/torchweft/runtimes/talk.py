@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.graph import Graph
 from torchweft.plan import Plan
-from torchweft.runtimes.ranks import Channel, LostError, channel
+from torchweft.runtimes.ranks import EAGER, Channel, LostError, channel
 from torchweft.runtimes.stops import SEQUENCE
 
 UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
@@ -57,22 +57,32 @@ def digests(
 def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
     """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
     found = list(seconds)
-    for name in sorted({name for graph in graphs for name in _communicators(graph)}):
+    for name in sorted({name for graph in graphs for name in communicators(graph)}):
         found = channel(_group_of(name), watchdog_s).largest(found)
     return found
 
 
-def _communicators(graph: Graph) -> set[str]:
+def communicators(graph: Graph) -> set[str]:
+    """The communicators that a graph talks by."""
     return {op.collective.communicator for op in graph.ops if op.collective is not None}
 
 
-def refuse(graph: Graph, watchdog_s: float) -> None:
-    """Tell the other ranks that this one has no plan for the call."""
-    for name in sorted(_communicators(graph)):
+def refuse(names: Iterable[str], watchdog_s: float) -> None:
+    """Tell the other ranks of these communicators that this one has no plan for the call."""
+    for name in sorted(names):
         try:
             channel(_group_of(name), watchdog_s).refuse()
         except (RunError, LostError):
             continue  # nobody is left to be told
+
+
+def run_eagerly(names: Iterable[str], watchdog_s: float) -> None:
+    """Tell the other ranks that this one runs the call as it is, and hear that all of them do.
+
+    Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
+    """
+    with Talk(None, {_group_of(name): EAGER for name in sorted(names)}, watchdog_s) as talk:
+        talk.agree()
 
 
 def _number(text: str) -> int:

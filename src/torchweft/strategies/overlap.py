@@ -17,8 +17,6 @@ from torchweft.strategy import strategy
 def overlap(s: Scheduler, *, parts: int = 2, min_tokens: int = 0, at: str | None = None) -> None:
     """Split the batch; network ops of one part run beside compute ops of the others."""
     # 1. Small calls gain nothing from splitting: each part reads all weights again.
-    if s.graph.batch is None:
-        return s.sequential("the graph has no batch")
     if s.context.num_tokens < parts * min_tokens:
         return s.sequential(f"{s.context.num_tokens} tokens are fewer than {parts} x {min_tokens}")
     # 2. Each op on all its parts before the next op: part 1 computes while part 0 is on the wire.
