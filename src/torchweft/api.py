@@ -34,6 +34,7 @@ from torchweft.marks import MarkRule
 from torchweft.plan import Plan
 from torchweft.reporting import Report, report_of
 from torchweft.runtimes.ranks import WATCHDOG_S
+from torchweft.runtimes.speakers import Speaker, stable_name
 from torchweft.session import Session
 from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
@@ -98,10 +99,14 @@ def compile(
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
     wrap = _wrap if capture == "graph" else _wrap_eager
+    before = model._compiled_call_impl if isinstance(model, nn.Module) else model
+    if isinstance(spoken := getattr(before, "session", None), Session):
+        session.speaker = spoken.speaker  # compiled again: other ranks know it as it was
+    else:
+        session.speaker = Speaker(stable_name(type(model) if isinstance(model, nn.Module) else model))
     if isinstance(model, nn.Module):
-        before = getattr(model._compiled_call_impl, "boundary", None)
-        if before is not None:
-            before.close()
+        if hasattr(before, "boundary"):
+            before.boundary.close()
         model._compiled_call_impl = wrap(session, model._call_impl, model)
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
@@ -113,9 +118,10 @@ def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Calla
     boundary = Boundary(session, call, model)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
-        if session.shadow is None:
-            return boundary(*args, **kwargs)
-        return session.shadow(boundary, call, args, kwargs)
+        with session.speaker:
+            if session.shadow is None:
+                return boundary(*args, **kwargs)
+            return session.shadow(boundary, call, args, kwargs)
 
     weft_call.session, weft_call.boundary = session, boundary  # type: ignore[attr-defined]
     return weft_call
@@ -129,10 +135,11 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     watch = Watch(session.batch if isinstance(session.batch, int) else 0, session.blocks)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
-        if session.shadow is None:
-            outputs = watch(compiled, args, kwargs)
-        else:
-            outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
+        with session.speaker:
+            if session.shadow is None:
+                outputs = watch(compiled, args, kwargs)
+            else:
+                outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
         if watch.news or not session.pieces:
             watch.news = False
             session.settle(watch.breaks)

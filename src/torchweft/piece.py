@@ -135,7 +135,7 @@ class Piece:
                 self._trusted.check(given)
             except WeftError:
                 if self.talks:  # the others shall not wait for this rank
-                    refuse(self.graph, self.session.watchdog_s)
+                    refuse(self.graph, self.session.speaker, self.session.watchdog_s)
                 raise
         return given
 
@@ -158,7 +158,7 @@ class Piece:
             bounds, numbers, told = self._shape(entry, env, context)
         except WeftError:
             if self.talks:  # a rank that finds no plan tells the others before it raises
-                refuse(self.graph, self.session.watchdog_s)
+                refuse(self.graph, self.session.speaker, self.session.watchdog_s)
             raise
         entry.num_calls += 1
         if switch is not None:
@@ -223,8 +223,8 @@ class Piece:
             self._fall_back("graphs: the inputs live on no accelerator")
         if not told:
             return self._run(entry, given, bounds, numbers)
-        with Talk(entry.plan, told, self.session.watchdog_s) as talk:
-            if self.session.graphs:
+        with Talk(entry.plan, told, self.session.speaker, self.session.watchdog_s) as talk:
+            if self.session.graphs or talk.by_kernel:
                 talk.agree()
             return self._run(entry, given, bounds, numbers)
 

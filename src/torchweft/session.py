@@ -31,6 +31,7 @@ from torchweft.piece import Piece
 from torchweft.runtimes.cpu import Lanes
 from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
+from torchweft.runtimes.speakers import Speaker
 from torchweft.splitters import Splitter, check_splitters
 from torchweft.strategy import Strategy, as_strategy
 from torchweft.trace import Trace
@@ -111,6 +112,7 @@ class Session:
         self.lanes = Lanes()
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None
+        self.speaker = Speaker()
         self._lock = threading.Lock()
         introduce()
 
