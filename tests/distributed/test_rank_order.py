@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import threading
+import warnings
 
 import pytest
 import torch
@@ -29,11 +30,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.linear = nn.Linear(8, 8, bias=False)
-        self.group = (group or dist.group.WORLD) if talks else None
+        self.group, self.talks = group, talks
 
     def forward(self, x):
         y = self.linear(x)
-        return y if self.group is None else funcol.all_reduce(y, "sum", self.group) * 2
+        if not self.talks:
+            return y
+        return funcol.all_reduce(y, "sum", self.group or dist.group.WORLD) * 2
 
 
 class Other(Model):
@@ -47,11 +50,14 @@ class Broken(nn.Module):
         super().__init__()
         self.raises, self.flag = False, False
 
-    def forward(self, x):
-        x = funcol.all_reduce(x + 1, "sum", dist.group.WORLD)
-        torch._dynamo.graph_break()
+    @torch._dynamo.disable
+    def between(self):
         if self.raises:
             raise ValueError("between the pieces")
+
+    def forward(self, x):
+        x = funcol.all_reduce(x + 1, "sum", dist.group.WORLD)
+        self.between()
         x = x * 2 if self.flag else x * 3
         return funcol.all_reduce(x, "sum", dist.group.WORLD)
 
@@ -93,7 +99,7 @@ def second_is_new(rank):
 
 def swapped_under_torch_compile(rank):
     options = {"strategy": weft.overlap(parts=2), "watchdog_s": WATCHDOG_S}
-    plain = [Model(1).eval(), Model(2).eval()]
+    plain = [Model(1).eval(), Other(2).eval()]
     models = [torch.compile(m, backend="weft", options=options, dynamic=True) for m in plain]
     for model in models:
         model(X)
@@ -130,7 +136,8 @@ def swapped_backward(rank):
         inputs = [X.clone().requires_grad_() for _ in models]
         return inputs, [model(x).sum() for model, x in zip(models, inputs, strict=True)]
 
-    with torch.enable_grad():
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo makes an autograd.Function
         for _ in range(2):
             inputs, made = losses()
             for loss in made:
@@ -176,10 +183,7 @@ def extra_local_model(rank):
 
 
 def copies_of_one_rank(rank):
-    """A copy that is never called, one that takes the model's place, and one beside it."""
-    kept = []
-    if rank == 0:
-        kept.append(woven(Model(7)))
+    """A copy beside the model, and one that takes its place."""
     model = woven(Model(1))
     assert right(model)
     if rank == 1:
@@ -192,6 +196,14 @@ def copies_of_one_rank(rank):
         del beside
         gc.collect()
     assert right(model) and right(model)
+
+
+def copy_that_is_never_called(rank):
+    model = Model(1)
+    kept = woven(copy.deepcopy(model)) if rank == 0 else None
+    woven(model)
+    assert right(model) and right(model)
+    del kept
 
 
 def compiled_again(rank):
@@ -314,7 +326,7 @@ CASES = {
         case.__name__.replace("_", " "): case
         for case in (
             second_is_new, swapped_under_torch_compile, swapped_backward, raises_between_pieces,
-            other_branches, extra_local_model, copies_of_one_rank, compiled_again, pipeline,
+            other_branches, extra_local_model, copies_of_one_rank, copy_that_is_never_called, compiled_again, pipeline,
             two_threads, boundary_with_other_shapes, equal_kernels, unlike_kernels,
         )
     },
