@@ -226,6 +226,8 @@ def check(
         with session.keep_inputs():
             found = run_copy(subject, args, kwargs, state)
         verdict = compare(wanted, found, tolerance)
+        if wrong := session.wrong_kernel(tolerance):
+            return replace(verdict, equal="different", first_op=wrong)
         if verdict:
             return verdict
         return replace(verdict, first_op=session.first_difference(tolerance))

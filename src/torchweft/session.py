@@ -23,7 +23,7 @@ from torchweft.capture.shared import shared_bytes
 from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
 from torchweft.errors import CaptureError, StrategyError, WeftError, unknown
-from torchweft.gate import Shadow, first_difference
+from torchweft.gate import Shadow, first_difference, wrong_kernel
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
 from torchweft.marks import MarkRule, require_matched, touches_state
@@ -223,6 +223,12 @@ class Session:
                 source = piece.graph.op[name].source
                 return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
         return None
+
+    def wrong_kernel(self, limit: float | None) -> str | None:
+        """The first kernel that gives other numbers than its ops, on the inputs kept."""
+        kept = (self.kept or {}).items()
+        told = (wrong_kernel(piece, inputs, limit) for piece, inputs in kept)
+        return next(filter(None, told), None)
 
     def fall_back(self, piece: Piece | None, reason: str) -> None:
         """Count a call that runs sequentially against the strategy's will; the first is logged."""
