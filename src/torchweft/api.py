@@ -100,13 +100,14 @@ def compile(
         return model
     wrap = _wrap if capture == "graph" else _wrap_eager
     before = model._compiled_call_impl if isinstance(model, nn.Module) else model
-    if isinstance(spoken := getattr(before, "session", None), Session):
-        session.speaker = spoken.speaker  # compiled again: other ranks know it as it was
+    if isinstance(held := getattr(before, "session", None), Session):
+        session.speaker = held.speaker  # compiled again: other ranks know it as it was
     else:
-        session.speaker = Speaker(stable_name(type(model) if isinstance(model, nn.Module) else model))
+        kind: Any = type(model) if isinstance(model, nn.Module) else model
+        session.speaker = Speaker(stable_name(kind))
     if isinstance(model, nn.Module):
-        if hasattr(before, "boundary"):
-            before.boundary.close()
+        if (boundary := getattr(before, "boundary", None)) is not None:
+            boundary.close()
         model._compiled_call_impl = wrap(session, model._call_impl, model)
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old

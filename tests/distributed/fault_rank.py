@@ -192,7 +192,8 @@ def main(number: int, port: int, told: dict) -> None:
     with Path(f"{options['said']}.errors").open("w") as errors:
         os.dup2(errors.fileno(), 2)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(options.get("size", 2))}
+    os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = str(options["size"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()

@@ -1,7 +1,7 @@
 """Ranks that are killed, stopped, slow or raising: every other rank gets a `RunError`, in time.
 
-Each case starts two real processes (a mesh has four) on gloo and does to one of them what the case says. Nobody
-hangs, aborts or keeps a socket.
+Each case starts two real processes (four for a mesh) on gloo and does to one of them what the case
+says. Nobody hangs, aborts or keeps a socket.
 """
 
 from __future__ import annotations

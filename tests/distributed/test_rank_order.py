@@ -153,7 +153,7 @@ def raises_between_pieces(rank):
     model = woven(Broken(), "sequential")
     model(X)
     model.raises = rank == 0
-    with pytest.raises(ValueError if rank == 0 else PlanError, match="between|same place"):
+    with pytest.raises(ValueError if rank == 0 else PlanError, match=r"between|same place"):
         model(X)
     if rank == 0:
         model.raises = False
@@ -284,7 +284,8 @@ def replacing(kernel):
         s.split(2)
         while ready := s.ready():
             for op, part in ready:
-                s.run(op, part, replace=kernel if op.collective is not None else None, lane="compute" if op.collective is not None and kernel else None)
+                mine = kernel if op.collective is not None else None
+                s.run(op, part, replace=mine, lane="compute" if mine else None)
         s.merge()
 
     return by_kernel
@@ -326,8 +327,9 @@ CASES = {
         case.__name__.replace("_", " "): case
         for case in (
             second_is_new, swapped_under_torch_compile, swapped_backward, raises_between_pieces,
-            other_branches, extra_local_model, copies_of_one_rank, copy_that_is_never_called, compiled_again, pipeline,
-            two_threads, boundary_with_other_shapes, equal_kernels, unlike_kernels,
+            other_branches, extra_local_model, copies_of_one_rank, copy_that_is_never_called,
+            compiled_again, pipeline, two_threads, boundary_with_other_shapes, equal_kernels,
+            unlike_kernels,
         )
     },
 }  # fmt: skip

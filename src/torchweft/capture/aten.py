@@ -91,7 +91,7 @@ def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
             node = getattr(leaf, "grad_fn", None)
             while node is not None and not hasattr(node, "_forward_cls"):  # of a view
                 node = node.next_functions[0][0] if node.next_functions else None
-            compiled = getattr(node, "_forward_cls", None)
+            compiled: Any = getattr(node, "_forward_cls", None)
             if stock := getattr(compiled, "_double_backward", None):
                 compiled._double_backward = partial(_tell, stock)
                 told = True
@@ -102,7 +102,7 @@ def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tell(stock: Callable[..., Any], *args: Any) -> Any:
-    return FirstGradient.apply(*stock(*args))
+    return FirstGradient.apply(*stock(*args))  # type: ignore[no-untyped-call]
 
 
 class FirstGradient(torch.autograd.Function):

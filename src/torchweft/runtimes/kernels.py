@@ -49,7 +49,8 @@ class Results:
             if not fits or str(one.dtype) != f"torch.{value.dtype}":
                 raise self._wrong(_shown(one), f"{value.dtype}{shape}", value.name)
             if devices and one.device not in devices:
-                raise self._wrong(f"a tensor on {one.device}", f"one on {devices.pop()}", value.name)
+                where = f"one on {devices.pop()}"
+                raise self._wrong(f"a tensor on {one.device}", where, value.name)
         if len(self.right) >= MAX_SHAPES:
             self.right.clear()
         self.right.add(sizes)

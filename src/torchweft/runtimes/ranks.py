@@ -117,6 +117,7 @@ class Channel:
             )
         self.num_calls += 1
         self._speaker, self._text = speaker, f"call {self.num_calls}, {text}"
+        speaker.settle(self.roles)
         with torch.inference_mode(False):
             claim, place = speaker.claim(self.roles), speaker.place(self.name)
             mine = torch.tensor([self.num_calls, digest, claim, place])

@@ -13,6 +13,7 @@ model for what the other one claims; else they are models that belong together, 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import inspect
 import itertools
@@ -63,11 +64,17 @@ class Speaker:
 
         Models that were called and never talked to anybody have no place.
         """
-        if (role := roles.get(self)) is not None:
-            return role
+        return roles.get(self) or -number_of(f"{self.name} {self._peers(roles).index(self)}")
+
+    def _peers(self, roles: Roles) -> list[Speaker]:
+        """The models of its name that have no role yet and may have one to come; itself too."""
         peers = [s for s in _living() if s.name == self.name and s not in roles]
-        place = [s for s in peers if s is self or not s.is_silent].index(self)
-        return -number_of(f"{self.name} {place}")
+        return [s for s in peers if s is self or not s.is_silent]
+
+    def settle(self, roles: Roles) -> None:
+        """Let go of models that are gone on other ranks: here they may only wait for Python."""
+        if self not in roles and len(self._peers(roles)) > 1:
+            gc.collect()
 
     def has_other(self, claim: int, roles: Roles) -> bool:
         """Whether this process has another model that would make a claim."""
@@ -99,8 +106,9 @@ def stable_name(thing: Callable[..., Any]) -> str:
         return f"an object of {stable_name(type(inner))}"
     module = str(getattr(inner, "__module__", "")).replace("__mp_main__", "__main__")
     name = f"{module}.{getattr(inner, '__qualname__', inner.__name__)}"
-    if inner is not thing and not inspect.isclass(thing.__self__):
-        name = f"{name} of {stable_name(type(thing.__self__))}"
+    owner = getattr(thing, "__self__", None)
+    if inner is not thing and not inspect.isclass(owner):
+        name = f"{name} of {stable_name(type(owner))}"
     code = getattr(inner, "__code__", None)
     return f"{name} {_code(code)}" if isinstance(code, CodeType) else name
 

@@ -182,9 +182,11 @@ class Talk:
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
         failed = self._failed(lost, error)
-        for found in self.channels if failed is not None else ():
-            found.tell(WAITS + failed.title)  # those that wait for this rank learn what it waits for
-        why = str(lost) if failed is None or failed.dead else failed.why(str(lost))
+        why = str(lost)
+        if failed is not None and not failed.dead:
+            for found in self.channels:  # those that wait for this rank learn what it waits for
+                found.tell(WAITS + failed.title)
+            why = failed.why(why)
         at = error.step if error is not None else None
         where = "a collective" if not self.steps else "the start of the call"
         where = self.steps[at].label if at is not None else where

@@ -275,7 +275,8 @@ class Writer(Variables):
         """What a kernel gives, held against the graph."""
         check = self._constant(results := Results(self.plan, step))
         sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
-        return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({''.join(f'{r}, ' for r in reads)}))"
+        given = "".join(f"{read}, " for read in reads)
+        return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
 
     def _constant(self, value: Any) -> str:
         """The name of a constant; one that is in the namespace already is taken from there."""
