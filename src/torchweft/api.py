@@ -99,15 +99,11 @@ def compile(
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
     wrap = _wrap if capture == "graph" else _wrap_eager
-    before = model._compiled_call_impl if isinstance(model, nn.Module) else model
-    if isinstance(held := getattr(before, "session", None), Session):
-        session.speaker = held.speaker  # compiled again: other ranks know it as it was
-    else:
-        kind: Any = type(model) if isinstance(model, nn.Module) else model
-        session.speaker = Speaker(stable_name(kind))
+    session.speaker = _speaker_of(model)
     if isinstance(model, nn.Module):
-        if (boundary := getattr(before, "boundary", None)) is not None:
-            boundary.close()
+        before = getattr(model._compiled_call_impl, "boundary", None)
+        if before is not None:
+            before.close()
         model._compiled_call_impl = wrap(session, model._call_impl, model)
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
@@ -154,6 +150,15 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function without our own wrapper; decorators of its author stay."""
     found: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
     return found
+
+
+def _speaker_of(model: Any) -> Speaker:
+    """A model as other ranks know it; one that is compiled again stays the same to them."""
+    is_module = isinstance(model, nn.Module)
+    before = getattr(model._compiled_call_impl if is_module else model, "session", None)
+    if isinstance(before, Session):
+        return before.speaker
+    return Speaker(stable_name(type(model) if is_module else model))
 
 
 def session_of(model: Callable[..., Any]) -> Session:
