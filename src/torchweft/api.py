@@ -98,8 +98,7 @@ def compile(
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
-    wrap = _wrap if capture == "graph" else _wrap_eager
-    session.speaker = _speaker_of(model)
+    wrap, session.speaker = _wrap if capture == "graph" else _wrap_eager, _speaker_of(model)
     if isinstance(model, nn.Module):
         before = getattr(model._compiled_call_impl, "boundary", None)
         if before is not None:

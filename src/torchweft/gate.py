@@ -133,11 +133,11 @@ def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -
 
 def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
     """The first kernel of a plan that gives other numbers than the ops it replaces, and how far."""
+    if not any(entry.plan.kernels for entry in piece.entries):
+        return None
     values, env = piece.captured.bind(preserved(list(inputs)))
     entry, _ = piece.entry(piece.session.context(piece.graph, env), env)
     plan, rows = entry.plan, env.get(piece.graph.batch or "", 1)
-    if not plan.kernels:
-        return None
     bounds = plan.cut.bounds(rows) if plan.num_parts > 1 else (0, rows)
     steps, judges = list(plan.steps), dict[str, Any]()
     names: dict[object, str] = {}  # the issue and the complete of a run have one judge
