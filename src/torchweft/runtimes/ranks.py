@@ -162,8 +162,7 @@ class Channel:
     def _disagree(self, kind: type[PlanError], what: str) -> PlanError:
         """The error of ranks that cannot talk, with what each of them was about to do."""
         letters = self._text.encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
-        with torch.inference_mode(False):
-            texts = self._gather(torch.frombuffer(bytearray(letters), dtype=torch.uint8))
+        texts = self._gather(torch.frombuffer(bytearray(letters), dtype=torch.uint8))
         lines = [
             f"  rank {self.world[rank]}: {bytes(text.tolist()).decode(errors='replace').strip()}"
             for rank, text in enumerate(texts.view(self.size, -1))
@@ -180,7 +179,7 @@ class Channel:
         """Everybody's tensor, one after another. Raises `LostError` if a rank is gone."""
         with torch.inference_mode(False):
             told = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
-            wait(self.group._allgather_base(told, mine), self.name)
+            wait(self.group._allgather_base(told, mine.clone()), self.name)  # no inference tensor
         return told
 
     def largest(self, mine: list[float]) -> list[float]:
