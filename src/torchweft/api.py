@@ -35,6 +35,7 @@ from torchweft.marks import MarkRule
 from torchweft.plan import Plan
 from torchweft.reporting import Report, report_of
 from torchweft.runtimes.ranks import WATCHDOG_S
+from torchweft.runtimes.speakers import Speaker, stable_name
 from torchweft.session import Session
 from torchweft.splitters import Splitter
 from torchweft.strategy import Strategy
@@ -98,7 +99,7 @@ def compile(
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
     if os.environ.get("WEFT_DISABLE") == "1":
         return model
-    wrap = _wrap if capture == "graph" else _wrap_eager
+    wrap, session.speaker = _wrap if capture == "graph" else _wrap_eager, _speaker_of(model)
     if isinstance(model, nn.Module):
         before = getattr(model._compiled_call_impl, "boundary", None)
         if before is not None:
@@ -114,9 +115,10 @@ def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Calla
     boundary = Boundary(session, call, model)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
-        if session.shadow is None:
-            return boundary(*args, **kwargs)
-        return session.shadow(boundary, call, args, kwargs)
+        with session.speaker:
+            if session.shadow is None:
+                return boundary(*args, **kwargs)
+            return session.shadow(boundary, call, args, kwargs)
 
     weft_call.session, weft_call.boundary = session, boundary  # type: ignore[attr-defined]
     return weft_call
@@ -134,10 +136,11 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         here.ran = False
-        if session.shadow is None:
-            outputs = watch(compiled, args, kwargs)
-        else:
-            outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
+        with session.speaker:
+            if session.shadow is None:
+                outputs = watch(compiled, args, kwargs)
+            else:
+                outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
         if watch.news:
             watch.news = False
             session.settle(watch.breaks)
@@ -153,6 +156,15 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function without our own wrapper; decorators of its author stay."""
     found: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
     return found
+
+
+def _speaker_of(model: Any) -> Speaker:
+    """A model as other ranks know it; one that is compiled again stays the same to them."""
+    is_module = isinstance(model, nn.Module)
+    before = getattr(model._compiled_call_impl if is_module else model, "session", None)
+    if isinstance(before, Session):
+        return before.speaker
+    return Speaker(stable_name(type(model) if is_module else model))
 
 
 def session_of(model: Callable[..., Any]) -> Session:
@@ -226,6 +238,8 @@ def check(
         with session.keep_inputs():
             found = run_copy(subject, args, kwargs, state)
         verdict = compare(wanted, found, tolerance)
+        if wrong := session.wrong_kernel(tolerance):
+            return replace(verdict, equal="different", first_op=wrong)
         if verdict:
             return verdict
         return replace(verdict, first_op=session.first_difference(tolerance))

@@ -108,7 +108,7 @@ class Boundary:
     def _record(self, key: object, given: Given, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
         session = self.session
-        with Recorder(session.watchdog_s) as recorder, self.watch:
+        with Recorder(session.speaker, session.watchdog_s) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own
@@ -143,7 +143,7 @@ class Boundary:
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
-        with Eager(self.session.watchdog_s) as eager, listening(eager):
+        with Eager(self.session.speaker, self.session.watchdog_s) as eager, listening(eager):
             return self.call(*args, **kwargs)
 
     def _run(self, case: Case, given: Given, args: Any, kwargs: Any) -> Any:

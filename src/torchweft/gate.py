@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.errors import clip
 from torchweft.piece import Entry, Piece
+from torchweft.plan import Step
 from torchweft.runtimes.cpu import run
+from torchweft.runtimes.program import makes_of, reads_of
 from torchweft.runtimes.rows import taker
 from torchweft.runtimes.writer import compile_program
 
@@ -127,6 +129,71 @@ def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -
                 if not compare(wanted, found, limit):
                     return op.name
     return None
+
+
+def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
+    """The first kernel of a plan that gives other numbers than the ops it replaces, and how far."""
+    if not any(entry.plan.kernels for entry in piece.entries):
+        return None
+    values, env = piece.captured.bind(preserved(list(inputs)))
+    entry, _ = piece.entry(piece.session.context(piece.graph, env), env)
+    plan, rows = entry.plan, env.get(piece.graph.batch or "", 1)
+    bounds = plan.cut.bounds(rows) if plan.num_parts > 1 else (0, rows)
+    steps, judges = list(plan.steps), dict[str, Any]()
+    names: dict[object, str] = {}  # the issue and the complete of a run have one judge
+    wrong: list[str] = []
+    for at, step in enumerate(steps):
+        if step.by is not None:
+            start, stop = step.parts or (0, plan.num_parts)
+            here = {**env, piece.graph.batch or "": bounds[stop] - bounds[start]}
+            name = names.setdefault((step.by, step.names, step.parts), f"judge{len(names)}")
+            judge = _Judge(piece, step, plan.kernels[step.by], here, limit, wrong)
+            steps[at], judges = step._replace(by=name), {name: judge, **judges}
+    judged = replace(plan, steps=tuple(steps), kernels=judges)
+    program = compile_program(judged, piece.captured.bodies)
+    given, numbers = [values[name] for name in piece.graph.inputs], program.numbers(env, bounds)
+    run(program, given, bounds, piece.session.lanes, numbers=numbers)
+    return wrong[0] if wrong else None
+
+
+class _Judge:
+    """A kernel beside the ops that it replaces: both run, and what the kernel gives goes on."""
+
+    def __init__(
+        self,
+        piece: Piece,
+        step: Step,
+        kernel: Any,
+        env: Mapping[str, int],
+        limit: float | None,
+        wrong: list[str],
+    ) -> None:
+        self.graph, self.bodies, self.step = piece.graph, piece.captured.bodies, step
+        self.kernel, self.env, self.limit, self.wrong = kernel, env, limit, wrong
+
+    def __call__(self, *reads: Any) -> Any:
+        return self.complete(self.issue(*reads, at_once=True))
+
+    def issue(self, *reads: Any, at_once: bool = False) -> Any:
+        """What the kernel makes of it, behind what was read and a copy of that."""
+        start = None if at_once else getattr(self.kernel, "issue", None)
+        return preserved(reads), reads, (start or self.kernel)(*reads), start is not None
+
+    def complete(self, flight: Any) -> Any:
+        """What the kernel gives. The ops have run on the copies by then, and were compared."""
+        copies, reads, made, flies = flight
+        made = self.kernel.complete(made) if flies else made
+        names, ops = reads_of(self.graph, self.step), [self.graph.op[n] for n in self.step.names]
+        kept, values = (dict(zip(names, r, strict=True)) for r in (reads, copies))
+        for op in ops:
+            results = self.bodies[op.name](*(values[read] for read in op.reads), env=self.env)
+            values |= dict(zip(op.makes, results, strict=True))
+        changed = [name for name in names if any(name in op.mutates for op in ops)]
+        wanted = [values[name] for name in (*makes_of(self.graph, self.step), *changed)]
+        verdict = compare(wanted, [*made, *(kept[name] for name in changed)], self.limit)
+        if not verdict and all(op.rows != "random" for op in ops):
+            self.wrong.append(f"kernel {self.step.by!r} in place of {self.step.label}: {verdict}")
+        return made
 
 
 def _record(

@@ -145,7 +145,7 @@ class Piece:
             try:
                 self._trusted.check(given)
             except WeftError:
-                refuse(communicators(self.graph), self.session.watchdog_s)  # nobody shall wait
+                refuse(communicators(self.graph), self.session.speaker, self.session.watchdog_s)
                 raise
         return given
 
@@ -168,8 +168,8 @@ class Piece:
                 entry, plain = self.entry(context, env)
                 entry, switch = self._switch(entry, env, context)
             bounds, numbers, told = self._shape(entry, env, context)
-        except (RunError, StateError):
-            refuse(communicators(self.graph), self.session.watchdog_s)
+        except (RunError, StateError):  # a rank that finds no plan tells the others first
+            refuse(communicators(self.graph), self.session.speaker, self.session.watchdog_s)
             raise
         except Exception as error:  # also without parts there is no plan
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
@@ -192,7 +192,7 @@ class Piece:
             self._failed[key] = error
         names = communicators(self.graph)
         if self.graph.level == "boundary":  # the model runs as it is, and not a graph
-            refuse(names, self.session.watchdog_s)
+            refuse(names, self.session.speaker, self.session.watchdog_s)
             if self.session.fallback == "error":
                 raise error
             raise CaptureError(str(error), rule=FAILURE) from error
@@ -250,8 +250,8 @@ class Piece:
             self._fall_back("graphs: the inputs live on no accelerator")
         if not told:
             return self._run(entry, given, bounds, numbers)
-        with Talk(entry.plan, told, self.session.watchdog_s) as talk:
-            if self.session.graphs:
+        with Talk(entry.plan, told, self.session.speaker, self.session.watchdog_s) as talk:
+            if self.session.graphs or talk.by_kernel:
                 talk.agree()
             return self._run(entry, given, bounds, numbers)
 

@@ -25,7 +25,7 @@ from torchweft.capture.shared import shared_bytes
 from torchweft.context import TOLD, Context, Told
 from torchweft.cost import Costs
 from torchweft.errors import StrategyError, WeftError, unknown
-from torchweft.gate import Shadow, first_difference
+from torchweft.gate import Shadow, first_difference, wrong_kernel
 from torchweft.graph import Graph
 from torchweft.machine import Machine, cpu
 from torchweft.marks import MarkRule, require_matched, touches_state
@@ -33,6 +33,7 @@ from torchweft.piece import Piece
 from torchweft.runtimes.cpu import Lanes
 from torchweft.runtimes.pads import check_sizes
 from torchweft.runtimes.ranks import WATCHDOG_S, introduce
+from torchweft.runtimes.speakers import Speaker
 from torchweft.runtimes.talk import refuse, run_eagerly
 from torchweft.splitters import Splitter, check_splitters
 from torchweft.strategy import Strategy, as_strategy
@@ -115,6 +116,7 @@ class Session:
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None
         self.here = threading.local()  # ran: whether a piece has run in this thread's call
+        self.speaker = Speaker()
         self._lock = threading.Lock()
         introduce()
 
@@ -195,10 +197,10 @@ class Session:
         names: its communicators. Their other ranks must run theirs as it is too.
         """
         if self.fallback == "error":
-            refuse(names, self.watchdog_s)
+            refuse(names, self.speaker, self.watchdog_s)
             raise error
         self.fall_back(piece, first_line(error))
-        run_eagerly(names, self.watchdog_s)
+        run_eagerly(names, self.speaker, self.watchdog_s)
         return gm.forward(*inputs)
 
     def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
@@ -253,6 +255,12 @@ class Session:
                 source = piece.graph.op[name].source
                 return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
         return None
+
+    def wrong_kernel(self, limit: float | None) -> str | None:
+        """The first kernel that gives other numbers than its ops, on the inputs kept."""
+        kept = (self.kept or {}).items()
+        told = (wrong_kernel(piece, inputs, limit) for piece, inputs in kept)
+        return next(filter(None, told), None)
 
     def fall_back(self, piece: Piece | None, reason: str) -> None:
         """Count a call that runs sequentially against the strategy's will; the first is logged."""

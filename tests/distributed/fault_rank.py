@@ -54,6 +54,23 @@ class Shard(nn.Module):
         return x
 
 
+class Mesh(nn.Module):
+    """A sum over the rows of a 2 x 2 mesh of ranks, then one over its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDE, WIDE, bias=False)
+        groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        self.row, self.column = [group for ranks, group in groups.items() if rank in ranks]
+
+    def forward(self, x):
+        y = self.layer(touch(x)) * 0.01
+        dist.all_reduce(y, group=self.row)
+        z = y * 0.01
+        dist.all_reduce(z, group=self.column)
+        return z
+
+
 def sockets() -> int:
     """Connections to the peer that are still open."""
     ours = {str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if os.path.lexists(f)}
@@ -88,6 +105,10 @@ def loop(model, x):
         say("looping")
         attempt(model, x, times=10**9)
     attempt(model, x, "again")
+
+
+def mesh(model, x):
+    loop(weft.compile(Mesh().eval(), weft.overlap(), watchdog_s=options["watchdog_s"]), x)
 
 
 def slow(model, x):
@@ -160,7 +181,7 @@ def interrupt(model, x):
 
 CASES = {
     "loop": loop, "slow": slow, "raise": raising, "refuse": refuse, "disagree": disagree,
-    "cold": cold, "threads": threads, "interrupt": interrupt,
+    "mesh": mesh, "cold": cold, "threads": threads, "interrupt": interrupt,
 }  # fmt: skip
 
 
@@ -171,7 +192,8 @@ def main(number: int, port: int, told: dict) -> None:
     with Path(f"{options['said']}.errors").open("w") as errors:
         os.dup2(errors.fileno(), 2)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = str(options["size"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()

@@ -1,7 +1,7 @@
 """Ranks that are killed, stopped, slow or raising: every other rank gets a `RunError`, in time.
 
-Each case starts two real processes on gloo and does to one of them what the case says. Nobody
-hangs, aborts or keeps a socket.
+Each case starts two real processes (four for a mesh) on gloo and does to one of them what the case
+says. Nobody hangs, aborts or keeps a socket.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PATIENCE_S = 90.0
 
 
 class Ranks:
-    """Two processes of `fault_rank.py`; what each says is one JSON object a line of a file."""
+    """Processes of `fault_rank.py`; what each says is one JSON object a line of a file."""
 
-    def __init__(self, folder: Path, case: str, **options: object) -> None:
+    def __init__(self, folder: Path, case: str, size: int = 2, **options: object) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.said = [folder / f"rank{rank}" for rank in range(2)]
+        self.said = [folder / f"rank{rank}" for rank in range(size)]
         start = fork_server()
         self.processes = []
         for rank, said in enumerate(self.said):
             said.touch()
-            told = {"case": case, "said": str(said), **options}
+            told = {"case": case, "said": str(said), "size": size, **options}
             process = start.Process(target=fault_rank.main, args=(rank, port, told))
             process.start()
             self.processes.append(process)
@@ -125,6 +125,22 @@ def test_a_stopped_rank_is_given_up_after_the_watchdog(ranks):
     pair.until(1, "looping")
     pair.send(1, signal.SIGSTOP)
     assert_lost(pair.end(0), "no answer from rank 1 for 3 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_on_a_mesh_the_rank_that_is_gone_is_blamed_and_no_other(ranks, number):
+    group = ranks("mesh", size=4, watchdog_s=4)
+    for rank in range(4):
+        group.until(rank, "looping")
+    group.send(3, number)
+    gone = "rank 3 has ended" if number == signal.SIGKILL else "no answer from rank 3 for 4 s"
+    for rank, mesh in ((1, "(ranks 1, 3)"), (2, "(ranks 2, 3)")):
+        text = told(group.end(rank))["failed"]["text"]
+        assert gone in text, text
+        assert number == signal.SIGKILL or mesh in text, text
+    text = told(group.end(0))["failed"]["text"]
+    assert "rank 1 " in text or "rank 2 " in text, text  # whom it waited for ...
+    assert gone in text or "3)" in text, text  # ... and whom that one waited for
 
 
 def test_a_slow_rank_is_given_up_and_both_are_told(ranks):

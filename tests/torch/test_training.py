@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -337,3 +339,77 @@ def test_the_level_can_be_forced_and_misspelt():
         same(step(model, x), step(plain, x), exact=False)
     with pytest.raises(weft.StrategyError, match="aten"):
         weft.compile(Mlp(), level="atne")
+
+
+CHANNELS_LAST = """
+import copy, torch, torchweft as weft
+from torch import nn
+
+torch.manual_seed(0)
+flat, deep = (2, nn.Conv2d, torch.channels_last), (3, nn.Conv3d, torch.channels_last_3d)
+two = weft.overlap(parts=2)
+for (dims, conv, form), first, strategy in (
+    (flat, False, "sequential"), (flat, True, two), (deep, False, two)
+):
+    layers = [conv(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), conv(8, 4, 1)]
+    model = nn.Sequential(*([nn.GroupNorm(4, 4)] if first else []), *layers)
+    x = torch.randn(6, 4, *[3] * dims).to(memory_format=form).requires_grad_(first)
+    plain, woven = copy.deepcopy(model), weft.compile(model, strategy)
+    for each in (plain, woven):
+        each(x).square().sum().backward()
+    for a, b in zip(plain.parameters(), woven.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, atol=1e-4, rtol=1e-4)
+"""
+
+
+def test_group_norm_trains_where_channels_come_last():
+    """In a process of its own: the kernel that was asked for too little died by SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", CHANNELS_LAST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def deep():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("first", [True, False])
+def test_backward_runs_again_over_a_graph_that_is_retained(strategy, first):
+    plain = deep()
+    woven = weft.compile(copy.deepcopy(plain), strategy)
+    x = torch.randn(6, 8)
+    for model in (plain, woven):
+        if not first:
+            model(x).sum().backward()
+        loss = model(x).square().sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        model.kept = [grad.clone() for grad in grads]
+    for a, b in zip(plain.parameters(), woven.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+    for a, b in zip(plain.kept, woven.kept, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+class Views(nn.Module):
+    """All of its outputs are views."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = deep()
+
+    def forward(self, x):
+        return self.layers(x).square().unsqueeze(1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", [deep, Views])
+def test_the_gradient_of_a_gradient_is_refused_in_our_words(kind):
+    model = weft.compile(kind(), weft.overlap(parts=2))
+    x, weights = torch.randn(6, 8, requires_grad=True), list(model.parameters())
+    grads = torch.autograd.grad(model(x).square().sum(), weights, create_graph=True)
+    assert all(grad.requires_grad for grad in grads)
+    with pytest.raises(weft.WeftError, match="gradient of a gradient"):
+        sum(grad.square().sum() for grad in grads).backward()
+    grads = torch.autograd.grad(model.forward(x).square().sum(), weights, create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.aten_passes import prepare
 from torchweft.capture.axes import Axis, Symbols
 from torchweft.capture.breaks import break_of
 from torchweft.capture.dynamo import Captured, analyse, candidates
 from torchweft.capture.rows import Rows
-from torchweft.errors import StrategyError, unknown
+from torchweft.errors import RunError, StrategyError, unknown
 from torchweft.marks import MarkRule
 
 LEVELS = ("torch", "aten")
@@ -73,7 +76,50 @@ def run_aten(
         partition_fn=pair.partition,
         keep_inference_input_mutations=True,
     )
-    return backend(gm, example_inputs)
+    run = backend(gm, example_inputs)
+    return _once_differentiable(run) if pair.has_gradients else run
+
+
+def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but who asks for the gradient of a gradient is told by us, and not by torch."""
+    told = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal told
+        outputs = run(*inputs)
+        for leaf in () if told else tree_leaves(outputs):
+            node = getattr(leaf, "grad_fn", None)
+            while node is not None and not hasattr(node, "_forward_cls"):  # of a view
+                node = node.next_functions[0][0] if node.next_functions else None
+            compiled: Any = getattr(node, "_forward_cls", None)
+            if stock := getattr(compiled, "_double_backward", None):
+                compiled._double_backward = partial(_tell, stock)
+                told = True
+                break
+        return outputs
+
+    return call
+
+
+def _tell(stock: Callable[..., Any], *args: Any) -> Any:
+    return FirstGradient.apply(*stock(*args))  # type: ignore[no-untyped-call]
+
+
+class FirstGradient(torch.autograd.Function):
+    """Gradients that were asked for with `create_graph=True`; they have none of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients themselves."""
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Raise `RunError`."""
+        raise RunError(
+            "backward: the gradient of a gradient was asked for, and compiled graphs have none. "
+            "Call model.forward(...) there: that is the model as it is."
+        )
 
 
 class _Pair:
@@ -88,13 +134,13 @@ class _Pair:
         name: str,
     ) -> None:
         self.make, self.rules, self.tried, self.dim, self.name = make, rules, tried, dim, name
-        self.num_outputs, self.broken = 0, ""
+        self.num_outputs, self.broken, self.has_gradients = 0, "", False
         self.saved: dict[str, Axis | None] = {}
         self.shown: list[tuple[Any, Axis | None]] = []
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """How AOTAutograd cuts forward from backward; here we learn how many outputs are asked."""
-        self.num_outputs = options["num_fwd_outputs"]
+        self.num_outputs, self.has_gradients = options["num_fwd_outputs"], True
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -109,6 +155,7 @@ class _Pair:
 
     def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call that keeps what the backward graph needs."""
+        _keep_saved()
 
         def capture() -> Captured:
             names, notes = prepare(gm)
@@ -120,6 +167,7 @@ class _Pair:
 
     def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of gradients: saved values and tangents in, gradients out."""
+        _keep_saved()
 
         def capture() -> Captured:
             prepare(gm)
@@ -175,3 +223,15 @@ class _Pair:
         shape = symbols.shape(value)
         found = {axis for shown, axis in self.shown if shown == shape}
         return found.pop() if len(found) == 1 else None
+
+
+def _keep_saved() -> None:
+    """Tell AOTAutograd that nothing writes into saved values: backward may run again.
+
+    It asks a list that graphs of tensor subclasses share; so the list is emptied, not replaced.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        donated = context.fw_metadata.bw_donated_idxs
+        if donated:
+            donated.clear()

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from torchweft.capture.buffers import drop_buffers
@@ -76,8 +78,29 @@ def rms_norm_backward(grad: Any, x: Any, shape: Any, rstd: Any, weight: Any, mas
     return aten._fused_rms_norm_backward.default(grad, x, shape, rstd.contiguous(), weight, mask)
 
 
+def group_norm_backward(
+    grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes_and_mask: Any
+) -> Any:
+    """Its kernel takes `grad` to lie in memory as `x` does, which in parts is not sure.
+
+    Where channels come last it writes the gradient of `x` whether or not it has room for that, and
+    dies. No other kernel of `SPLIT` does: all were tried with every mask and memory format.
+    """
+    *sizes, mask = sizes_and_mask
+    on_cpu = x.device.type == "cpu"
+    form = suggest_memory_format(x) if on_cpu else torch.contiguous_format
+    given = [item.contiguous(memory_format=form) for item in (grad, x)]
+    channels_last = x.dim() > 3 and x.stride(1) <= min(x.stride()[2:])
+    spare = on_cpu and channels_last and not mask[0] and not is_fake(x)
+    made = aten.native_group_norm_backward.default(
+        *given, mean.contiguous(), rstd.contiguous(), weight, *sizes, [spare or mask[0], *mask[1:]]
+    )
+    return (None, *made[1:]) if spare else made
+
+
 WRAPPED: Mapping[Any, Any] = MappingProxyType(
     {
+        aten.native_group_norm_backward.default: group_norm_backward,
         aten.native_layer_norm_backward.default: layer_norm_backward,
         aten._fused_rms_norm_backward.default: rms_norm_backward,
     }

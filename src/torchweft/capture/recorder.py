@@ -1,6 +1,6 @@
 """The `Recorder`: watches the first run of an eager model, and keeps what a plan needs to know.
 
-    with Recorder(watchdog_s) as recorder: outputs = model(x)
+    with Recorder(speaker, watchdog_s) as recorder: outputs = model(x)
     recorder.halts      the boundaries it came to, each with the stretch of calls before it
 
 A stretch tells how many operators it called, their flops, and which bytes it touched and changed
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torchweft.marks import Mark, MarkRule
 from torchweft.runtimes.caught import BETWEEN_TWO, Caught
 from torchweft.runtimes.eager import Eager
+from torchweft.runtimes.speakers import Speaker
 from torchweft.runtimes.stops import listening
 
 
@@ -50,9 +51,9 @@ class Halt:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Listens to a model that runs as it is, and to every operator that it calls."""
 
-    def __init__(self, watchdog_s: float) -> None:
+    def __init__(self, speaker: Speaker, watchdog_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.eager = Eager(watchdog_s)
+        self.eager = Eager(speaker, watchdog_s)
         self.halts: list[Halt] = []
         self.mixes = ""
         self.rules: set[MarkRule] = set()

@@ -85,7 +85,7 @@ class Caught:
         boxed = self.result[-1] if isinstance(self.result, tuple) else self.result
         work = dist.Work.unbox(boxed)
         if self.tensor.device.type == "cpu":
-            wait(work)
+            wait(work, self.group)
         else:
             work.wait()
         return self

@@ -1,6 +1,6 @@
 """An `Eager` call: a model that runs as it is, while several ranks may be about.
 
-    with Eager(watchdog_s) as eager, listening(eager):
+    with Eager(speaker, watchdog_s) as eager, listening(eager):
         model(x)
 
 Its collectives go over the communicators that plans use, so ranks agree on the call too (the
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from torchweft.runtimes.caught import BETWEEN_TWO, Caught
-from torchweft.runtimes.ranks import EAGER
+from torchweft.runtimes.speakers import Speaker
 from torchweft.runtimes.stops import listening
 from torchweft.runtimes.talk import Talk
 
@@ -21,8 +21,8 @@ from torchweft.runtimes.talk import Talk
 class Eager:
     """Listens to a model that nobody schedules."""
 
-    def __init__(self, watchdog_s: float) -> None:
-        self.ranks = Talk(None, {}, watchdog_s)
+    def __init__(self, speaker: Speaker, watchdog_s: float) -> None:
+        self.ranks = Talk(None, {}, speaker, watchdog_s)
 
     def __enter__(self) -> Eager:
         self.ranks.__enter__()
@@ -44,5 +44,5 @@ class Eager:
         if caught.kind in BETWEEN_TWO:
             return caught.pass_on()
         with listening(None):
-            self.ranks.join(caught.group, EAGER)
+            self.ranks.join(caught.group)
             return caught.start().land().result

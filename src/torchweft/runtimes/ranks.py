@@ -1,7 +1,7 @@
 """Ranks: talks with other processes, agreed before they start and bounded in time.
 
     channel(name)            a process group as plans use it: a communicator of our own
-    .begin(digest)           at a call's start: tell the others which collectives will come
+    .begin(digest, speaker)  at a call's start: tell the others who calls which collectives
     group(name)              before each of them; the first waits until all have told the same
     wait(work)               never longer than the watchdog allows
     .end(last) / .fail(why)  the call is over / the group is dead, and every rank will know
@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
 from torchweft.runtimes.processes import be_polite, has_ended, own_identity, threads
+from torchweft.runtimes.speakers import Speaker
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
@@ -35,7 +36,8 @@ NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER = 0, 1
 """Digests of calls without a plan: one that cannot be done, one that runs the model as it is."""
-MENDS = "mends: "
+MENDS, WAITS = "mends: ", "waits in "
+NUM_LETTERS = 200
 Found = TypeVar("Found")
 
 
@@ -44,13 +46,20 @@ class EagerError(PlanError):
 
 
 class LostError(Exception):
-    """Another rank did not do its share; becomes a `RunError` that names the step."""
+    """Another rank did not do its share; becomes a `RunError` that names the step.
+
+    channel: where it was waited for, if that is known.
+    """
+
+    def __init__(self, text: str, channel: Channel | None = None) -> None:
+        super().__init__(text)
+        self.channel = channel
 
 
-def wait(work: Any) -> None:
+def wait(work: Any, name: str = "") -> None:
     """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
 
-    In slices, so that Ctrl-C gets through.
+    In slices, so that Ctrl-C gets through. name: the process group it is of, if that is known.
     """
     while True:
         try:
@@ -58,7 +67,7 @@ def wait(work: Any) -> None:
             return
         except RuntimeError as error:
             if SLICE_OVER not in str(error):
-                raise LostError(str(error).splitlines()[0]) from error
+                raise LostError(str(error).splitlines()[0], _channels.get(name)) from error
 
 
 class Channel:
@@ -78,12 +87,24 @@ class Channel:
         self.last = ""
         self._busy = threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
+        self._speaker: Speaker | None = None
+        self._text = ""
+        self.roles: weakref.WeakKeyDictionary[Speaker, int] = weakref.WeakKeyDictionary()
+        self.num_roles = 0
         self.group: Any = None
+
+    @property
+    def title(self) -> str:
+        """The group as errors name it."""
+        return f"group {self.name!r} (ranks {_listed(self.world)})"
 
     # A call: begin, agree, end or fail.
 
-    def begin(self, digest: int) -> None:
-        """Tell the other ranks what this call will do. Raises `RunError` on a dead group."""
+    def begin(self, digest: int, speaker: Speaker, text: str) -> None:
+        """Tell the other ranks what this call will do. Raises `RunError` on a dead group.
+
+        text: the call as the others read it if they do not agree.
+        """
         if self.dead:
             raise RunError(
                 f"run: group {self.name!r} is dead: {self.dead}. Make a new process group and "
@@ -95,32 +116,71 @@ class Channel:
                 "caller at a time, for ranks could not tell whose turn it is."
             )
         self.num_calls += 1
+        self._speaker, self._text = speaker, f"call {self.num_calls}, {text}"
+        speaker.settle(self.roles)
         with torch.inference_mode(False):
-            mine = torch.tensor([self.num_calls, digest])
-            told = torch.empty(2 * self.size, dtype=torch.int64)
+            claim, place = speaker.claim(self.roles), speaker.place(self.name)
+            mine = torch.tensor([self.num_calls, digest, claim, place])
+            told = torch.empty(mine.numel() * self.size, dtype=torch.int64)
         try:
             self._told = (self.group._allgather_base(told, mine), told)
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            self.fail(self.why(why), mine=False)
-            raise LostError(self.dead) from error
+            raise LostError(str(error).splitlines()[0], self) from error
 
     def agree(self) -> None:
         """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ."""
         if self._told is None:
             return
         (work, told), self._told = self._told, None
-        wait(work)
-        pairs = told.view(-1, 2).tolist()
-        if all(pair == pairs[0] for pair in pairs) and pairs[0][1] != REFUSED:
-            return
-        lines = [f"  rank {self.world[rank]}: {_shown(*pair)}" for rank, pair in enumerate(pairs)]
-        kind = EagerError if any(pair[1] == EAGER for pair in pairs) else PlanError
-        raise kind(
-            f"ranks: the ranks of group {self.name!r} do not plan the same collectives, so none "
-            "was started.\n" + "\n".join(lines),
+        wait(work, self.name)
+        rows = told.view(self.size, -1).tolist()
+        _, digest, claim, _ = rows[0]
+        assert self._speaker is not None, "only a call that has begun is agreed on"
+        if any(row != rows[0] for row in rows) or digest == REFUSED:
+            digests, claims = [row[1] for row in rows], [row[2] for row in rows]
+            if REFUSED in digests or len(set(digests)) > 1:
+                kind = EagerError if EAGER in digests else PlanError
+                raise self._disagree(kind, "do not plan the same collectives")
+            if len({(number, place) for number, _, _, place in rows}) > 1:
+                raise self._disagree(PlanError, "are not at the same place of a call")
+            if self._are_swapped(self._speaker, claims):
+                raise self._disagree(PlanError, "call different models")
+            claim = min((claim for claim in claims if claim > 0), default=-1)
+        if claim < 0:
+            claim = self.num_roles = self.num_roles + 1
+        self.roles[self._speaker] = claim
+
+    def _are_swapped(self, speaker: Speaker, claims: list[int]) -> bool:
+        """Whether two ranks have, each, another model for what the other one claims."""
+        if len(set(claims)) == 1:
+            return False
+        mine = [speaker.has_other(claim, self.roles) for claim in claims]
+        has_other = self._gather(torch.tensor(mine, dtype=torch.int64)).view(self.size, -1)
+        unlike = torch.tensor([[one != other for other in claims] for one in claims])
+        return bool((has_other.bool() & has_other.bool().T & unlike).any())
+
+    def _disagree(self, kind: type[PlanError], what: str) -> PlanError:
+        """The error of ranks that cannot talk, with what each of them was about to do."""
+        letters = self._text.encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
+        texts = self._gather(torch.frombuffer(bytearray(letters), dtype=torch.uint8))
+        lines = [
+            f"  rank {self.world[rank]}: {bytes(text.tolist()).decode(errors='replace').strip()}"
+            for rank, text in enumerate(texts.view(self.size, -1))
+        ]
+        return kind(
+            f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
+            + "\n".join(lines)
+            + "\n  Every rank must call the same models in the same order; compile on each rank "
+            "only the models that it calls.",
             rule="ranks",
         )
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Everybody's tensor, one after another. Raises `LostError` if a rank is gone."""
+        with torch.inference_mode(False):
+            told = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+            wait(self.group._allgather_base(told, mine.clone()), self.name)  # no inference tensor
+        return told
 
     def largest(self, mine: list[float]) -> list[float]:
         """The largest of all ranks' numbers, place by place; all ranks ask between the same calls.
@@ -129,14 +189,12 @@ class Channel:
         """
         if self.dead:
             raise RunError(f"run: group {self.name!r} is dead: {self.dead}.")
-        with torch.inference_mode(False):
-            told = torch.empty(self.size * len(mine), dtype=torch.float64)
-            try:
-                wait(self.group._allgather_base(told, torch.tensor(mine, dtype=torch.float64)))
-            except LostError as error:
-                self.fail(self.why(str(error)), mine=False)
-                raise RunError(f"run: {self.dead}.") from error
-            found: list[float] = told.view(self.size, -1).amax(0).tolist()
+        try:
+            told = self._gather(torch.tensor(mine, dtype=torch.float64))
+        except LostError as error:
+            self.fail(self.why(str(error)))
+            raise RunError(f"run: {self.dead}.") from error
+        found: list[float] = told.view(self.size, -1).amax(0).tolist()
         return found
 
     def end(self, last: str) -> None:
@@ -144,15 +202,15 @@ class Channel:
         self.last = last
         self._busy.release()
 
-    def refuse(self) -> None:
+    def refuse(self, speaker: Speaker) -> None:
         """Tell the others that this rank cannot do the call; nothing is dead."""
-        self.begin(REFUSED)
         try:
+            self.begin(REFUSED, speaker, f"cannot do it: {speaker.name}")
             self.agree()
-        except (PlanError, LostError):
-            pass
-        finally:
+        except PlanError:
             self.leave()
+        except LostError as error:
+            self.fail(self.why(str(error)))
 
     def leave(self) -> None:
         """Give up a call of which no collective was started."""
@@ -160,21 +218,25 @@ class Channel:
         if self._busy.locked():
             self._busy.release()
 
-    def fail(self, why: str, *, mine: bool, mends: bool = False) -> None:
+    def fail(self, why: str, *, note: str = "", mends: bool = False) -> None:
         """Take the group down: peers that wait wake up, later calls are told.
 
-        mine: this rank is where it went wrong, and the others should hear of it.
-        mends: only the call has failed; the next one opens the group anew, on every rank.
+        note: what the others should hear of it. mends: only the call has failed; the next one
+        opens the group anew, on every rank.
         """
         if self.dead:
             return
         self.dead, self.mends = why, self.mends or mends
-        if mine:
-            note = (MENDS if mends else "") + why[:400]
-            _bounded(lambda: self.store.set(f"fault/{self.rank}", note))
+        if note:
+            self.tell((MENDS if mends else "") + note)
         self.close()
         if self._busy.locked():
             self._busy.release()
+
+    def tell(self, note: str) -> None:
+        """Leave a note for the ranks that wait for this one, if the store still answers."""
+        if (store := self.store) is not None:
+            _bounded(lambda: store.set(f"fault/{self.rank}", note[:400]))
 
     def close(self) -> None:
         """Close the connections, in a thread of its own: works in flight may still hold them.
@@ -190,23 +252,30 @@ class Channel:
         """What is known of the ranks that did not do their share."""
         until = time.monotonic() + NOTICE_S
         late = "timed out" in error.lower() or "timeout" in error.lower()
-        while time.monotonic() < until:
+        waiting: dict[int, str] = {}
+        while time.monotonic() < until and len(waiting) < self.size - 1:
             if ended := [r for r, who in self.peers.items() if has_ended(who)]:
                 return f"rank {_listed(self.world[r] for r in ended)} has ended"
-            if notes := self._notes():
-                self.mends = all(note.startswith(MENDS) for note in notes.values())
-                told = {self.world[r]: note.removeprefix(MENDS) for r, note in notes.items()}
-                return "; ".join(f"rank {r} raised: {note}" for r, note in told.items())
-            if late:
-                break
+            notes = self._notes()
+            waiting = {r: note for r, note in notes.items() if note.startswith(WAITS)}
+            if told := {r: note for r, note in notes.items() if r not in waiting}:
+                self.mends = all(note.startswith(MENDS) for note in told.values())
+                told = {self.world[r]: note.removeprefix(MENDS) for r, note in told.items()}
+                return "; ".join(f"rank {r} {note}" for r, note in told.items())
             time.sleep(0.05)
-        if late:
-            others = _listed(self.world[r] for r in range(self.size) if r != self.rank)
+        elsewhere = {r: note for r, note in waiting.items() if note != WAITS + self.title}
+        if elsewhere:
+            told = {self.world[r]: note for r, note in elsewhere.items()}
+            stuck = "; ".join(f"rank {r} {note}" for r, note in told.items())
+            return f"not all ranks came to {self.title}: {stuck}"
+        missing = [r for r in range(self.size) if r != self.rank and r not in waiting]
+        if late and missing:
             return (
-                f"no answer from rank {others} for {self.watchdog_s:g} s: it is stopped, slow or "
-                "busy with something else"
+                f"no answer from rank {_listed(self.world[r] for r in missing)} for "
+                f"{self.watchdog_s:g} s in {self.title}: it is stopped, slow or busy with "
+                "something else"
             )
-        return f"a rank closed its connections ({error})"
+        return f"a rank of {self.title} closed its connections ({error})"
 
     def _notes(self) -> dict[int, str]:
         def read() -> dict[int, str]:
@@ -227,7 +296,7 @@ class Channel:
         try:
             self.group = self._connect(user)
         except LostError as error:
-            self.dead = str(error)
+            self.dead, error.channel = str(error), self
             raise
 
     def _connect(self, user: dist.ProcessGroup) -> Any:
@@ -277,7 +346,7 @@ class Channel:
 
 
 _channels: dict[str, Channel] = {}
-_opening = threading.Lock()
+_opening: dict[str, threading.Lock] = {}
 
 
 def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
@@ -285,12 +354,16 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     user = _user_group(name)
     found = _channels.get(name)
     if found is None or found.is_over(user):
-        with _opening:
+        # A lock for each: ranks whose threads open two groups may do so in another order.
+        with _opening.setdefault(name, threading.Lock()):
             found = _channels.get(name)
             if found is None or found.is_over(user):
-                if found is not None:
-                    found.close()
-                found = _channels[name] = Channel(name, user, watchdog_s)
+                before, found = found, Channel(name, user, watchdog_s)
+                if before is not None:
+                    before.close()
+                    if before.user() is user:  # the ranks know each other's models already
+                        found.roles, found.num_roles = before.roles, before.num_roles
+                _channels[name] = found
                 found.open(user)
     return found
 
@@ -327,12 +400,6 @@ def _store_of(user: dist.ProcessGroup, name: str) -> Any:
     """A corner of the group's store, new at each opening: all ranks open equally often."""
     store = c10d.PrefixStore(f"weft/{name}", user.get_group_store())
     return c10d.PrefixStore(str(store.add(f"opened/{user.rank()}", 1)), store)
-
-
-def _shown(number: int, digest: int) -> str:
-    what = {REFUSED: "cannot do it", EAGER: "runs the model as it is"}.get(digest)
-    what = what or f"plans collectives {digest:016x}"
-    return f"call {number}, {what}"
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -1,15 +1,15 @@
 """The `Talk`: the collectives of one call, agreed with the other ranks before the first of them.
 
     digests(plan, bodies, env, bounds)  ->  {group: number}     equal on ranks that can talk
-    with Talk(plan, digests, watchdog_s): run     a rank that fails takes its groups down
+    with Talk(plan, digests, speaker, watchdog_s): run     a rank that fails takes its groups down
 
-What ranks must have in common is the order of their collectives and the sizes of those that need
-equal sizes; what they compute in between is their own affair.
+What ranks must have in common is the model that they call, the order of its collectives, the
+kernels that make them and the sizes of those that need equal sizes; what they compute in between
+is their own affair.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
 from torchweft.graph import Graph
-from torchweft.plan import Plan
-from torchweft.runtimes.ranks import EAGER, Channel, LostError, channel
+from torchweft.plan import Plan, Step
+from torchweft.runtimes.ranks import EAGER, WAITS, Channel, LostError, channel
+from torchweft.runtimes.speakers import Speaker, number_of, stable_name
 from torchweft.runtimes.stops import SEQUENCE
 
+TALKS = ("run", "issue", "complete")
 UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
 
 
@@ -44,6 +46,9 @@ def digests(
             if op.collective.peer is not None:
                 continue
             told.append(op.collective.kind)
+            if step.by is not None:
+                kernel = plan.kernels.get(step.by)
+                told.append(f"by {step.by if kernel is None else stable_name(kernel)}")
             if not op.collective.kind.startswith(UNEQUAL):
                 start, stop = step.parts or (0, plan.num_parts)
                 rows = {graph.batch: bounds[stop] - bounds[start]} if graph.batch else {}
@@ -51,7 +56,13 @@ def digests(
                 here = {**env, **rows}
                 sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
                 told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
-    return {_group_of(name): _number("\n".join(told)) for name, told in lines.items()}
+    return {_group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
+
+
+def _communicators_of(plan: Plan, step: Step) -> list[str]:
+    """The communicators that a step talks on; none for a step of values."""
+    ops = [plan.graph.op[name] for name in step.names] if step.kind in TALKS else []
+    return [op.collective.communicator for op in ops if op.collective is not None]
 
 
 def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
@@ -67,27 +78,23 @@ def communicators(graph: Graph) -> set[str]:
     return {op.collective.communicator for op in graph.ops if op.collective is not None}
 
 
-def refuse(names: Iterable[str], watchdog_s: float) -> None:
+def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks of these communicators that this one has no plan for the call."""
     for name in sorted(names):
         try:
-            channel(_group_of(name), watchdog_s).refuse()
+            channel(_group_of(name), watchdog_s).refuse(speaker)
         except (RunError, LostError):
             continue  # nobody is left to be told
 
 
-def run_eagerly(names: Iterable[str], watchdog_s: float) -> None:
+def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks that this one runs the call as it is, and hear that all of them do.
 
     Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
     """
-    with Talk(None, {_group_of(name): EAGER for name in sorted(names)}, watchdog_s) as talk:
+    told = {_group_of(name): EAGER for name in sorted(names)}
+    with Talk(None, told, speaker, watchdog_s) as talk:
         talk.agree()
-
-
-def _number(text: str) -> int:
-    """63 bits that tell texts apart; never `ranks.REFUSED`, which is 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1 or 1
 
 
 def _group_of(communicator: str) -> str:
@@ -101,19 +108,25 @@ def _group_of(communicator: str) -> str:
 class Talk:
     """One call with collectives: told to the others at its start, ended or failed for all."""
 
-    def __init__(self, plan: Plan | None, told: Mapping[str, int], watchdog_s: float) -> None:
-        self.steps = plan.steps if plan is not None else ()
-        self.told, self.watchdog_s = told, watchdog_s
+    def __init__(
+        self, plan: Plan | None, told: Mapping[str, int], speaker: Speaker, watchdog_s: float
+    ) -> None:
+        self.plan, self.steps = plan, plan.steps if plan is not None else ()
+        self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
         self.channels: list[Channel] = []
         self.last = next((s.label for s in reversed(self.steps) if s.kind == "complete"), "")
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel talks, which does not ask us first."""
+        plan = self.plan
+        return plan is not None and any(s.by and _communicators_of(plan, s) for s in self.steps)
 
     def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
         try:
             for name, digest in self.told.items():
-                found = channel(name, self.watchdog_s)
-                found.begin(digest)
-                self.channels.append(found)
+                self._begin(name, digest)
         except LostError as error:
             raise self._lost(error, None) from error
         except RunError:
@@ -122,13 +135,18 @@ class Talk:
             raise
         return self
 
-    def join(self, name: str, digest: int) -> None:
-        """Tell the ranks of one more group, unless they were told, and wait for what they say."""
+    def _begin(self, name: str, digest: int) -> Channel:
+        found = channel(name, self.watchdog_s)
+        what = f"plans collectives {digest:016x} of {self.plan.graph_name}" if self.plan else ""
+        what = what or "runs the model as it is"
+        found.begin(digest, self.speaker, f"{what}: {self.speaker.name}")
+        self.channels.append(found)
+        return found
+
+    def join(self, name: str) -> None:
+        """Tell the ranks of one more group that the model runs as it is, unless they were told."""
         if all(found.name != name for found in self.channels):
-            found = channel(name, self.watchdog_s)
-            found.begin(digest)
-            self.channels.append(found)
-            found.agree()
+            self._begin(name, EAGER).agree()
 
     def agree(self) -> None:
         """Wait until the others have told theirs: a device graph does not ask on its way."""
@@ -163,7 +181,7 @@ class Talk:
             return
         for found in self.channels:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-            found.fail(why, mine=True, mends=mends)
+            found.fail(why, note=f"raised: {why}", mends=mends)
 
     def _owes(self, at: int) -> bool:
         """Whether the other ranks wait for a collective that is not issued yet at step `at`.
@@ -174,7 +192,12 @@ class Talk:
 
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
-        why = next((found.why(str(lost)) for found in self.channels), str(lost))
+        failed = self._failed(lost, error)
+        why = str(lost)
+        if failed is not None and not failed.dead:
+            for found in self.channels:  # those that wait for this rank learn what it waits for
+                found.tell(WAITS + failed.title)
+            why = failed.why(why)
         at = error.step if error is not None else None
         where = "a collective" if not self.steps else "the start of the call"
         where = self.steps[at].label if at is not None else where
@@ -189,13 +212,21 @@ class Talk:
             f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all "
             f"ranks finished: {last}."
         )
-        for found in self.channels:
-            found.fail(text.partition(". ")[0].removeprefix("run: "), mine=False)
+        for found in {*self.channels, *([failed] if failed is not None else [])}:
+            found.fail(why.rstrip("."), note=f"gave up: {why}")
         story = error.story if error is not None else ""
         made = RunError(text, story=story, lane=error.lane if error is not None else None)
         made.step = at
         made.rule = SEQUENCE if any(found.mends for found in self.channels) else made.rule
         return made
+
+    def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
+        """The channel that a rank waited in: what it noted, else that of the step."""
+        if lost.channel is not None or self.plan is None or error is None or error.step is None:
+            return lost.channel
+        names = _communicators_of(self.plan, self.steps[error.step])
+        groups = {_group_of(name) for name in names}
+        return next((found for found in self.channels if found.name in groups), None)
 
 
 def _let_go(error: BaseException | None) -> None:

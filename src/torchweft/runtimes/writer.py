@@ -32,6 +32,7 @@ from typing import Any
 from torchweft.errors import PlanError
 from torchweft.graph import Value
 from torchweft.plan import Plan, Range, Step, holds
+from torchweft.runtimes.kernels import Results
 from torchweft.runtimes.places import First, into_of, room_for, whole_like
 from torchweft.runtimes.program import Body, Jitter, Program, makes_of, reads_of
 from torchweft.runtimes.rows import putter, taker
@@ -255,6 +256,8 @@ class Writer(Variables):
         names = makes_of(self.graph, step)
         if not names:
             return [call]
+        if step.by is not None:
+            call = self._checked(step, call, arguments or ())
         targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
         if step.parts is None:  # what is made whole is its own place
             whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
@@ -267,6 +270,13 @@ class Writer(Variables):
         if calls is not None and arguments is not None:
             lines = calls.write(arguments, targets, self._constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
+
+    def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
+        """What a kernel gives, held against the graph."""
+        check = self._constant(results := Results(self.plan, step))
+        sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
+        given = "".join(f"{read}, " for read in reads)
+        return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
 
     def _constant(self, value: Any) -> str:
         """The name of a constant; one that is in the namespace already is taken from there."""
