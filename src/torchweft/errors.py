@@ -82,7 +82,9 @@ class RunError(WeftError, RuntimeError):
 def unknown(what: str, name: object, choices: Iterable[str]) -> str:
     """The sentence for a name nobody knows: it lists the choices, the likeliest first."""
     known = sorted(choices)
-    close = get_close_matches(str(name), known, n=1)
+    asked = str(name)[:200]
+    near = [choice for choice in known if len(known) <= 1000 or choice[:2] == asked[:2]]
+    close = get_close_matches(asked, near[:1000], n=1)  # of many thousands it would take seconds
     hint = f" Did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")
     return f"unknown {what} {clip(name)}.{hint} Known: {listed or 'none'}."

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -163,13 +164,26 @@ class Graph:
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The value whose bytes a value shares; its own name if it is no alias."""
+        """The value whose bytes a value shares; its own name if it is no alias.
+
+        Raises `GraphError` for an alias of itself, or of what does not exist.
+        """
         roots: dict[str, str] = {}
         for value in self.values:
-            name = value.name
-            while (alias := self.value[name].alias_of) is not None:
-                name = alias
-            roots[value.name] = name
+            chain: dict[str, None] = {}
+            name, where = value.name, f"value {value.name!r}"
+            while name not in roots:
+                chain[name] = None
+                if (alias := self.value[name].alias_of) is None:
+                    roots[name] = name
+                elif alias in chain:
+                    raise GraphError(f"alias: {where} is an alias of itself.")
+                elif alias not in self.value:
+                    text = f"{where} is an alias of {clip(alias)}, which does not exist."
+                    raise GraphError(f"alias: {text}")
+                else:
+                    name = alias
+            roots.update(dict.fromkeys(chain, roots[name]))
         return roots
 
     @cached_property
@@ -219,7 +233,8 @@ def _structure_key(graph: Graph, op: Op) -> object:
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.
-    places = tuple(op.reads.index(name) if name in op.reads else -1 for name in op.mutates)
+    place = {name: at for at, name in reversed([*enumerate(op.reads)])}
+    places = tuple(place.get(name, -1) for name in op.mutates)
     aliases = tuple(graph.value[name].alias_of is not None for name in op.makes)
     return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
 
@@ -237,12 +252,9 @@ def _check(graph: Graph) -> None:
             raise GraphError(f"duplicate: two values are named {value.name!r}.")
         seen.add(value.name)
         _check_value(graph, value)
-    names = [check_name(op.name, "op") for op in graph.ops]
-    if (
-        twice := {name for name in names if names.count(name) > 1}
-        if len(set(names)) < len(names)
-        else None
-    ):
+    assert len(graph.root) == len(graph.values), "every value has a root, or there was an error"
+    names = Counter(check_name(op.name, "op") for op in graph.ops)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
     defined: set[str] = set()
     for name in graph.inputs:
@@ -280,14 +292,6 @@ def _check_value(graph: Graph, value: Value) -> None:
             )
         if not 0 <= value.batch.dim < max(1, len(value.shape)):
             raise GraphError(f"batch: {where} has no dim {value.batch.dim}.")
-    chain, alias = {value.name}, value.alias_of
-    while alias is not None:
-        if alias not in graph.value:
-            raise GraphError(f"alias: {where} is an alias of {clip(alias)}, which does not exist.")
-        if alias in chain:
-            raise GraphError(f"alias: {where} is an alias of itself.")
-        chain.add(alias)
-        alias = graph.value[alias].alias_of
 
 
 def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
@@ -298,6 +302,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
     if op.rows not in ROWS:
         raise GraphError(f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}")
+    touched = {*op.touched, *op.makes}
     for name in op.touched:
         if name not in graph.value:
             raise GraphError(f"reads: {where}: {unknown('value', name, graph.value)}")
@@ -309,7 +314,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         if name in defined:
             raise GraphError(f"makes: {where} makes {name!r} a second time.")
         alias = graph.value[name].alias_of
-        if alias is not None and alias not in op.touched + op.makes:
+        if alias is not None and alias not in touched:
             raise GraphError(
                 f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
             )
@@ -344,9 +349,11 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
         )
     if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
         raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
-    changed = {graph.root[name] for name in op.mutates} if op.rows == "row-wise" else set()
-    for root in changed:
-        names = [name for name in touched if graph.root[name] == root]
+    by_root: dict[str, list[str]] = {}
+    for name in touched:
+        by_root.setdefault(graph.root[name], []).append(name)
+    for root in {graph.root[name]: None for name in op.mutates if op.rows == "row-wise"}:
+        names = by_root[root]
         if 0 < len(batched(tuple(names))) < len(names):
             text = f"{where} changes {root!r} row by row and touches all rows of it; use 'mixing'."
             raise GraphError(f"rows: {text}")

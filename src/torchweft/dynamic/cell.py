@@ -89,7 +89,9 @@ def reading(what: str) -> Iterator[None]:
         yield
     except WeftError:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as cause:
+    except (
+        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    ) as cause:  # fmt: skip
         raise CaptureError(f"{what}: this is no {what}: {clip(repr(cause))}.") from None
 
 

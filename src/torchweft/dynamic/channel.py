@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import ROOM, reading, spec_named
-from torchweft.errors import CaptureError
+from torchweft.errors import CaptureError, WeftError
 
 Message = dict[str, Any]
 SMALL_BYTES, WORD = 1 << 14, 16
 MAX_HEAD = 1 << 30
 
 
-class ChannelError(Exception):
+class ChannelError(WeftError):
     """The other side is gone, or says what is no message."""
 
 
