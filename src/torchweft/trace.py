@@ -132,9 +132,12 @@ class Trace:
         path = f", critical path {format_s(self.critical_path_s)}" if self.critical_path else ""
         lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
         lines.append(" " * wide + _axis(end_s, columns))
+        spans: dict[str, list[Span]] = {lane: [] for lane, _ in self.lanes}
+        for span in self.spans:
+            spans[span.lane].append(span)
         for lane, _ in self.lanes:
-            cells = _cells([span for span in self.spans if span.lane == lane], end_s, columns)
-            lines.append(f"{lane[: wide - 2]:<{wide}}{cells} {self.busy_s(lane) / end_s:>5.0%}")
+            cells, busy_s = _cells(spans[lane], end_s, columns), sum(s.busy_s for s in spans[lane])
+            lines.append(f"{lane[: wide - 2]:<{wide}}{cells} {busy_s / end_s:>5.0%}")
         if self.network_s > 0:
             exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
             lines.append(f"network {format_s(self.network_s)} in flight, {exposed}")
@@ -146,9 +149,9 @@ class Trace:
 
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
-        devices = list(dict.fromkeys(device for _, device in self.lanes))
+        devices: dict[str, int] = {}
         ids = {
-            lane: {"pid": devices.index(lane[1]) + 1, "tid": number + 1}
+            lane: {"pid": devices.setdefault(lane[1], len(devices) + 1), "tid": number + 1}
             for number, lane in enumerate(self.lanes)
         }
         events: list[dict[str, Any]] = []
