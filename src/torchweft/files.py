@@ -3,10 +3,9 @@
     read_text, read_json, read_bytes, Reader (typed fields of an object)
     write_text, write_json, write_bytes
 
-Loading never executes anything. Only regular files are read, and of those no more than `MAX_BYTES`
-and `MAX_ITEMS`, whatever they say of themselves. A file that is missing, too large, truncated or no
-text raises the caller's own error class; a write goes to a temporary file first, so a crash loses
-nothing.
+Loading never executes anything. Only regular files are read, and no more of them than `MAX_BYTES`.
+A file that is missing, too large, truncated or no text raises the caller's own error class; a write
+goes to a temporary file first, so a crash loses nothing.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
     """The data of a JSON file. Raises `error`, with the line, if it is not JSON."""
     text = read_text(path, error, what)
     if text.count("[") + text.count("{") > MAX_LISTS or text.count(",") > MAX_ITEMS:
-        raise error(
-            f"file: {what} file {path} has more than {MAX_LISTS} lists and objects, "
-            f"or {MAX_ITEMS} items."
-        )
+        limit = f"{MAX_LISTS} lists and objects, or {MAX_ITEMS} items"
+        raise error(f"file: {what} file {path} has more than {limit}.")
     try:
         found: object = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as cause:

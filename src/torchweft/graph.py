@@ -164,25 +164,16 @@ class Graph:
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The value whose bytes a value shares; its own name if it is no alias.
-
-        Raises `GraphError` for an alias of itself, or of what does not exist.
-        """
-        roots: dict[str, str] = {}
+        """The value whose bytes a value shares; its own name if it is no alias."""
+        roots = {value.name: value.name for value in self.values if value.alias_of is None}
         for value in self.values:
-            chain: dict[str, None] = {}
-            name, where = value.name, f"value {value.name!r}"
+            chain, name = dict[str, None](), value.name
             while name not in roots:
-                chain[name] = None
-                if (alias := self.value[name].alias_of) is None:
-                    roots[name] = name
-                elif alias in chain:
-                    raise GraphError(f"alias: {where} is an alias of itself.")
-                elif alias not in self.value:
-                    text = f"{where} is an alias of {clip(alias)}, which does not exist."
-                    raise GraphError(f"alias: {text}")
-                else:
-                    name = alias
+                chain[name], alias = None, self.value[name].alias_of
+                if alias in chain or alias not in self.value:
+                    why = "itself" if alias in chain else f"{clip(alias)}, which does not exist"
+                    raise GraphError(f"alias: value {value.name!r} is an alias of {why}.")
+                name = alias
             roots.update(dict.fromkeys(chain, roots[name]))
         return roots
 
@@ -233,8 +224,7 @@ def _structure_key(graph: Graph, op: Op) -> object:
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.
-    place = {name: at for at, name in reversed([*enumerate(op.reads)])}
-    places = tuple(place.get(name, -1) for name in op.mutates)
+    places = tuple(map({name: at for at, name in enumerate(op.reads)}.get, op.mutates))
     aliases = tuple(graph.value[name].alias_of is not None for name in op.makes)
     return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
 
@@ -252,7 +242,7 @@ def _check(graph: Graph) -> None:
             raise GraphError(f"duplicate: two values are named {value.name!r}.")
         seen.add(value.name)
         _check_value(graph, value)
-    assert len(graph.root) == len(graph.values), "every value has a root, or there was an error"
+    assert len(graph.root) == len(graph.values), "every value has a root"
     names = Counter(check_name(op.name, "op") for op in graph.ops)
     if twice := [name for name, count in names.items() if count > 1]:
         raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
@@ -349,14 +339,11 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
         )
     if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
         raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
-    by_root: dict[str, list[str]] = {}
-    for name in touched:
-        by_root.setdefault(graph.root[name], []).append(name)
-    for root in {graph.root[name]: None for name in op.mutates if op.rows == "row-wise"}:
-        names = by_root[root]
-        if 0 < len(batched(tuple(names))) < len(names):
-            text = f"{where} changes {root!r} row by row and touches all rows of it; use 'mixing'."
-            raise GraphError(f"rows: {text}")
+    whole = {graph.root[name] for name in touched if graph.value[name].batch is None}
+    mixed = whole & {graph.root[name] for name in batched(touched)}
+    if op.rows == "row-wise" and (both := mixed & {graph.root[name] for name in op.mutates}):
+        text = f"{where} changes {min(both)!r} row by row and touches all rows of it; use 'mixing'."
+        raise GraphError(f"rows: {text}")
 
 
 def _text(graph: Graph) -> str:

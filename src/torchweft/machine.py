@@ -113,7 +113,6 @@ class Machine:
 
     @cached_property
     def _links(self) -> Mapping[tuple[str, str], Link]:
-        """Links by their ends; of several, the first."""
         return {(link.source, link.target): link for link in reversed(self.links)}
 
     def lanes_for(self, op: Op) -> list[Lane]:
@@ -135,9 +134,9 @@ class Machine:
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises `MachineError` if nothing joins them."""
-        if (source, target) in self._links:
-            return self._links[source, target]
-        raise MachineError(f"link: nothing joins device {source!r} to {target!r}.")
+        if (source, target) not in self._links:
+            raise MachineError(f"link: nothing joins device {source!r} to {target!r}.")
+        return self._links[source, target]
 
 
 def _check(machine: Machine) -> None:

@@ -270,13 +270,11 @@ class _Parser:
                 "version",
                 f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
             )
-        if len(self.lines) > MAX_STEPS:
+        if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
+            limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
             self.fail(
-                "syntax", f"a plan has at most {MAX_STEPS} lines; this one has {len(self.lines)}."
+                "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
             )
-        self.at = next((n for n, line in enumerate(self.lines) if len(line) > MAX_LINE), 0)
-        if self.at:
-            self.fail("syntax", f"a line has at most {MAX_LINE} characters.")
         head: dict[str, list[Any]] = {word: [] for word in _LINES}
         self.at = 1
         while self.here() != "steps":

@@ -75,10 +75,7 @@ class Size:
         return " + ".join(texts).replace("+ -", "- ")
 
     def evaluate(self, env: Mapping[str, int]) -> int:
-        """The number, with each symbol taken from `env`.
-
-        Raises `SizeError` if one is missing, or the number is beyond all sizes.
-        """
+        """The number, symbols taken from `env`. Raises `SizeError` if one is missing, or huge."""
         total = 0
         for atoms, factor in self.terms:
             for atom in atoms:

@@ -256,7 +256,8 @@ def _change(data: bytes, rng: Rng) -> bytes:
 
 
 def _change_one(found: Any, rng: Rng) -> None:
-    parent, key = None, None
+    parent: Any = None
+    key: Any = None
     here = found
     while isinstance(here, dict | list) and here and (parent is None or rng.random() < 0.8):
         parent, key = here, rng.choice(list(here) if isinstance(here, dict) else range(len(here)))

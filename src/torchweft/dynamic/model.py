@@ -137,7 +137,7 @@ class Dynamic:
         asked: deque[Asked] = deque()
         source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
         while True:
-            jobs = [job for job, *_ in asked if not _over(job)]
+            jobs = [job for job, *_ in asked if job is not None and not job.over.is_set()]
             device, size = ("", 1) if num_left == 0 else feed.turn(num_left, batch)
             if not size and jobs:
                 feed.wait(jobs, len(jobs) - 1)
