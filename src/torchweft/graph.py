@@ -169,7 +169,7 @@ class Graph:
         for value in self.values:
             chain, name = dict[str, None](), value.name
             while name not in roots:
-                chain[name], alias = None, self.value[name].alias_of
+                chain[name], alias = None, self.value[name].alias_of or ""
                 if alias in chain or alias not in self.value:
                     why = "itself" if alias in chain else f"{clip(alias)}, which does not exist"
                     raise GraphError(f"alias: value {value.name!r} is an alias of {why}.")

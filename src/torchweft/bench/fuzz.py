@@ -222,7 +222,8 @@ def _lace(data: bytes, rng: Rng) -> bytes:
 def _repeat_line(data: bytes, rng: Rng) -> bytes:
     lines = data.split(b"\n")
     at = rng.randrange(len(lines))
-    return b"\n".join(lines[:at] + lines[at : at + 1] * rng.choice((2, 100, 20_000)) + lines[at:])
+    times = min(rng.choice((2, 100, 20_000)), 1 + MAX_FILE // (1 + len(lines[at])))
+    return b"\n".join(lines[:at] + lines[at : at + 1] * times + lines[at:])
 
 
 def _say_twice(data: bytes, rng: Rng) -> bytes:
@@ -267,7 +268,7 @@ def _change_one(found: Any, rng: Rng) -> None:
     what = rng.randrange(6)
     if what == 0:
         del parent[key]
-    elif what == 1 and isinstance(here, list):
+    elif what == 1 and isinstance(here, list) and len(here) < 500:
         parent[key] = [copy.copy(item) for item in here for _ in range(rng.choice((2, 50, 2000)))]
     elif what == 2 and isinstance(here, int | float):
         parent[key] = rng.choice((here * 10**9, -here, here + 1, str(here), [here]))
