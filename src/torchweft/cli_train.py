@@ -46,7 +46,9 @@ def train_command(
         Path | None,
         typer.Option("--data", envvar="WEFT_DATA", help="folder with sst/train.txt, for its trees"),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="of all that is drawn [0]")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**62, help="of all that is drawn [0]")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option("--steps", min=1, help=f"[{NUM_STEPS}; on served runs: {NUM_TUNED}]"),

@@ -82,7 +82,10 @@ class RunError(WeftError, RuntimeError):
 def unknown(what: str, name: object, choices: Iterable[str]) -> str:
     """The sentence for a name nobody knows: it lists the choices, the likeliest first."""
     known = sorted(choices)
-    close = get_close_matches(str(name), known, n=1)
+    asked = str(name)[:100]
+    near = [choice for choice in known if len(known) <= 1000 or choice[:2] == asked[:2]]
+    near = [choice for choice in near[:1000] if len(choice) <= 100]  # else it would take seconds
+    close = get_close_matches(asked, near, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")
     return f"unknown {what} {clip(name)}.{hint} Known: {listed or 'none'}."

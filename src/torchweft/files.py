@@ -1,37 +1,55 @@
-"""A data file: text or JSON that is read within limits and written in one piece.
+"""A data file: text, JSON or bytes, read within limits and written in one piece.
 
-    read_text, read_json, Reader (typed fields of an object)          write_text, write_json
+    read_text, read_json, read_bytes, Reader (typed fields of an object)
+    write_text, write_json, write_bytes
 
-Loading never executes anything. A file that is missing, too large, truncated or no text raises the
-caller's own error class; a write goes to a temporary file first, so a crash loses nothing.
+Loading never executes anything. Only regular files are read, and no more of them than `MAX_BYTES`.
+A file that is missing, too large, truncated or no text raises the caller's own error class; a write
+goes to a temporary file first, so a crash loses nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from torchweft.errors import WeftError, clip
 
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 32 * 1024 * 1024
+MAX_LISTS, MAX_ITEMS, MAX_DIGITS = 500_000, 4_000_000, 40
+
+
+def read_bytes(path: str | Path, error: type[WeftError], what: str) -> bytes:
+    """The bytes of a regular file. Raises `error` if there is none that can be read."""
+    where = f"{what} file {path}"
+    try:
+        # Without O_NONBLOCK, to open a pipe would wait for somebody who writes.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise error(f"file: cannot read {where}: it is no regular file.")
+            found = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise error(f"file: there is no {where}.") from None
+    except OSError as cause:
+        raise error(f"file: cannot read {where}: {cause.strerror}.") from None
+    except ValueError:
+        raise error(f"file: cannot read {where}: no path has a zero byte.") from None
+    if len(found) > MAX_BYTES:
+        raise error(f"file: {where} is larger than {MAX_BYTES // 2**20} MiB.")
+    return found
 
 
 def read_text(path: str | Path, error: type[WeftError], what: str) -> str:
     """The text of a file. Raises `error` if there is none that can be read."""
-    path = Path(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise error(f"file: {what} file {path} is larger than {MAX_BYTES // 2**20} MiB.")
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise error(f"file: there is no {what} file {path}.") from None
+        text = read_bytes(path, error, what).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise error(f"file: {what} file {path} is not text.") from None
-    except OSError as cause:
-        raise error(f"file: cannot read {what} file {path}: {cause.strerror}.") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -59,8 +77,11 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
     """The data of a JSON file. Raises `error`, with the line, if it is not JSON."""
     text = read_text(path, error, what)
+    if text.count("[") + text.count("{") > MAX_LISTS or text.count(",") > MAX_ITEMS:
+        limit = f"{MAX_LISTS} lists and objects, or {MAX_ITEMS} items"
+        raise error(f"file: {what} file {path} has more than {limit}.")
     try:
-        found: object = json.loads(text)
+        found: object = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as cause:
         raise error(
             f"file: {what} file {path} is no JSON (line {cause.lineno}: {cause.msg}): cut off?"
@@ -70,6 +91,12 @@ def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
     except ValueError as cause:
         raise error(f"file: {what} file {path}: {clip(cause)}.") from None
     return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:  # a float holds the rest, so that no arithmetic can overflow
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def write_json(path: str | Path, data: object) -> None:

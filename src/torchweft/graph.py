@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,12 +165,16 @@ class Graph:
     @cached_property
     def root(self) -> Mapping[str, str]:
         """The value whose bytes a value shares; its own name if it is no alias."""
-        roots: dict[str, str] = {}
+        roots = {value.name: value.name for value in self.values if value.alias_of is None}
         for value in self.values:
-            name = value.name
-            while (alias := self.value[name].alias_of) is not None:
+            chain, name = dict[str, None](), value.name
+            while name not in roots:
+                chain[name], alias = None, self.value[name].alias_of or ""
+                if alias in chain or alias not in self.value:
+                    why = "itself" if alias in chain else f"{clip(alias)}, which does not exist"
+                    raise GraphError(f"alias: value {value.name!r} is an alias of {why}.")
                 name = alias
-            roots[value.name] = name
+            roots.update(dict.fromkeys(chain, roots[name]))
         return roots
 
     @cached_property
@@ -219,7 +224,7 @@ def _structure_key(graph: Graph, op: Op) -> object:
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.
-    places = tuple(op.reads.index(name) if name in op.reads else -1 for name in op.mutates)
+    places = tuple(map({name: at for at, name in enumerate(op.reads)}.get, op.mutates))
     aliases = tuple(graph.value[name].alias_of is not None for name in op.makes)
     return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
 
@@ -237,12 +242,9 @@ def _check(graph: Graph) -> None:
             raise GraphError(f"duplicate: two values are named {value.name!r}.")
         seen.add(value.name)
         _check_value(graph, value)
-    names = [check_name(op.name, "op") for op in graph.ops]
-    if (
-        twice := {name for name in names if names.count(name) > 1}
-        if len(set(names)) < len(names)
-        else None
-    ):
+    assert len(graph.root) == len(graph.values), "every value has a root"
+    names = Counter(check_name(op.name, "op") for op in graph.ops)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
     defined: set[str] = set()
     for name in graph.inputs:
@@ -280,14 +282,6 @@ def _check_value(graph: Graph, value: Value) -> None:
             )
         if not 0 <= value.batch.dim < max(1, len(value.shape)):
             raise GraphError(f"batch: {where} has no dim {value.batch.dim}.")
-    chain, alias = {value.name}, value.alias_of
-    while alias is not None:
-        if alias not in graph.value:
-            raise GraphError(f"alias: {where} is an alias of {clip(alias)}, which does not exist.")
-        if alias in chain:
-            raise GraphError(f"alias: {where} is an alias of itself.")
-        chain.add(alias)
-        alias = graph.value[alias].alias_of
 
 
 def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
@@ -298,6 +292,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
     if op.rows not in ROWS:
         raise GraphError(f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}")
+    touched = {*op.touched, *op.makes}
     for name in op.touched:
         if name not in graph.value:
             raise GraphError(f"reads: {where}: {unknown('value', name, graph.value)}")
@@ -309,7 +304,7 @@ def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
         if name in defined:
             raise GraphError(f"makes: {where} makes {name!r} a second time.")
         alias = graph.value[name].alias_of
-        if alias is not None and alias not in op.touched + op.makes:
+        if alias is not None and alias not in touched:
             raise GraphError(
                 f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
             )
@@ -344,12 +339,11 @@ def _check_rows(graph: Graph, op: Op, where: str) -> None:
         )
     if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
         raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
-    changed = {graph.root[name] for name in op.mutates} if op.rows == "row-wise" else set()
-    for root in changed:
-        names = [name for name in touched if graph.root[name] == root]
-        if 0 < len(batched(tuple(names))) < len(names):
-            text = f"{where} changes {root!r} row by row and touches all rows of it; use 'mixing'."
-            raise GraphError(f"rows: {text}")
+    whole = {graph.root[name] for name in touched if graph.value[name].batch is None}
+    mixed = whole & {graph.root[name] for name in batched(touched)}
+    if op.rows == "row-wise" and (both := mixed & {graph.root[name] for name in op.mutates}):
+        text = f"{where} changes {min(both)!r} row by row and touches all rows of it; use 'mixing'."
+        raise GraphError(f"rows: {text}")
 
 
 def _text(graph: Graph) -> str:

@@ -23,7 +23,7 @@ from torchweft.graph import NAME, USES, Op, check_name
 VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
-MAX_PRIORITY, MAX_SMS = 100, 100_000
+MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
 LANE = re.compile(
     rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: via ({NAME.pattern}))?"
     r"(?: priority (-?[0-9]{1,3}))?(?: sms ([0-9]{1,6}))?"
@@ -111,6 +111,10 @@ class Machine:
         """Lanes by name."""
         return {lane.name: lane for lane in self.lanes}
 
+    @cached_property
+    def _links(self) -> Mapping[tuple[str, str], Link]:
+        return {(link.source, link.target): link for link in reversed(self.links)}
+
     def lanes_for(self, op: Op) -> list[Lane]:
         """The lanes that take an op. Those without a thread come first, for ops of two phases."""
         found = [lane for lane in self.lanes if op.uses in lane.uses]
@@ -130,10 +134,9 @@ class Machine:
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises `MachineError` if nothing joins them."""
-        for link in self.links:
-            if (link.source, link.target) == (source, target):
-                return link
-        raise MachineError(f"link: nothing joins device {source!r} to {target!r}.")
+        if (source, target) not in self._links:
+            raise MachineError(f"link: nothing joins device {source!r} to {target!r}.")
+        return self._links[source, target]
 
 
 def _check(machine: Machine) -> None:
@@ -142,6 +145,8 @@ def _check(machine: Machine) -> None:
         names = [check_name(item.name, what, MachineError) for item in items]
         if not names:
             raise MachineError(f"machine: {machine.name!r} has no {what}.")
+        if len(names) > MAX_DEVICES:
+            raise MachineError(f"machine: {len(names)} {what}s; at most {MAX_DEVICES} can be used.")
         if len(set(names)) < len(names):
             raise MachineError(f"machine: {machine.name!r} has two {what}s of one name.")
     numbered: list[Device | Link] = [*machine.devices, *machine.links]

@@ -37,11 +37,11 @@ from torchweft.cut import Cut
 from torchweft.errors import PlanError, WeftError, clip, excerpt
 from torchweft.files import read_text, write_text
 from torchweft.graph import NAME, Graph
-from torchweft.machine import LANE, Lane, make_lane
+from torchweft.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.sizes import Size
 
 VERSION = 1
-MAX_STEPS = 1_000_000
+MAX_STEPS, MAX_LINE = 1_000_000, 100_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
 
@@ -270,9 +270,10 @@ class _Parser:
                 "version",
                 f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
             )
-        if len(self.lines) > MAX_STEPS:
+        if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
+            limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
             self.fail(
-                "syntax", f"a plan has at most {MAX_STEPS} lines; this one has {len(self.lines)}."
+                "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
             )
         head: dict[str, list[Any]] = {word: [] for word in _LINES}
         self.at = 1
@@ -339,6 +340,8 @@ class _Parser:
                     "syntax",
                     f"a plan has exactly one {word!r} line; this one has {len(head[word])}.",
                 )
+        if len(head["lane"]) > MAX_DEVICES:
+            self.fail("syntax", f"a plan has at most {MAX_DEVICES} lanes.")
         (name, digest), cut = head["graph"][0], head["parts"][0]
         places, history = tuple(head["place"]), tuple(head["history"])
         lanes, buffers = tuple(head["lane"]), tuple(head["buffer"])

@@ -23,6 +23,7 @@ MAX_TEXT = 2000
 MAX_TERMS = 1000
 MAX_DEPTH = 400
 MAX_BITS = 4096
+MAX_NUMBER_BITS = 200  # far below where a float ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Size:
         return " + ".join(texts).replace("+ -", "- ")
 
     def evaluate(self, env: Mapping[str, int]) -> int:
-        """The number, with each symbol taken from `env`. Raises `SizeError` if one is missing."""
+        """The number, symbols taken from `env`. Raises `SizeError` if one is missing, or huge."""
         total = 0
         for atoms, factor in self.terms:
             for atom in atoms:
@@ -83,6 +84,8 @@ class Size:
                     value = _evaluate(ast.parse(atom, mode="eval").body, env)
                 factor *= value
             total += factor
+        if total.bit_length() > MAX_NUMBER_BITS:
+            raise SizeError(f"size: {clip(self)} has more than {MAX_NUMBER_BITS} bits.")
         return total
 
     @property

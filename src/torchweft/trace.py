@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappush, heapreplace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torchweft.plan import Range
 VERSION = 1
 SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
+MAX_FLIGHTS = 16  # rows of one lane in a timeline
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
 _EDGE = {"█": "▐", "▓": "▐", "═": "╞", "─": "╟"}
 _KEY = {**{fill: uses for uses, fill in _FILL.items()}, "▒": "issue", "·": "waiting"}
@@ -83,18 +85,32 @@ class Trace:
 
     def busy_s(self, lane: str) -> float:
         """Seconds in which a lane works, at full rate. Raises `WeftError` for an unknown lane."""
-        if lane not in (names := [name for name, _ in self.lanes]):
-            raise WeftError(f"trace: {unknown('lane', lane, names)}", rule="lane", lane=lane)
-        return _union_s((span.start_s, span.busy_s) for span in self.spans if span.lane == lane)
+        if lane not in self._by_lane:
+            text = f"trace: {unknown('lane', lane, self._by_lane)}"
+            raise WeftError(text, rule="lane", lane=lane)
+        return _union_s((span.start_s, span.busy_s) for span in self._by_lane[lane])
 
     def rows(self, lane: str) -> list[list[Span]]:
         """The spans of a lane, in as many rows as there are flights at once: no two overlap."""
         rows: list[list[Span]] = [[]]
-        for span in (span for span in self.spans if span.lane == lane):
-            free = [row for row in rows if not row or row[-1].end_s <= span.start_s]
-            rows += [] if free else [[]]
-            (free or rows[-1:])[0].append(span)
+        ends = [(0.0, 0)]  # when each row is free again
+        for span in sorted(self._by_lane[lane], key=lambda span: span.start_s):
+            end_s, at = ends[0]
+            if end_s <= span.start_s:
+                heapreplace(ends, (span.end_s, at))
+            else:
+                at = len(rows)
+                heappush(ends, (span.end_s, at))
+                rows.append([])
+            rows[at].append(span)
         return rows
+
+    @cached_property
+    def _by_lane(self) -> dict[str, list[Span]]:
+        spans: dict[str, list[Span]] = {lane: [] for lane, _ in self.lanes}
+        for span in self.spans:
+            spans[span.lane].append(span)
+        return spans
 
     @cached_property
     def network_s(self) -> float:
@@ -132,9 +148,12 @@ class Trace:
         lines = [f"{self.name} ({how}): makespan {format_s(self.makespan_s)}{path}"]
         lines.append(" " * wide + _axis(end_s, columns))
         for lane, _ in self.lanes:
-            first, *others = (_cells(row, end_s, columns) for row in self.rows(lane))
+            rows = self.rows(lane)
+            first, *others = (_cells(row, end_s, columns) for row in rows[:MAX_FLIGHTS])
             lines.append(f"{lane[: wide - 2]:<{wide}}{first} {self.busy_s(lane) / end_s:>5.0%}")
             lines += [" " * wide + cells for cells in others]
+            if (num_more := len(rows) - MAX_FLIGHTS) > 0:
+                lines.append(" " * wide + f"... and {num_more} more flights at once")
         if self.network_s > 0:
             exposed = f"{format_s(self.exposed_network_s)} exposed, {self.overlap_share:.0%} hidden"
             lines.append(f"network {format_s(self.network_s)} in flight, {exposed}")
@@ -146,12 +165,12 @@ class Trace:
 
     def to_chrome(self) -> dict[str, Any]:
         """A JSON object for Perfetto or chrome://tracing; Weft's own data rides along."""
-        devices = list(dict.fromkeys(device for _, device in self.lanes))
+        devices: dict[str, int] = {}
         ids: dict[Span, dict[str, int]] = {}
         events: list[dict[str, Any]] = []
         rows = [(*at, n, row) for at in self.lanes for n, row in enumerate(self.rows(at[0]))]
         for tid, (lane, device, number, row) in enumerate(rows, 1):
-            where = {"pid": devices.index(device) + 1, "tid": tid}
+            where = {"pid": devices.setdefault(device, len(devices) + 1), "tid": tid}
             ids |= dict.fromkeys(row, where)
             device += " (simulated)" * self.simulated
             lane += f", flight {number + 1}" if number else ""

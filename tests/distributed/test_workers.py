@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -25,12 +24,14 @@ from torchweft.bench.dynamic import drawn_trees
 from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
 from torchweft.bench.dynamic_placed import ByNodes
 from torchweft.dynamic.model import Dynamic
+from torchweft.dynamic.pool import Pool
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
 from torchweft.placement import Problem, placed
 from torchweft.placement.learner import Learner, Pace
 from torchweft.placement.policy import Policy
 from torchweft.placement.served import Served
 from torchweft.plan import Plan
+from torchweft.runtimes.processes import started_at
 from torchweft.verify import verify
 
 TOLERANCE = 1e-5
@@ -421,31 +422,6 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
     assert run.problem().num_ops == len(run.graph.ops)
 
 
-def test_worker_over_torch_distributed() -> None:
-    model, inputs, wanted = a_model()
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    config = json.dumps({"name": "far", "store": address})
-    source = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchweft.dynamic.worker", config],
-        env={**os.environ, "PYTHONPATH": source},
-    )
-    try:
-        spots = [TWO[0], weft.Spot("far", address=address)]
-        with weft.dynamic(model, workers=spots, planner=one_by_one, watchdog_s=LOST_S) as dynamic:
-            assert close(dynamic.map(inputs), wanted)
-            devices = {span.device for span in dynamic.trace().spans if span.kind == "run"}
-            assert devices == {"one", "far"}
-            process.kill()
-            assert close(dynamic.map(inputs), wanted)
-            assert until(["one"], dynamic)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_mistakes_of_workers_are_named() -> None:
     with pytest.raises(MachineError, match="home"):
         weft.Spot("home")
@@ -453,6 +429,8 @@ def test_mistakes_of_workers_are_named() -> None:
         weft.Spot("one", slowness=0.5)
     with pytest.raises(MachineError, match="core"):
         weft.Spot("one", cores=(9999,))
+    with pytest.raises(MachineError, match="engine that authenticates"):
+        weft.Spot("far", address="localhost:1234")
     with pytest.raises(MachineError, match="no workers"):
         list(Dynamic(Two()).stream([torch.ones(8)]))
 
@@ -462,10 +440,105 @@ def test_stopped_pool_leaves_no_process() -> None:
     dynamic = weft.dynamic(model, workers=TWO[:1], watchdog_s=CALM_S)
     dynamic.map(inputs)
     processes = [mate.process for mate in dynamic.pool.mates.values()]
-    folder = dynamic.pool.folder
     dynamic.close()
     assert all(process.poll() is not None for process in processes)
-    assert not folder.exists()
+
+
+def listening(pid: int) -> list[str]:
+    """The sockets on which a process waits for others to come, as /proc knows them."""
+    files = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    held = {str(link.readlink()).removeprefix("socket:[").rstrip("]") for link in files}
+    found = []
+    for kind, state, number in (("unix", 3, 6), ("tcp", 3, 9), ("tcp6", 3, 9)):
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            waits = words[state] in ("00010000", "0A")
+            found += [line] if waits and words[number] in held else []
+    return found
+
+
+def test_nobody_can_come_in_from_outside(calm: Calm) -> None:
+    pids = [os.getpid(), *(mate.process.pid for mate in calm.dynamic.pool.mates.values())]
+    assert [listening(pid) for pid in pids] == [[], [], []]
+    with socket.create_server(("localhost", 0)):
+        assert listening(os.getpid()), "the probe sees a socket that listens"
+
+
+LEAVES = """
+import os, sys, time
+import torch, torchweft as weft
+model = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+dynamic = weft.dynamic(model, workers=[weft.Spot("one")])
+with torch.no_grad():
+    dynamic(torch.ones(4))
+print(dynamic.pool.mates["one"].process.pid, flush=True)
+time.sleep(60 if sys.argv[1:] else 0)
+"""
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_ends_without_close_leaves_nothing(how: int | None, tmp_path: Path) -> None:
+    source = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", LEAVES, *(["stay"] if how else [])]
+    facts = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=facts, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        if how:
+            process.send_signal(how)
+        process.wait(timeout=CALM_S)
+    ends_s = time.monotonic() + CALM_S
+    while (alive := bool(started_at(worker))) and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    assert not alive, "a worker ends when nobody is left to work for"
+    assert not list(tmp_path.glob("weft-*")), "no folder stays behind"
+
+
+HOSTILE = {
+    "garbage": b"\xff" * 64,
+    "endless": b"\xff\xff\xff\xff" + (1 << 60).to_bytes(8, "big"),
+    "half way": b"\0\0\1\0half",
+    "no message": b"\0\0\0\x14" + (4).to_bytes(16, "little") + b"null",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_process_that_is_no_worker_is_given_up(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stranger = tmp_path / "stranger.py"
+    stranger.write_text(
+        "import json, os, sys, time\n"
+        f"os.write(json.loads(sys.argv[-1])['ends'][0], {HOSTILE[name]!r})\ntime.sleep(60)\n"
+    )
+    real = subprocess.Popen
+
+    def start(command: list[str], **facts: Any) -> Any:
+        return real([sys.executable, str(stranger), command[-1]], **facts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[Pool.__module__], "START_S", 2.0)
+        patched.setattr(subprocess, "Popen", start)
+        with pytest.raises(MachineError, match="'one' did not start"):
+            Pool(TWO[:1])
+    with Pool(TWO[:1]) as pool:
+        assert pool.names == ["one"], "the real worker still gets in"
+
+
+def test_stream_with_all_workers_lost_gives_an_error_for_each_input() -> None:
+    model = Routed().eval()  # it needs numbers while it is recorded
+    inputs = [torch.randn(3, 12) for _ in range(5)]
+    with weft.dynamic(model, workers=TWO[:1], planner="heft", watchdog_s=CALM_S) as dynamic:
+        stream = dynamic.stream(inputs)
+        first = next(stream)
+        os.kill(dynamic.pool.mates["one"].process.pid, signal.SIGKILL)
+        answers = [first, *stream]
+        assert len(answers) == len(inputs)
+        assert torch.allclose(first.outputs, model(inputs[0]), atol=TOLERANCE)
+        assert {type(answer.error) for answer in answers[-2:]} == {RunError}
+        assert until([], dynamic)
+        again = list(dynamic.stream(inputs, batch=2))
+        assert [type(answer.error) for answer in again] == [RunError] * 5
 
 
 class Keeps(nn.Module):

@@ -165,7 +165,7 @@ def test_graph_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 def test_huge_graph_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "graph.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(GraphError, match="larger than 64 MiB"):
+    with pytest.raises(GraphError, match="larger than 32 MiB"):
         load_graph(tmp_path / "graph.json")
 
 

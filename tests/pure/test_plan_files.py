@@ -179,7 +179,7 @@ def test_huge_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.plan"
     with path.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(PlanError, match="larger than 64 MiB"):
+    with pytest.raises(PlanError, match="larger than 32 MiB"):
         Plan.load(path)
 
 

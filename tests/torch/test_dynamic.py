@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import random
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchweft.bench.dynamic import read_trees
 from torchweft.bench.dynamic_models import Tree
 from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.channel import SocketChannel
+from torchweft.dynamic.channel import Channel
 from torchweft.errors import CaptureError
 
 TOLERANCE = 1e-5
@@ -202,11 +202,11 @@ def test_modules_have_their_own_class_outside_of_calls() -> None:
 
 def test_messages_keep_small_and_large_tensors() -> None:
     sent = [torch.arange(5), torch.empty(0, 3), torch.randn(100, 100), torch.tensor(True)]
-    here, there = Pipe()
-    channel = SocketChannel(here)
+    here, there = socket.socketpair()
+    channel = Channel(here.detach())
     thread = threading.Thread(target=channel.send, args=({"kind": "x", "n": 1}, sent))
     thread.start()
-    message, found = SocketChannel(there).receive()
+    message, found = Channel(there.detach()).receive()
     thread.join()
     assert message == {"kind": "x", "n": 1}
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, sent, strict=True))

@@ -8,12 +8,17 @@ plain data (names of operators, numbers, places of values): another process can 
 without the user's code, and no file or message carries code.
 
     [["aten.mm.default", [{"v": 0}, {"v": 2}], {}, 3], ...]       call, arguments, options, place
+
+Every cell is checked when it is made, from a trace or from a message: operators are those of
+`operators.py`, places are there before they are read, nothing given is changed.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+import keyword
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -21,18 +26,21 @@ from typing import Any
 
 import torch
 
-from torchweft.errors import CaptureError, clip, unknown
+from torchweft.dynamic.operators import operator_of
+from torchweft.errors import CaptureError, WeftError, clip, unknown
+from torchweft.graph import check_name
 
 Call = tuple[str, list[Any], dict[str, Any], int]
-_PLAIN = {
-    name: getattr(operator, name)
-    for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "getitem", "truediv", "pow")
-}
+KINDS = ("calls", "pack", "unpack")
+MAX_DIMS, MAX_DEPTH, MAX_FLOPS = 64, 8, 1 << 62
+ROOM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of this box: nothing that says to be larger is made."""
 _DTYPES = {str(item): item for item in vars(torch).values() if isinstance(item, torch.dtype)}
 _LAYOUTS = {str(item): item for item in vars(torch).values() if isinstance(item, torch.layout)}
 _FORMATS = {
     str(item): item for item in vars(torch).values() if isinstance(item, torch.memory_format)
 }
+_CONSTANTS: dict[str, Any] = {**_DTYPES, **_LAYOUTS, **_FORMATS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +70,36 @@ def spec_of(shape: Sequence[int], dtype: torch.dtype) -> Spec:
 
 
 def spec_named(shape: Sequence[int], dtype: str) -> Spec:
-    """The spec of a shape and the name of a dtype. Raises `CaptureError` for an unknown one."""
-    if dtype not in _DTYPES:
+    """The spec of a shape and the name of a dtype. Raises `CaptureError` if there is none."""
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CaptureError(f"spec: {unknown('dtype', dtype, _DTYPES)}")
+    if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS:
+        raise CaptureError(f"spec: {clip(shape)} is no shape.")
+    if not all(type(size) is int and 0 <= size <= ROOM for size in shape):
+        raise CaptureError(f"spec: {clip(shape)} is no shape of rows that this box has room for.")
+    if prod(shape) * _DTYPES[dtype].itemsize > ROOM:
+        raise CaptureError(f"spec: {clip(shape)} has more than the {ROOM} bytes of this box.")
     return spec_of(shape, _DTYPES[dtype])
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever goes wrong in here is the fault of the data that is read: `CaptureError`."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except (
+        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    ) as cause:  # fmt: skip
+        raise CaptureError(f"{what}: this is no {what}: {clip(repr(cause))}.") from None
+
+
+def count_of(found: Any, most: int) -> int:
+    """A count of plain data. Raises `CaptureError` if it is none, or larger than it can be."""
+    if type(found) is not int or not 0 <= found <= most:
+        raise CaptureError(f"count: {clip(found)} is no whole number from 0 to {most}.")
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +118,9 @@ class Cell:
     kind: str = "calls"
     flops: int = 0
     num_prepared: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     @cached_property
     def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -106,17 +143,96 @@ class Cell:
         }  # fmt: skip
 
     @staticmethod
-    def from_data(found: dict[str, Any]) -> Cell:
-        """The cell of plain data."""
-        reads, makes = (
-            tuple(spec_named(shape, dtype) for shape, dtype in found[side])
-            for side in ("reads", "makes")
-        )
-        calls = tuple((name, args, options, at) for name, args, options, at in found["calls"])
-        return Cell(
-            found["name"], reads, makes, tuple(found["weights"]), calls, tuple(found["outputs"]),
-            found["kind"], found["flops"], found["num_prepared"],
-        )  # fmt: skip
+    def from_data(found: Any) -> Cell:
+        """The cell of plain data. Raises `CaptureError` for data that is none."""
+        with reading("cell"):
+            reads, makes = (
+                tuple(spec_named(shape, dtype) for shape, dtype in found[side])
+                for side in ("reads", "makes")
+            )
+            calls = tuple((name, args, options, at) for name, args, options, at in found["calls"])
+            return Cell(
+                found["name"], reads, makes, tuple(found["weights"]), calls,
+                tuple(found["outputs"]), found["kind"], found["flops"], found["num_prepared"],
+            )  # fmt: skip
+
+
+def _check(cell: Cell) -> None:
+    """Raise `CaptureError` for a cell that cannot be, or that calls what it may not."""
+    check_name(cell.name, "cell", CaptureError)
+    where, first = f"cell: {cell.name}", len(cell.weights) + len(cell.reads)
+    if cell.kind not in KINDS:
+        raise CaptureError(f"{where}: {unknown('kind', cell.kind, KINDS)}")
+    if not all(isinstance(weight, str) for weight in cell.weights):
+        raise CaptureError(f"{where} has a weight without a name.")
+    count_of(cell.flops, MAX_FLOPS)
+    count_of(cell.num_prepared, len(cell.calls))
+    if cell.kind != "calls":
+        return _check_pack(cell)
+    given = set(range(first))  # what others have, and views of it: not to be changed
+    for number, call in enumerate(cell.calls):
+        if number == cell.num_prepared:
+            given.update(range(first, first + number))
+        unread = range(len(cell.weights), first) if number < cell.num_prepared else range(0)
+        _check_call(where, call, first + number, unread, given)
+    last = first + len(cell.calls)
+    if len(cell.outputs) != len(cell.makes):
+        raise CaptureError(f"{where} gives {len(cell.outputs)} of {len(cell.makes)} results.")
+    for place in cell.outputs:
+        count_of(place, last - 1)
+    return None
+
+
+def _check_pack(cell: Cell) -> None:
+    """A gather is what its specs say, and nothing else."""
+    many, one = (cell.reads, cell.makes) if cell.kind == "pack" else (cell.makes, cell.reads)
+    row = spec_of(one[0].shape[1:], one[0].dtype) if len(one) == 1 else None
+    alike = row is not None and all(spec is row for spec in many)
+    if not alike or one[0].shape[:1] != (len(many),) or cell.calls or cell.outputs or cell.weights:
+        raise CaptureError(f"cell: {cell.name} is no {cell.kind} of {len(many)} rows.")
+
+
+def _check_call(where: str, call: Call, at: int, unread: range, given: set[int]) -> None:
+    """Check the call that makes the place `at`, and reads others before it, but none of `unread`;
+    add its place to `given` if it is a view of one."""
+    name, args, options, place = call
+    if not isinstance(name, str) or not isinstance(args, list) or not isinstance(options, dict):
+        raise CaptureError(f"{where}: {clip(call)} is no call.")
+    schema = getattr(operator_of(name), "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    known = {argument.name for argument in arguments if not keyword.iskeyword(argument.name)}
+    if odd := [option for option in options if option not in known]:
+        raise CaptureError(f"{where}: {clip(odd[0])} is no option of {name}.")
+    if type(place) is not int or place != at:
+        raise CaptureError(f"{where}: {name} makes {clip(place)}, where {at} is next.")
+    for each in _places([args, *options.values()]):
+        if count_of(each, at - 1) in unread:
+            raise CaptureError(f"{where}: {name} reads {clip(each)}, which is not there.")
+    if name == "operator.getitem" and not given.isdisjoint(_places(args)):
+        given.add(at)
+    for number, argument in enumerate(arguments):
+        item = args[number] if number < len(args) else options.get(argument.name)
+        if argument.alias_info is not None and not given.isdisjoint(_places(item)):
+            if argument.alias_info.is_write:
+                raise CaptureError(f"{where} changes its arguments or weights in place.")
+            given.add(at)
+
+
+def _places(item: Any, depth: int = 0) -> Iterator[Any]:
+    """The places in an argument. Raises `CaptureError` for what no argument can be."""
+    if isinstance(item, list) and depth < MAX_DEPTH:
+        for each in item:
+            yield from _places(each, depth + 1)
+    elif isinstance(item, dict) and item.keys() == {"v"}:
+        yield item["v"]
+    elif isinstance(item, dict) and item.keys() == {"torch"}:
+        if not isinstance(item["torch"], str) or item["torch"] not in _CONSTANTS:
+            raise CaptureError(f"cell: {unknown('constant of torch', item['torch'], _CONSTANTS)}")
+    elif isinstance(item, int):
+        if abs(item) >= 1 << 63:
+            raise CaptureError("cell: a number of more than 63 bits.")
+    elif item is not None and not isinstance(item, (float, str)) and item != {"device": ""}:
+        raise CaptureError(f"cell: {clip(item)} cannot be an argument of a call.")
 
 
 @cache
@@ -151,24 +267,6 @@ def encode(item: Any) -> Any:
     raise CaptureError(f"cell: {clip(item)} cannot be an argument of a call as data.")
 
 
-def operator_of(name: str) -> Callable[..., Any]:
-    """The function behind the name of a call. Raises `CaptureError` if this process has none."""
-    space, _, rest = name.partition(".")
-    if space == "operator" and rest in _PLAIN:
-        plain: Callable[..., Any] = _PLAIN[rest]
-        return plain
-    if name == "weft.linear":
-        return torch.nn.functional.linear
-    found: Any = torch.ops
-    for word in name.split("."):
-        found = getattr(found, word, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise CaptureError(
-            f"cell: no operator {clip(name)} here; import the module that registers it."
-        )
-    return found
-
-
 def _makes_new(name: str) -> bool:
     function = operator_of(name)
     if isinstance(function, torch._ops.OpOverload):
@@ -177,36 +275,26 @@ def _makes_new(name: str) -> bool:
 
 
 def build(cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions of a cell, as straight-line Python of our own identifiers."""
+    """The two functions of a cell, as straight-line Python. Its names are numbers of ours and the
+    options of schemas; what a message says enters as constants."""
     names: dict[str, Any] = {}
     lines: list[str] = []
     last = _last_uses(cell)
 
     def text(item: Any) -> str:
-        if isinstance(item, dict):
-            if "v" in item:
-                return f"v{int(item['v'])}"
-            if "device" in item:
-                return "device"
-            word = item["torch"]
-            constant = {**_DTYPES, **_LAYOUTS, **_FORMATS}[word]
-            names.setdefault(f"k_{len(names)}", constant)
-            return next(name for name, value in names.items() if value is constant)
         if isinstance(item, list):
             return f"[{', '.join(map(text, item))}]"
-        if item is None or isinstance(item, (bool, int, float, str)):
-            name = f"k_{len(names)}"
-            names[name] = item
-            return name
-        raise CaptureError(f"cell: {clip(item)} cannot stand in a cell.")
+        if isinstance(item, dict) and "v" in item:
+            return f"v{item['v']}"
+        if isinstance(item, dict) and "device" in item:
+            return "device"
+        name = f"k_{len(names)}"
+        names[name] = _CONSTANTS[item["torch"]] if isinstance(item, dict) else item
+        return name
 
     for number, (target, args, options, at) in enumerate(cell.calls):
         names[f"f{number}"] = operator_of(target)
-        given = [text(arg) for arg in args]
-        for key, value in options.items():
-            if not key.isidentifier():
-                raise CaptureError(f"cell: {clip(key)} is no option of a call.")
-            given.append(f"{key}={text(value)}")
+        given = [*map(text, args), *(f"{key}={text(value)}" for key, value in options.items())]
         dead = [f"v{place}" for place in last.get(number, ())]
         line = f"  v{at} = f{number}({', '.join(given)})"
         lines.append(line + (f"; del {', '.join(dead)}" if dead else ""))

@@ -3,10 +3,10 @@
     channel.send({"kind": "rows", "call": 3}, [tensor])        one writer
     message, tensors = channel.receive()                       one reader, from another thread
 
-On one box a channel is a Unix socket in a folder of ours (`Connection` of the standard library,
-bytes only); between boxes it is a pair of ranks of torch.distributed (`rank_channel.py`). A
-message is JSON; tensors follow as the bytes they have in memory, small ones in one piece with it.
-Nothing is pickled.
+A channel is one end of a pair of sockets that a process was given by the one that started it
+(`pool.py`); it has no name, so nobody else can reach it. A message is JSON; tensors follow as the
+bytes they have in memory, small ones in one piece with it. Nothing is pickled, and what is
+announced is checked before room is made for it.
 """
 
 from __future__ import annotations
@@ -15,43 +15,33 @@ import ctypes
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
+from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import spec_named
+from torchweft.dynamic.cell import ROOM, reading, spec_named
+from torchweft.errors import CaptureError, WeftError
 
 Message = dict[str, Any]
 SMALL_BYTES, WORD = 1 << 14, 16
+MAX_HEAD = 1 << 30
 
 
-class ChannelError(Exception):
-    """The other side is gone, or cannot be reached."""
+class ChannelError(WeftError):
+    """The other side is gone, or says what is no message."""
 
 
-class Channel(Protocol):
-    """What goes between two processes."""
+class Channel:
+    """One end of a pair of sockets."""
 
-    def send(self, message: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message. Raises `ChannelError` if the other side is gone."""
-
-    def receive(self) -> tuple[Message, list[Tensor]]:
-        """Wait for a message. Raises `ChannelError` if the other side is gone."""
-
-    def close(self) -> None:
-        """No more messages."""
-
-
-class SocketChannel:
-    """A channel over a connection of the standard library."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self.connection = connection
+    def __init__(self, end: int) -> None:
+        self.connection: Connection[Any, Any] = Connection(end)
 
     def send(self, message: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message and its tensors."""
+        """Send a message and its tensors. Raises `ChannelError` if the other side is gone."""
         rows = [tensor.detach().contiguous().cpu() for tensor in tensors]
         try:
             self.connection.send_bytes(head_of(message, rows))
@@ -61,17 +51,18 @@ class SocketChannel:
             raise ChannelError(f"the other side is gone: {cause}") from cause
 
     def receive(self) -> tuple[Message, list[Tensor]]:
-        """Wait for a message and its tensors."""
+        """Wait for a message and its tensors. Raises `ChannelError` if the other side is gone, or
+        sends anything else."""
         try:
-            message, rows = read_head(self.connection.recv_bytes())
+            message, rows = read_head(self.connection.recv_bytes(MAX_HEAD))
             for row in large(rows):
                 self.connection.recv_bytes_into(bytes_of(row))
-        except (OSError, ValueError, EOFError, TypeError) as cause:
+        except (OSError, EOFError, TypeError, BufferTooShort) as cause:
             raise ChannelError(f"the other side is gone: {cause!r}") from cause
         return message, rows
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close this end."""
         self.connection.close()
 
 
@@ -90,22 +81,35 @@ def head_of(message: Mapping[str, Any], rows: Sequence[Tensor]) -> bytes:
 
 
 def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
-    """The message of a head and its tensors; those that follow are empty still."""
+    """The message of a head and its tensors; those that follow are empty still.
+
+    Raises `ChannelError` for bytes that are none, before room is made for what they announce.
+    """
+    try:
+        with reading("message"):
+            return _read_head(head)
+    except CaptureError as error:
+        raise ChannelError(str(error)) from None
+
+
+def _read_head(head: bytes) -> tuple[Message, list[Tensor]]:
     length = int.from_bytes(head[:WORD], "little")
     found = json.loads(head[WORD : WORD + length])
-    at = WORD + length + -length % WORD
-    small, rows = bytearray(memoryview(head)[at:]), []
-    at = 0
-    for shape, dtype in found["tensors"]:
-        spec = spec_named(shape, dtype)
+    message, specs = found["message"], [spec_named(*each) for each in found["tensors"]]
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise ValueError("it has no kind")
+    if sum(spec.num_bytes for spec in specs) > ROOM:
+        raise ValueError(f"it announces more than the {ROOM} bytes of this box")
+    small, at, rows = bytearray(memoryview(head)[WORD + length + -length % WORD :]), 0, []
+    for spec in specs:
         size = spec.num_bytes
         if 0 < size <= SMALL_BYTES:
-            flat = torch.frombuffer(small, dtype=spec.dtype, count=prod(shape), offset=at)
+            flat = torch.frombuffer(small, dtype=spec.dtype, count=prod(spec.shape), offset=at)
             rows.append(flat.view(spec.shape))
             at += size + -size % WORD
         else:
             rows.append(torch.empty(spec.shape, dtype=spec.dtype))
-    return found["message"], rows
+    return message, rows
 
 
 def large(rows: Sequence[Tensor]) -> list[Tensor]:

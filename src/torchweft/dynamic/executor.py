@@ -221,13 +221,12 @@ class Executor:
             self._end(job)
 
     def _price(self, job: Job) -> None:
-        """Prices follow what a placed call took. Between boxes there is no common clock."""
-        here = {name for name in job.parts if not self.pool.mates[name].spot.address}
+        """Prices follow what a placed call took."""
         traffic, read_s = Traffic(job.spans, job.blocks), {}
         for device, taken_s in job.taken_s.items():
             part, spans = job.parts[device], [s[3:] for s in job.spans if s[1] == device]
             assert isinstance(part, Part), "other parts answer"
-            if device in here and job.inputs.keys() >= set(part.tasks[0].needs):
+            if job.inputs.keys() >= set(part.tasks[0].needs):
                 read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
             self.prices.saw(device, [
@@ -237,8 +236,7 @@ class Executor:
             traffic.await_at(device, part.tasks, spans)
         self.prices.started(job.written, read_s)
         for (source, target), copies in traffic.waited().items():
-            if here >= {source, target} - {HOME}:
-                self.prices.carried(source, target, copies)
+            self.prices.carried(source, target, copies)
         taken = {name: (traffic.num[name], sum(job.taken_s[name])) for name in job.taken_s}
         self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
 

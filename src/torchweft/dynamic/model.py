@@ -50,6 +50,9 @@ BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there
 
 
+Asked = tuple[Job | None, list[Any], WeftError | None]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What became of one input of a stream: its outputs, or why it failed; where and how fast."""
@@ -131,10 +134,10 @@ class Dynamic:
         _, pool = self._workers()
         feed = self.feed
         assert feed is not None, "there are workers"
-        asked: deque[tuple[Job | None, list[Any]]] = deque()
+        asked: deque[Asked] = deque()
         source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
         while True:
-            jobs = [job for job, _ in asked if job is not None and not job.over.is_set()]
+            jobs = [job for job, *_ in asked if job is not None and not job.over.is_set()]
             device, size = ("", 1) if num_left == 0 else feed.turn(num_left, batch)
             if not size and jobs:
                 feed.wait(jobs, len(jobs) - 1)
@@ -145,16 +148,23 @@ class Dynamic:
             num_left = None if num_left is None else max(0, num_left - len(given))
             limit = window or SLOTS * len(pool.names) or 1
             asked.append(self._start(feed, device, given))
-            feed.wait([job for job, _ in asked if job is not None], limit - 1)
+            feed.wait([job for job, *_ in asked if job is not None], limit - 1)
             # A slow worker's answer is waited for only if too many others would have to wait.
             while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
                 yield from self._finish(feed, *asked.popleft())
         while asked:
             yield from self._finish(feed, *asked.popleft())
 
-    def _start(self, feed: Feed, device: str, given: list[Any]) -> tuple[Job | None, list[Any]]:
+    def _start(self, feed: Feed, device: str, given: list[Any]) -> Asked:
+        """A job of these inputs; none if they ran while they were recorded, or failed then."""
         if self.turns is not None:
             self.turns.begin()
+        try:
+            return *self._ask(feed, device, given), None
+        except WeftError as error:  # it is the answer to these; others are under way
+            return None, [None] * len(given), error
+
+    def _ask(self, feed: Feed, device: str, given: list[Any]) -> tuple[Job | None, list[Any]]:
         with self.state.record() as recording:
             outputs = []
             for each in given:
@@ -167,8 +177,9 @@ class Dynamic:
             recording.store = Brought(job, recording.next)
             return feed.executor.submit(job), outputs
 
-    def _finish(self, feed: Feed, job: Job | None, outputs: list[Any]) -> Iterator[Answer]:
-        error: WeftError | None = None
+    def _finish(
+        self, feed: Feed, job: Job | None, outputs: list[Any], error: WeftError | None
+    ) -> Iterator[Answer]:
         devices: tuple[str, ...] = ()
         latency_s = 0.0
         if job is not None:

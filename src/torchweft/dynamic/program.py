@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, spec_named
+from torchweft.dynamic.cell import ROOM, Cell, Spec, count_of, reading, spec_named
 from torchweft.dynamic.graphing import Drawing
 from torchweft.dynamic.grouping import Group
+from torchweft.errors import CaptureError
 from torchweft.plan import Plan
 
 
@@ -73,22 +74,40 @@ class Part:
 
     @staticmethod
     def from_data(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> Part:
-        """The part of plain data."""
-        specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
-        num_rows = {
-            spec: count for spec, (_, _, count) in zip(specs, data["num_rows"], strict=True)
-        }
-        tasks = []
-        sizes = [len(cells[item["cell"]].reads) * item["rows"] for item in data["tasks"]]
-        for item, flat in zip(data["tasks"], torch.split(rows, sizes), strict=True):
-            cell, mine = cells[item["cell"]], flat.view(-1, item["rows"])
-            found = Group(cell, item["rows"], mine, tuple(item["starts"]))
-            sends = [(value, device) for value, device in item["sends"]]
-            tasks.append(Task(item["label"], found, item["needs"], sends))
-        blocks = {
-            name: (specs[at], start, count) for name, (at, start, count) in data["blocks"].items()
-        }
-        return Part(tasks, blocks, num_rows)
+        """The part of plain data. Raises `CaptureError` for data that is none."""
+        with reading("part"):
+            return _read_part(data, rows, cells)
+
+
+def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> Part:
+    specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
+    counts = [count_of(count, ROOM) for _, _, count in data["num_rows"]]
+    num_rows = dict(zip(specs, counts, strict=True))
+    blocks = {}
+    for name, (at, start, count) in data["blocks"].items():
+        spec = specs[count_of(at, len(specs) - 1)]
+        start = count_of(start, num_rows[spec])
+        blocks[name] = spec, start, count_of(count, num_rows[spec] - start)
+    if rows.dtype != torch.int64:
+        raise CaptureError(f"part: rows of groups cannot be {rows.dtype}.")
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < max(counts):
+        raise CaptureError("part: its groups read rows that are not there.")
+    tasks = []
+    sizes = [len(cells[item["cell"]].reads) * item["rows"] for item in data["tasks"]]
+    for item, flat in zip(data["tasks"], torch.split(rows, sizes), strict=True):
+        cell, mine = cells[item["cell"]], flat.view(-1, item["rows"])
+        makes = cell.makes if cell.kind != "unpack" else cell.makes[:1]
+        most = item["rows"] * (len(cell.makes) if cell.kind == "unpack" else 1)
+        starts = tuple(
+            count_of(start, num_rows[spec] - most)
+            for spec, start in zip(makes, item["starts"], strict=True)
+        )
+        sends = [(value, device) for value, device in item["sends"]]
+        if not blocks.keys() >= {*item["needs"], *(value for value, _ in sends)}:
+            raise CaptureError("part: a group needs or sends a value that is nowhere.")
+        group = Group(cell, item["rows"], mine, starts)
+        tasks.append(Task(str(item["label"]), group, item["needs"], sends))
+    return Part(tasks, blocks, num_rows)
 
 
 def parts_of(

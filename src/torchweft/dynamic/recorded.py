@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, spec_named, spec_of
+from torchweft.dynamic.cell import Cell, Spec, count_of, reading, spec_named, spec_of
 from torchweft.dynamic.grouping import Group, Layout, Ops, group, numbers_of, packs_needed
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Given, inputs_in, place_inputs, taken
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.store import Store
+from torchweft.errors import CaptureError
 
 Packs = dict[int, tuple[Spec, list[int]]]
+MAX_VALUES = 50_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,10 @@ def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
 
 
 class Unfolded:
-    """A recorded part on its device: groups to run, and rows for what they make."""
+    """A recorded part on its device: groups to run, and rows for what they make.
+
+    Raises `CaptureError` for data that is none.
+    """
 
     def __init__(
         self,
@@ -118,20 +123,38 @@ class Unfolded:
         cells: Mapping[str, Cell],
         store: Store,
     ) -> None:
+        with reading("recording"):
+            self._read(data, tensors, cells, store)
+
+    def _read(
+        self,
+        data: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        cells: Mapping[str, Cell],
+        store: Store,
+    ) -> None:
+        num_values = count_of(data["num_values"], MAX_VALUES)
         self.wanted = [(spec_named(*spec), numbers) for *spec, numbers in data["wanted"]]
         self.layout, self.store = Layout(), store
-        self.layout.grow(data["num_values"])
         names = data["cells"]
-        pending = [Ops(cells[name], tensors[at]).pending for at, name in enumerate(names)]
         for *spec, found in data["packs"]:
             self.layout.packs.update({number: (spec_named(*spec), each) for number, each in found})
         self.packs = dict(self.layout.packs)
+        lists = (self.packs, *(each for _, each in (*self.packs.values(), *self.wanted)))
+        said = numbers_of([number for each in lists for number in each])
+        for numbers in (said, *tensors[: len(names)]):
+            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_values:
+                raise CaptureError("recording: it names values that are not there.")
+        self.layout.grow(num_values)
+        pending = [Ops(cells[name], tensors[at]).pending for at, name in enumerate(names)]
         given = []
         for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
             at = 0
             for first, last in spans:
-                given.append((range(first, last), rows[at : at + last - first]))
-                at += last - first
+                last = count_of(last, num_values)
+                count = count_of(last - first, min(last, len(rows) - at))
+                given.append((range(first, last), rows[at : at + count]))
+                at += count
         inputs = place_inputs(self.layout, given)
         self.groups: list[Group] = group(self.layout, pending)
         store.reserve(self.layout.num_rows)
@@ -141,10 +164,11 @@ class Unfolded:
     def answers(self) -> list[Tensor]:
         """The values wanted, by spec: their rows, or those that packs consist of."""
         found = []
-        for spec, numbers in self.wanted:
-            values: list[int] = []
-            for number in numbers:
-                values += self.packs[number][1] if number in self.packs else (number,)
-            rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
-            found.append(self.store.rows[spec].index_select(0, rows))
+        with reading("recording"):
+            for spec, numbers in self.wanted:
+                values: list[int] = []
+                for number in numbers:
+                    values += self.packs[number][1] if number in self.packs else (number,)
+                rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
+                found.append(self.store.rows[spec].index_select(0, rows))
         return found

@@ -365,7 +365,9 @@ def _looked_up(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> La
 
 def _word(name: str) -> str:
     """A name as it may stand in a graph."""
-    kept = "".join(each if each.isalnum() or each in "_." else "_" for each in name)
+    kept = "".join(
+        each if (each.isascii() and each.isalnum()) or each in "_." else "_" for each in name
+    )
     return kept if kept[:1].isalpha() or kept[:1] == "_" else f"_{kept}"
 
 

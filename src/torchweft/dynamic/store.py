@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec
+from torchweft.dynamic.cell import ROOM, Cell, Spec
 from torchweft.dynamic.grouping import Group
+from torchweft.errors import CaptureError
 
 Prepared = Callable[[Cell], Sequence[Any]]
 
@@ -29,7 +30,10 @@ class Store:
         self.rows: dict[Spec, Tensor] = {}
 
     def reserve(self, num_rows: Mapping[Spec, int]) -> None:
-        """Room for so many rows of each spec; what is there stays."""
+        """Room for so many rows of each spec; what is there stays. Raises `CaptureError` if that is
+        more than this box has."""
+        if (size := sum(spec.num_bytes * count for spec, count in num_rows.items())) > ROOM:
+            raise CaptureError(f"rows: {size} bytes of rows, and this box has {ROOM}.")
         for spec, count in num_rows.items():
             old = self.rows.get(spec)
             if old is not None and len(old) >= count:

@@ -120,7 +120,6 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
     for node in calls_in_order:
         if node.op == "get_attr":
             raise CaptureError(f"cell: {name} makes a tensor from Python data at each call.")
-        _refuse_changes(name, node, places)
         if node.all_input_nodes and constant.issuperset(node.all_input_nodes):
             constant.add(node)
             first.append(node)
@@ -138,17 +137,6 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
     flops = sum(_flops(node) for node in rest)
     outputs = tuple(places[node] for node in results)
     return Cell(name, specs, makes, weights, calls, outputs, flops=flops, num_prepared=len(first))
-
-
-def _refuse_changes(name: str, node: fx.Node, places: Mapping[fx.Node, int]) -> None:
-    """A cell may change what it made itself (and nobody else sees), never what it was given."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for argument, given in zip(schema.arguments, node.args, strict=False):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write and given in places:
-            raise CaptureError(f"cell: {name} changes its arguments or weights in place.")
 
 
 def _call(node: fx.Node, places: Mapping[fx.Node, int]) -> Call:

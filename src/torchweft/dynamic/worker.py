@@ -5,7 +5,8 @@
     sender         results leave beside compute, each value once to each device
     heart          tells the driver ten times a second that this process is alive
 
-`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON.
+`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON, and names the
+two sockets that this process has inherited. Messages are checked before they are acted on.
 """
 
 from __future__ import annotations
@@ -14,30 +15,37 @@ import gc
 import json
 import os
 import queue
+import socket
 import sys
 import threading
 import time
 import traceback
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Listener
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, spec_named
-from torchweft.dynamic.channel import Channel, ChannelError, SocketChannel
+from torchweft.dynamic.channel import Channel, ChannelError
 from torchweft.dynamic.graphing import HOME
 from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.program import Part, Task
-from torchweft.dynamic.rank_channel import WORKER, RankChannel
 from torchweft.dynamic.recorded import Unfolded
 from torchweft.dynamic.store import Prepared, Store
 from torchweft.dynamic.throttle import Throttle
+from torchweft.errors import CaptureError, clip, unknown
+from torchweft.graph import check_name
 
 BEAT_S = 0.1
+MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle
+FROM_PEERS = ("echo", "rows")
+FROM_DRIVER = (
+    *FROM_PEERS, "call", "cancel", "cell", "measure", "peer", "recorded", "stop", "throttle"
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -56,11 +64,12 @@ class _Call:
 class Worker:
     """One device's process."""
 
-    def __init__(self, name: str, device: str, slowness: float, driver: Channel) -> None:
+    def __init__(
+        self, name: str, device: str, slowness: float, driver: Channel, door: socket.socket
+    ) -> None:
         self.name, self.device = name, torch.device(device)
         self.throttle = Throttle(slowness)
-        self.driver = driver
-        self.peers: dict[str, str] = {}  # addresses
+        self.driver, self.door = driver, door
         self.channels: dict[str, Channel] = {HOME: driver}
         self.cells: dict[str, Cell] = {}
         self.weights: dict[str, Tensor] = {}
@@ -78,7 +87,7 @@ class Worker:
         """Work until the driver says stop, or is gone."""
         for target in (self._send, self._beat):
             threading.Thread(target=target, daemon=True).start()
-        threading.Thread(target=self.read, args=(self.driver, True), daemon=True).start()
+        threading.Thread(target=self.read, args=(HOME, self.driver), daemon=True).start()
         gc.collect()
         gc.freeze()  # to look through all of torch takes as long as several jobs
         while (job := self.jobs.get()) is not None:
@@ -86,18 +95,23 @@ class Worker:
 
     # Messages.
 
-    def read(self, channel: Channel, from_driver: bool = False) -> None:
+    def read(self, name: str, channel: Channel) -> None:
         """Handle the messages of a channel until its other side is gone."""
+        known = FROM_DRIVER if name == HOME else FROM_PEERS
         while True:
             try:
                 message, tensors = channel.receive()
             except ChannelError:
-                if from_driver:
+                if name == HOME:
                     os._exit(0)  # nobody is left to work for
+                if self.channels.get(name) is channel:
+                    del self.channels[name]
                 return
             try:
+                if (kind := message["kind"]) not in known:
+                    raise CaptureError(f"message: {unknown('kind', kind, known)}")
                 with torch.inference_mode():
-                    getattr(self, f"on_{message['kind']}")(message, tensors)
+                    getattr(self, f"on_{kind}")(message, tensors)
             except Exception:
                 self._failed(message)
             self.clocks[threading.get_ident()] = time.thread_time()
@@ -105,14 +119,8 @@ class Worker:
     def _send(self) -> None:
         while True:
             target, message, tensors = self.outbox.get()
-            try:
-                if target not in self.channels and target not in self.peers:
-                    target, message = HOME, {**message, "relay": target}  # no way but through it
-                if target not in self.channels:
-                    self.channels[target] = SocketChannel(Client(self.peers[target], "AF_UNIX"))
+            with suppress(ChannelError, KeyError):  # the driver will notice, and plan anew
                 self.channels[target].send(message, tensors)
-            except (ChannelError, OSError, KeyError):
-                self.channels.pop(target, None)  # the driver will notice, and plan anew
             self.clocks[threading.get_ident()] = time.thread_time()
 
     def _beat(self) -> None:
@@ -120,11 +128,12 @@ class Worker:
             self.outbox.put((HOME, {"kind": "alive"}, ()))
             time.sleep(BEAT_S)
 
-    def on_peers(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Who else is there."""
-        for name in set(self.peers) - set(message["peers"]):
-            self.channels.pop(name, None)
-        self.peers = message["peers"]
+    def on_peer(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Another worker; the end of a channel to it came through the door before."""
+        _, (end,), _, _ = socket.recv_fds(self.door, 1, 1)
+        name, channel = check_name(message["name"], "worker"), Channel(end)
+        self.channels[name] = channel
+        threading.Thread(target=self.read, args=(name, channel), daemon=True).start()
 
     def on_cell(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """A cell, and those of its weights that are not here yet."""
@@ -205,7 +214,7 @@ class Worker:
 
     def on_throttle(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Be slower, or as fast as can be, from now on."""
-        self.throttle = Throttle(message["slowness"])
+        self.throttle = Throttle(_number(message["slowness"], MAX_SLOWNESS))
 
     def on_echo(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Rows to be sent on, or back: what links are measured with."""
@@ -220,14 +229,15 @@ class Worker:
             specs = [spec_named(*each) for each in message["weights"]]
             zeros = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in specs]
             ready = cell.functions[0](self.device, *zeros)
-            repeats = message["repeats"]
-            found = [self._time(cell, ready, rows, repeats) for rows in message["rows"]]
+            repeats = int(_number(message["repeats"], MAX_REPEATS))
+            sizes = [int(_number(rows, MAX_ROWS)) for rows in message["rows"]]
+            found = [self._time(cell, ready, rows, repeats) for rows in sizes]
             self._tell({"kind": "measured", "ticket": message["ticket"], "seconds": found})
 
         self._job(measure, message)
 
     def on_stop(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Go home."""
+        """Stop after queued jobs."""
         self.jobs.put(None)
 
     def _job(self, work: Any, message: Mapping[str, Any]) -> None:
@@ -339,6 +349,13 @@ class Worker:
             torch.accelerator.synchronize(self.device)
 
 
+def _number(found: Any, most: float) -> float:
+    """A number of a message, from 1. Raises `CaptureError` if it is none."""
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 1 <= found <= most:
+        raise CaptureError(f"message: {clip(found)} is no number from 1 to {most:g}.")
+    return found
+
+
 def _example(cell: Cell, num_rows: int) -> Part:
     """A part with one group of a cell, on rows of zeros."""
     counts: dict[Any, int] = {}
@@ -355,31 +372,15 @@ def _example(cell: Cell, num_rows: int) -> Part:
 
 def main(config: Mapping[str, Any]) -> None:
     """Set the process up as the config says, and serve."""
-    if config.get("cores"):
+    if config["cores"]:
         os.sched_setaffinity(0, config["cores"])
-    torch.set_num_threads(config.get("num_threads", 1))
-    driver: Channel
-    if "store" in config:
-        driver = RankChannel(config["store"], config["name"], WORKER)
-    else:
-        driver = SocketChannel(Client(config["driver"], "AF_UNIX"))
-    facts = config.get("device", "cpu"), config.get("slowness", 1.0)
-    worker = Worker(config["name"], *facts, driver)
-    if "address" in config:
-        listener = Listener(config["address"], "AF_UNIX", backlog=16)
-        threading.Thread(target=_accept, args=(worker, listener), daemon=True).start()
-    driver.send({"kind": "hello", "name": config["name"], "pid": os.getpid()})
+    torch.set_num_threads(config["num_threads"])
+    channel, door = config["ends"]
+    driver = Channel(channel)
+    facts = config["name"], config["device"], config["slowness"]
+    worker = Worker(*facts, driver, socket.socket(fileno=door))
+    driver.send({"kind": "hello"})
     worker.serve()
-
-
-def _accept(worker: Worker, listener: Listener) -> None:
-    """Rows from other workers of this box come over channels of their own."""
-    while True:
-        try:
-            channel = SocketChannel(listener.accept())
-        except OSError:
-            return
-        threading.Thread(target=worker.read, args=(channel,), daemon=True).start()
 
 
 if __name__ == "__main__":

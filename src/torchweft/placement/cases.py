@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchweft.errors import PlacementError
+from torchweft.errors import PlacementError, clip
 from torchweft.files import read_text
 from torchweft.placement.problem import INF, Problem
 from torchweft.placement.read_trees import Tree, read_trees
@@ -165,8 +165,12 @@ def stg_optima(folder: Path) -> list[tuple[Path, int, int]]:
     """STG files with a proven optimum: (file, processors, makespan)."""
     found = []
     for table in sorted(folder.glob("stg*/*_OPT.csv")):
-        for row in csv.reader(read_text(table, PlacementError, "table").splitlines()):
+        try:
+            rows = list(csv.reader(read_text(table, PlacementError, "table").splitlines()))
             # A row with a fourth column has a bound and a best length: not proven.
-            if len(row) == 3 and (path := table.parent / Path(row[0]).name).exists():
-                found.append((path, int(row[1]), int(row[2])))
+            for name, processors, makespan in [row for row in rows if len(row) == 3]:
+                if (path := table.parent / Path(name).name).exists():
+                    found.append((path, int(processors), int(makespan)))
+        except (csv.Error, ValueError) as cause:
+            raise PlacementError(f"file: table {table}: {clip(cause)}.", rule="file") from None
     return found

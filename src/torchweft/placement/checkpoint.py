@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
-from torchweft.errors import PlacementError
+from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader, read_json, write_bytes, write_json, write_text
-from torchweft.placement.policy import Policy
+from torchweft.placement.policy import Policy, read_tensors
 from torchweft.placement.read_trees import Tree
 from torchweft.placement.training import Point, Settings, Trainer, moments, remember
 
@@ -71,11 +71,15 @@ def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]
     found.done()
     trainer = Trainer(replace(settings, trees=tuple(trees)), Policy.load(folder / POLICY))
     trainer.step = read.take("step", int)
+    if not 0 <= trainer.step <= trainer.num_steps:
+        raise read.fail(f"it cannot be at step {clip(trainer.step)} of {trainer.num_steps}.")
     try:
         curve = [Point(str(p[0]), int(p[1]), *map(float, p[2:])) for p in read.take("curve", list)]
-        remember(trainer, load((folder / OPTIMIZER).read_bytes()))
-    except (OSError, TypeError, ValueError, KeyError, IndexError, SafetensorError) as cause:
-        raise read.fail(f"it is damaged: {cause}.") from None
+        if not all(isfinite(number) for point in curve for number in point[1:]):
+            raise ValueError("a point of its curve is no number")
+        remember(trainer, read_tensors(folder / OPTIMIZER, "optimizer")[0])
+    except (OverflowError, TypeError, ValueError, LookupError) as cause:
+        raise read.fail(f"it is damaged: {clip(cause)}.") from None
     read.done()
     return trainer, curve
 

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from torchweft.errors import PlacementError
-from torchweft.files import write_bytes
+from torchweft.errors import PlacementError, clip
+from torchweft.files import read_bytes, write_bytes
 from torchweft.placement.numbers import (
     NUM_DEVICE_FACTS,
     NUM_OP_FACTS,
@@ -37,6 +38,7 @@ from torchweft.placement.numbers import (
 from torchweft.placement.rollout import FACTS, Rollout, Seen
 
 VERSION = 2
+MAX_SIZE = 256
 PRIOR = {
     "regret of its end": -10.0, "regret ahead": -12.0, "ahead against the last": -2.0,
     "urgency ahead": -11.0, "urgency by rank": 16.0, "tail": -2.0,
@@ -99,20 +101,13 @@ class Policy(nn.Module):
     @staticmethod
     def load(path: str | Path) -> Policy:
         """Read a policy. Raises `PlacementError` for a file that is none."""
-        try:
-            with safe_open(path, "pt") as file:
-                header = json.loads((file.metadata() or {}).get("weft", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as cause:
-            raise PlacementError(f"file: {path} is no policy: {cause}", rule="file") from None
-        if not isinstance(header, dict):
-            header = {}
+        tensors, header = read_tensors(path, "policy")
         sizes = header.get("sizes")
         if (
             header.get("weft_policy") != VERSION
             or not isinstance(sizes, list)
             or len(sizes) != 4
-            or not all(type(size) is int and 0 < size <= 1024 for size in sizes)
+            or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes)
         ):
             raise PlacementError(f"file: {path} is no policy of version {VERSION}.", rule="file")
         policy = Policy((sizes[0], sizes[1], sizes[2], sizes[3]))
@@ -123,6 +118,22 @@ class Policy(nn.Module):
             raise PlacementError(f"file: the tensors of policy {path} do not fit.", rule="file")
         policy.load_state_dict(tensors)
         return policy
+
+
+def read_tensors(path: str | Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a safetensors file, and what its header says of ours.
+
+    Raises `PlacementError` for a file that is none.
+    """
+    data = read_bytes(path, PlacementError, what)
+    try:
+        tensors = load(data)
+        start, size = 8, int.from_bytes(data[:8], "little")
+        notes = json.loads(data[start : start + size]).get("__metadata__") or {}
+        header = json.loads(notes.get("weft", "{}"))
+    except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as cause:
+        raise PlacementError(f"file: {path} is no {what}: {clip(cause)}.", rule="file") from None
+    return tensors, header if isinstance(header, dict) else {}
 
 
 class Scorer:

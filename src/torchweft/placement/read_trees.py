@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torchweft.errors import PlacementError, clip
 from torchweft.placement.problem import MAX_OPS
@@ -25,18 +26,20 @@ Tree = list[list[int]]
 def read_trees(text: str) -> Iterator[Tree]:
     """All trees of a text, in order. Raises `PlacementError` with the line that is wrong."""
     tree: Tree = []
-    open_brackets: list[tuple[list[int], list[str]]] = []  # brackets and words in each
+    open_brackets: list[list[Any]] = []  # of each, the brackets in it, and how many words
     for token in TOKEN.finditer(text):
         word = token.group()
         if word == "(":
-            open_brackets.append(([], []))
+            open_brackets.append([[], 0])
+            if len(open_brackets) > MAX_OPS:
+                raise _error(text, token.start(), f"a tree has more than {MAX_OPS} brackets")
         elif not open_brackets:
             raise _error(text, token.start(), f"{clip(word)} stands outside of all brackets")
         elif word == ")":
-            inside, words = open_brackets.pop()
-            if not inside and not words:
+            inside, num_words = open_brackets.pop()
+            if not inside and not num_words:
                 raise _error(text, token.start(), "a bracket is empty")
-            if inside and len(words) > 1:
+            if inside and num_words > 1:
                 raise _error(text, token.start(), "a bracket holds words and brackets, both")
             tree.append(inside)
             if len(tree) > MAX_OPS:
@@ -47,7 +50,7 @@ def read_trees(text: str) -> Iterator[Tree]:
                 yield tree
                 tree = []
         else:
-            open_brackets[-1][1].append(word)
+            open_brackets[-1][1] += 1
     if open_brackets:
         raise _error(
             text, len(text), f"{len(open_brackets)} brackets are not closed, as if it were cut off"

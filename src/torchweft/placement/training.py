@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchweft.errors import PlacementError, clip
 from torchweft.placement.annealing import annealing
 from torchweft.placement.cases import draw_case
 from torchweft.placement.lists import heft, peft
@@ -42,9 +43,18 @@ NUM_TAUGHT = 4
 """So many of a step's problems are planned by the teacher, which takes long."""
 
 
+LIMITS = {
+    "num_imitation": (0, 10**9), "num_steps": (0, 10**9), "seed": (0, 2**62),
+    "num_problems": (1, 10**4), "num_tries": (1, 10**4), "rate": (0.0, 1.0),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2."""
+    """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2.
+
+    Raises `PlacementError` for numbers that no run can have.
+    """
 
     num_imitation: int
     num_steps: int
@@ -53,6 +63,13 @@ class Settings:
     num_tries: int = 12
     rate: float = 3e-3
     trees: tuple[Tree, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in LIMITS.items():
+            number = getattr(self, name)
+            if not least <= number <= most:  # NaN is not, either
+                text = f"{name} must be a number from {least} to {most}; got {clip(number)}."
+                raise PlacementError(f"train: {text}", rule="train")
 
 
 class Point(NamedTuple):
@@ -293,11 +310,21 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-    """Give the optimizer back what it remembered."""
+    """Give the optimizer back what it remembered. Raises `ValueError` if that does not fit."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = tensor
+    shapes = [parameter.shape for parameter in trainer.policy.parameters()]
+    wanted = {
+        number: {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
+        for number, shape in enumerate(shapes if state else ())
+    }
+    told = {at: {name: item.shape for name, item in found.items()} for at, found in state.items()}
+    if told != wanted or not all(
+        item.dtype == torch.float32 and item.isfinite().all() for item in tensors.values()
+    ):
+        raise ValueError("what the optimizer remembers does not fit the policy")
     whole = trainer.optimizer.state_dict()
     trainer.optimizer.load_state_dict({**whole, "state": state})
 
