@@ -20,8 +20,8 @@ from torchweft.cli_text import printable, read_literal, say, say_json
 from torchweft.errors import WeftError, clip, unknown
 
 BENCHES = (
-    *("ablation", "boundary", "depth", "dispatch", "dynamic", "hosts", "memory", "overlap"),
-    *("placement", "stream", "verify", "zoo"),
+    *("ablation", "boundary", "depth", "dispatch", "dynamic", "hosts", "memory", "ops"),
+    *("overlap", "placement", "stream", "verify", "zoo"),
 )
 MAX_ROWS = 40
 MAX_CELL = 60

@@ -42,6 +42,9 @@ class Axis:
         return Batch(self.dim, size_of(self.outer), size_of(self.inner))
 
 
+FREE = Axis(-1)  # of a result that a rule knows to be the same whatever rows there are
+
+
 class Mixes(Exception):  # noqa: N818 - not a failure: a finding
     """A call looks across rows; the text says how."""
 
@@ -84,6 +87,12 @@ class Symbols:
         if isinstance(thing, slice):
             return self.inside((thing.start, thing.stop, thing.step))
         return False
+
+    def several(self, size: Any) -> bool:
+        """Whether a size is more than one in every part: parts meet the guards of the whole."""
+        expr = self.expr(size)
+        env = size.node.shape_env if isinstance(size, SYMBOLIC) else None
+        return bool(env is not None and env.bound_sympy(expr).lower > 1)
 
     def dims(self, tensor: torch.Tensor) -> list[int]:
         """The dims whose size depends on the batch."""

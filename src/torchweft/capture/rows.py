@@ -27,8 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchweft.capture.aten_call import AtenCall, bind, overload_of, written_by
-from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
+from torchweft.capture.aten_call import (
+    AtenCall,
+    RowRule,
+    bind,
+    decomposition_of,
+    overload_of,
+    written_by,
+)
+from torchweft.capture.axes import FREE, SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.blocks import BlockError
 from torchweft.capture.flops import flops_of
 from torchweft.capture.rows_backward import is_sum
@@ -191,7 +198,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.kind == "additive":
             call.worsen("mixing", "it goes on with a sum over rows")
         try:
-            kind, axes = _judge(aten, result)
+            kind, axes = _judge(aten, self._apart)
         except Mixes as mixes:
             if self.rows.level == "aten" and is_sum(aten, self.rows.zeros):
                 call.worsen("additive", "a sum over rows")
@@ -210,8 +217,32 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.rows.axes[tensor] = axis
 
 
-def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
-    """The kind of one operator and the axes of its results. Raises `Mixes`."""
+    def _apart(self, aten: AtenCall) -> list[Axis | None]:
+        """The axes of the results of an operator without a rule, by what it is made of in PyTorch's
+        own words. Raises `Mixes` if that mixes rows, or takes another way by their number."""
+        assert self.call is not None, "an operator is looked at only inside a call"
+        written = decomposition_of(aten.func)
+        if written is None:
+            raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+        inside = _Watcher(self.rows)
+        inside.call = call = Call(self.call.node)
+        env = next((t.fake_mode.shape_env for t in aten.tensors if hasattr(t, "fake_mode")), None)
+        try:
+            with inside, env.error_on_new_guards() if env else contextlib.nullcontext():
+                made = written(*aten.given[0], **aten.given[1])
+        except FAILURES as error:
+            raise Mixes(f"{aten.name} cannot be taken apart ({type(error).__name__})") from error
+        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        if call.kind not in ("row-wise", "batch-free") or len(results) != len(aten.results):
+            raise Mixes(f"inside of {aten.name}: {call.reason or 'it makes something else'}")
+        return [self.rows.axis(result) for result in results]
+
+
+def _judge(
+    aten: AtenCall, apart: Callable[[AtenCall], list[Axis | None]]
+) -> tuple[str, list[Axis | None]]:
+    """The kind of one operator and the axes of its results; `apart` is asked where no rule is
+    known. Raises `Mixes`."""
     symbols = aten.symbols
     if _draws(aten):
         return "random", [_guess(aten, tensor) for tensor in aten.results]
@@ -224,19 +255,20 @@ def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
         raise Mixes("what it makes depends on the data of the whole batch")
     if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
         raise Mixes("it reads a value whose rows cannot be told apart")
-    rule = rule_for(aten.func)
-    if rule is None:
-        raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+    rule = rule_for(aten.func) or RowRule(apart, frozenset(scalars))
     if set(scalars) - rule.sizes:
         raise Mixes("its result depends on the batch size")
-    found = rule.find(aten)
+    try:
+        found = rule.find(aten)
+    except (LookupError, *FAILURES) as error:
+        raise Mixes(f"its row rule failed ({type(error).__name__}: {error})") from error
     axes = found if isinstance(found, list) else [found] * len(aten.results)
     for tensor, axis in zip(aten.results, axes, strict=True):
-        if axis is None and tensor.numel() == 0:
+        if axis is FREE or (axis is None and tensor.numel() == 0):
             continue
         if axis is None or not symbols.fits(axis, tensor):
             raise Mixes("its result has no clear rows")
-    return "row-wise", axes
+    return "row-wise", [None if axis is FREE else axis for axis in axes]
 
 
 def _by_data(aten: AtenCall) -> bool:

@@ -82,9 +82,7 @@ def index_put(call: AtenCall) -> Found:
     front = places[0] if adjacent else 0
     position = kept.index(own.dim)
     wanted = own.at(position + rank if position >= front else position)
-    full = len(kept) + rank
-    axis = call.axis_of(values)
-    if axis is not None and axis.at(axis.dim + full - values.dim()) != wanted:
+    if not call.shares(values, wanted, len(kept) + rank):
         raise Mixes("what it writes has its rows elsewhere")
     return own
 
@@ -147,7 +145,7 @@ def slice_scatter(call: AtenCall) -> Found:
     source = call.axis("src")
     if source is not None and call.name == "select_scatter":
         source = source.at(source.dim + (dim <= source.dim))
-    if source not in (None, own):
+    if source != own:
         raise Mixes("what it writes has its rows elsewhere")
     return own
 

@@ -51,7 +51,9 @@ LAST_DIMS = {
     2: """linalg_inv_ex inverse linalg_cholesky_ex cholesky _linalg_svd _linalg_eigh linalg_qr
           linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_eig matrix_exp
           linalg_householder_product _cdist_forward _linalg_solve_ex linalg_solve_triangular
-          triangular_solve""",
+          triangular_solve linalg_pinv cholesky_solve cholesky_inverse linalg_lu_solve lu_unpack
+          linalg_ldl_factor_ex linalg_ldl_solve geqrf ormqr linalg_lu _linalg_eigvals
+          linalg_lstsq""",
 }
 ATTENTION = """
     scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu

@@ -256,12 +256,7 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     home = {node: unit for unit in units for node in unit.nodes}
     shown = Counter(id(call.value) for call in rows.calls.values())
     first = {id(call.value): node for node, call in reversed(rows.calls.items())}
-    handed = {
-        id(leaf)
-        for node, call in rows.calls.items()
-        if node.op == "output"
-        for leaf in tree_leaves(call.value)
-    }
+    handed = handed_out(rows)
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
@@ -277,6 +272,12 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+
+
+def handed_out(rows: Rows) -> set[int]:
+    """The ids of the results that the caller gets, whichever name they have there."""
+    outputs = (call.value for node, call in rows.calls.items() if node.op == "output")
+    return {id(leaf) for value in outputs for leaf in tree_leaves(value)}
 
 
 def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
