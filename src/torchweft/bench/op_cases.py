@@ -42,7 +42,14 @@ UNDEFINED: Mapping[str, str] = {
 }
 
 # Operators that are not looked at, because eager alone is unwell there.
-UNWELL: Mapping[str, str] = {}
+UNWELL: Mapping[str, str] = {
+    "lu_unpack": "pivots that belong to other matrices make its kernel abort",
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+        "statistics of another number of channels make its kernel read beyond them",
+    ),
+    "native_group_norm": "it takes the number of rows as an argument, which contradicts a batch",
+}
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ def _case(info: Any, nest: Any, batch: dict[int, torch.Tensor], dim: int) -> OpC
         made = case.eager()
     except Exception:  # the operator does not take a batch there
         return None
-    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(made)):
+    if not any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in tree_leaves(made)):
         return None
     return replace(case, row_wise=case.is_row_wise(made))
 
@@ -236,7 +243,7 @@ def _within(case: OpCase) -> OpCase:
     call = case.function
 
     def within(*tensors: torch.Tensor) -> Any:
-        given = [tensor * 1.0 if tensor.is_floating_point() else +tensor for tensor in tensors]
+        given = [tensor * 1.0 if tensor.is_floating_point() else ~~tensor for tensor in tensors]
         return tree_map(_more, call(*given))
 
     return replace(case, function=within)

@@ -15,6 +15,7 @@ Nothing is computed and nothing of the user's is touched.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,6 +54,7 @@ QUIET = frozenset(
     | {"aten::is_non_overlapping_and_dense"}
 )
 INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+SILENT = logging.Logger("silent", logging.CRITICAL)
 STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -146,6 +149,21 @@ def _fake_mode(gm: fx.GraphModule) -> Any:
 
 
 @contextlib.contextmanager
+def _unguarded(mode: Any) -> Iterator[None]:
+    """Fail where code takes another way by a number of rows: parts have other numbers."""
+    env = getattr(mode, "shape_env", None)
+    if env is None:
+        yield
+        return
+    log, env.log = env.log, SILENT
+    try:
+        with env.error_on_new_guards():
+            yield
+    finally:
+        env.log = log
+
+
+@contextlib.contextmanager
 def _closed_autocast() -> Iterator[None]:
     """Leave autocast as it was, even if the graph is left in the middle."""
     depth = torch.autocast_increment_nesting() - 1
@@ -226,9 +244,9 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
         inside = _Watcher(self.rows)
         inside.call = call = Call(self.call.node)
-        env = next((t.fake_mode.shape_env for t in aten.tensors if hasattr(t, "fake_mode")), None)
+        mode = next((t.fake_mode for t in aten.tensors if hasattr(t, "fake_mode")), None)
         try:
-            with inside, env.error_on_new_guards() if env else contextlib.nullcontext():
+            with inside, _unguarded(mode):
                 made = written(*aten.given[0], **aten.given[1])
         except FAILURES as error:
             raise Mixes(f"{aten.name} cannot be taken apart ({type(error).__name__})") from error
@@ -376,13 +394,29 @@ class _Walker:
                 bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))
                 call.written += written_by(func, bound)
             self._tag_input(call.value)
-        finally:
-            self.watcher.call = None
+        given = tree_leaves((self._arguments(node.args), self._arguments(node.kwargs)))
+        ids = {id_of(leaf) for leaf in given if isinstance(leaf, torch.Tensor)}
+        if call.kind == "mixing" and not ids & set(map(id_of, call.written)):
+            self._look_again(call)
+        self.watcher.call = None
         leaves = tree_leaves((call.value, self._arguments(node.args)))
         if any(isinstance(leaf, torch.Tensor) and self.rows.axis(leaf) for leaf in leaves):
             call.worsen("row-wise")  # it may have done nothing at all: `x.contiguous()`
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
+
+    def _look_again(self, call: Call) -> None:
+        """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
+        not known, as Dynamo did: some operators else take the number of rows for a constant."""
+        self.watcher.call = again = Call(call.node)
+        try:
+            with enable_python_dispatcher(), _unguarded(self.fake_mode):
+                value = self._compute(again)
+        except (Mixes, *FAILURES):
+            return
+        if again.kind in ("row-wise", "batch-free"):
+            again.value, again.seen = value, []  # these words are not those that will run
+            vars(call).update(vars(again))
 
     def _compute(self, call: Call) -> Any:
         node = call.node

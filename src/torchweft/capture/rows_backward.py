@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture import rows_math
+from torchweft.capture import rows_index, rows_math
 from torchweft.capture.aten_call import AtenCall, Found, RowRule
 from torchweft.capture.axes import Axis, Mixes, agreed, same, wrap
 
@@ -111,18 +111,6 @@ def scatter(call: AtenCall) -> Found:
     if call.symbols.inside(places):
         raise Mixes("where it writes depends on the batch size")
     return moved
-
-
-def windows(num_dims: int) -> Any:
-    """A rule for the gradients of pooling, resizing and padding of the last dims."""
-
-    def find(call: AtenCall) -> Found:
-        axis = agreed([call.axis_of(tensor) for tensor in call.tensors])
-        if axis is not None and axis.dim >= call.results[0].dim() - num_dims:
-            raise Mixes(f"{call.name} works across the batch")
-        return axis
-
-    return find
 
 
 def attention(call: AtenCall) -> Found:
@@ -278,7 +266,7 @@ def _table() -> dict[str, RowRule]:
     ):
         table.update(dict.fromkeys(names.split(), RowRule(find, frozenset(sizes.split()))))
     for num_dims, names in WINDOWS.items():
-        rule = RowRule(windows(num_dims), frozenset({"input_size"}))
+        rule = RowRule(rows_index.windows(num_dims), frozenset({"input_size"}))
         table.update(dict.fromkeys(names.split(), rule))
     return table
 

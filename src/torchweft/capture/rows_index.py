@@ -21,16 +21,24 @@ def embedding(call: AtenCall) -> Found:
 
 
 def take(call: AtenCall) -> Found:
-    """A table without rows, read at any places: take, bucketize, searchsorted, isin."""
+    """A table without rows, read at any places: take, bucketize, searchsorted, isin.
+
+    searchsorted may also have a table for each row.
+    """
     table = next(
         (n for n in ("boundaries", "sorted_sequence", "test_elements") if n in call.args), None
     )
     places = {"boundaries": "self", "test_elements": "elements"}.get(table or "", "self")
     if table is None:
         table, places = "self", "index"
-    if call.axis(table) is not None:
+    axis = call.axis(places)
+    if table == "sorted_sequence" and call.rank(table) > 1:
+        beside = [call.axis(n) for n in (table, "sorter") if call.args.get(n) is not None]
+        if axis is None or axis.dim == call.rank(table) - 1 or set(beside) != {axis}:
+            raise Mixes("it looks for rows among rows")
+    elif call.axis(table) is not None:
         raise Mixes("it looks for rows among rows")
-    return call.axis(places)
+    return axis
 
 
 def index(call: AtenCall) -> Found:
@@ -160,13 +168,15 @@ def convolution(call: AtenCall) -> Found:
 
 
 def windows(num_dims: int) -> Any:
-    """A rule for pooling, resizing and padding of the last dims."""
+    """A rule for pooling, resizing and padding of the last dims, and for their gradients."""
 
     def find(call: AtenCall) -> Found:
-        name = "self" if "self" in call.args else "input"
-        axis = call.axis(name)
-        if axis is not None and axis.dim >= call.rank(name) - num_dims:
+        first, *others = call.tensors
+        axis = call.axis_of(first)
+        if axis is None or axis.dim >= first.dim() - num_dims:
             raise Mixes(f"{call.name} works across the batch")
+        if not all(call.shares(other, axis, first.dim()) for other in others):
+            raise Mixes("its operands have their rows in different places")
         return axis
 
     return find

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.aten_call import AtenCall, Found
-from torchweft.capture.axes import FREE, Axis, Mixes, agreed
+from torchweft.capture.axes import FREE, ONE, Axis, Mixes, agreed
 
 NO_ROWS = "an operand has an entry for each row, but no rows"
 VECTORS = ("pivots", "LU_pivots", "tau")  # operands of one dim less than the matrices beside them
@@ -105,6 +105,25 @@ def _matvec(call: AtenCall) -> Found:
     if matrix != "self" and call.axis("self") is not None:
         return agreed([axis, call.axis("self")])
     return axis
+
+
+def trilinear(call: AtenCall) -> Found:
+    """Three operands, spread by dims of size one (`expand`), multiplied, summed over `sumdim`."""
+    axes: list[Axis | None] = []
+    sizes: list[list[Any]] = []
+    for number in "123":
+        axis, shape = call.axis(f"i{number}"), call.symbols.shape(call.args[f"i{number}"])
+        for dim in sorted(call.args[f"expand{number}"]):
+            shape.insert(dim, ONE)
+            axis = axis and axis.at(axis.dim + (dim <= axis.dim))
+        axes.append(axis)
+        sizes.append(shape)
+    axis = agreed(axes)
+    if axis is None or axis.dim in call.args["sumdim"]:
+        raise Mixes("the product sums over the batch")
+    if any(own is None and shape[axis.dim] != 1 for own, shape in zip(axes, sizes, strict=True)):
+        raise Mixes(NO_ROWS)
+    return axis.at(axis.dim - sum(dim < axis.dim for dim in call.args["sumdim"]))
 
 
 def linear(call: AtenCall) -> Found:

@@ -27,7 +27,7 @@ POINTWISE = """
 """
 ALONG = """
     softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin
-    logcumsumexp sort topk argsort flip roll glu _cummax_helper rot90
+    logcumsumexp sort topk argsort flip roll glu _cummax_helper
 """
 REDUCE = """
     sum mean amax amin max min argmax argmin prod any all var std var_mean std_mean logsumexp norm
@@ -40,11 +40,11 @@ WINDOWS = {
     2: """avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d
           max_pool2d_with_indices upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d
           _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa reflection_pad2d
-          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa""",
+          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa max_unpool2d""",
     3: """avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d max_pool3d max_pool3d_with_indices
           upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d
           replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle
-          native_channel_shuffle""",
+          native_channel_shuffle max_unpool3d""",
 }
 LAST_DIMS = {
     1: "cosine_similarity",
@@ -105,6 +105,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     ALONG: (rows_math.along, ""),
     REDUCE: (rows_math.reduce, ""),
     "mm bmm addmm baddbmm mv addmv _int_mm _addmm_activation": (rows_math.matmul, ""),
+    "_trilinear": (rows_math.trilinear, ""),
     "linear": (rows_math.linear, ""),
     "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
     "native_group_norm": (rows_math.group_norm, "N"),
