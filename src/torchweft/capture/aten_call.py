@@ -76,10 +76,11 @@ class AtenCall:
 
 @dataclass(frozen=True)
 class RowRule:
-    """How one family of operators treats rows."""
+    """How one family of operators treats rows; `counts`: whether it may read numbers of rows."""
 
     find: Callable[[AtenCall], Found]
     sizes: frozenset[str] = frozenset()
+    counts: bool = False
 
 
 def overload_of(target: Any) -> Any:

@@ -11,7 +11,7 @@ which symbol is the batch (several, if they were declared to be one and the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -27,15 +27,23 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Dim `dim` has outer * (batch rows) * inner entries."""
+    """Dim `dim` has outer * (batch rows) * inner entries.
+
+    step: the entries are 0, step, 2 * step ..., by the number of the row; zero if they are not.
+    """
 
     dim: int
     outer: Any = ONE
     inner: Any = ONE
+    step: Any = 0
 
     def at(self, dim: int) -> Axis:
         """The same rows, on another dim."""
-        return Axis(dim, self.outer, self.inner)
+        return replace(self, dim=dim)
+
+    def uncounted(self) -> Axis:
+        """The same rows, whatever their entries are."""
+        return replace(self, step=0)
 
     def batch(self) -> Batch:
         """The same as part of a graph. Raises `SizeError` if a size is no polynomial."""

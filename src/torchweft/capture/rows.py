@@ -55,6 +55,10 @@ QUIET = frozenset(
 )
 INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 SILENT = logging.Logger("silent", logging.CRITICAL)
+PLACES = (
+    *(operator.getitem, operator.setitem),
+    *(torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default),
+)
 STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -103,6 +107,12 @@ class Rows:
     def value(self, node: fx.Node) -> Any:
         """The fake result of a node."""
         return self.calls[node].value
+
+    def is_number(self, node: fx.Node) -> bool:
+        """Whether the result of a node is the number of each row."""
+        value = self.value(node)
+        axis = self.axis(value) if isinstance(value, torch.Tensor) else None
+        return axis is not None and bool(axis.step)
 
 
 def find_rows(
@@ -234,7 +244,6 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 self.rows.axes[tensor] = axis
 
-
     def _apart(self, aten: AtenCall) -> list[Axis | None]:
         """The axes of the results of an operator without a rule, by what it is made of in PyTorch's
         own words. Raises `Mixes` if that mixes rows, or takes another way by their number."""
@@ -276,6 +285,8 @@ def _judge(
     rule = rule_for(aten.func) or RowRule(apart, frozenset(scalars))
     if set(scalars) - rule.sizes:
         raise Mixes("its result depends on the batch size")
+    if not rule.counts and any(axis and axis.step for axis in map(aten.axis_of, aten.tensors)):
+        raise Mixes(f"{aten.name} reads the numbers of the rows")
     try:
         found = rule.find(aten)
     except (LookupError, *FAILURES) as error:
@@ -311,7 +322,7 @@ def _guess(aten: AtenCall, tensor: torch.Tensor) -> Axis | None:
     for operand in aten.tensors:
         axis = aten.axis_of(operand)
         if axis is not None and axis.dim < tensor.dim() and aten.symbols.fits(axis, tensor):
-            return axis
+            return axis.uncounted()
     return aten.symbols.uniform(tensor)
 
 
@@ -399,11 +410,22 @@ class _Walker:
         if call.kind == "mixing" and not ids & set(map(id_of, call.written)):
             self._look_again(call)
         self.watcher.call = None
+        self._hold_numbers(call)
         leaves = tree_leaves((call.value, self._arguments(node.args)))
         if any(isinstance(leaf, torch.Tensor) and self.rows.axis(leaf) for leaf in leaves):
             call.worsen("row-wise")  # it may have done nothing at all: `x.contiguous()`
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
+
+    def _hold_numbers(self, call: Call) -> None:
+        """Numbers of rows are counted anew by each op that reads them, whole or in parts. So they
+        may be read as places, but not be handed to others."""
+        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            axis = self.rows.axis(leaf)
+            if axis is not None and axis.step and not _only_places(call.node):
+                call.worsen("mixing", "what it makes depends on the number of the row")
+                self.rows.axes[leaf] = axis.uncounted()
 
     def _look_again(self, call: Call) -> None:
         """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
@@ -452,6 +474,22 @@ class _Walker:
             raise Mixes(f"{name} is run as one op over all rows")
         operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
         return fx.Interpreter(graphs[0]).run(*operands)
+
+
+def _only_places(node: fx.Node) -> bool:
+    """Whether a tensor is read only as places in others, maybe with dims of size one added."""
+    for user in node.users:
+        target, base = user.target, user.args[0] if user.args else None
+        spread = target in ("unsqueeze", torch.unsqueeze, torch.ops.aten.unsqueeze.default)
+        if target is operator.getitem and base is node:
+            items = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+            spread = all(item is None or item == slice(None, None, None) for item in items)
+        if spread and base is node:
+            if not _only_places(user):
+                return False
+        elif target not in PLACES or base is node:
+            return False
+    return True
 
 
 def is_size(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.aten_call import AtenCall, Found
-from torchweft.capture.axes import Axis, Mixes, agreed, wrap
+from torchweft.capture.axes import FREE, Axis, Mixes, agreed, wrap
 
 
 def embedding(call: AtenCall) -> Found:
@@ -41,6 +41,22 @@ def take(call: AtenCall) -> Found:
     return axis
 
 
+def embedding_bag(call: AtenCall) -> Found:
+    """Bags of equal size, one a row: `offsets` count them. What it tells beside is not to be read,
+    which is so for inference only."""
+    axis, offsets = call.axis("indices"), call.axis("offsets")
+    weights = call.args.get("per_sample_weights")
+    if call.axis("weight") is not None:
+        raise Mixes("its table has the batch in it")
+    if axis is None or call.level == "aten" or call.args["include_last_offset"]:
+        raise Mixes("its bags are not those of the rows")
+    if axis.outer != 1 or offsets != Axis(0, step=axis.inner):
+        raise Mixes("its bags are not those of the rows")
+    if weights is not None and call.axis_of(weights) != axis:
+        raise Mixes("its weights have their rows elsewhere")
+    return [Axis(0)] + [FREE] * (len(call.results) - 1)
+
+
 def index(call: AtenCall) -> Found:
     """x[i, :, j]: where the rows are after indexing with tensors."""
     tensor, indices = call.args["self"], list(call.args["indices"])
@@ -48,11 +64,9 @@ def index(call: AtenCall) -> Found:
     given = [(dim, item) for dim, item in enumerate(indices) if isinstance(item, torch.Tensor)]
     if any(item.dtype in (torch.bool, torch.uint8) for _, item in given):
         raise Mixes("a mask picks entries of the batch")
-    rank = max(item.dim() for _, item in given)
-    places = agreed([_broadcast(call.axis_of(item), item.dim(), rank) for _, item in given])
-    if own is not None and any(dim == own.dim for dim, _ in given):
-        raise Mixes("it picks rows of the batch by index")
-    if own is not None and places is not None:
+    places, rank = _places(call, given, own)
+    paired = own is not None and own.dim in [dim for dim, _ in given]
+    if own is not None and places is not None and not paired:
         raise Mixes("it pairs rows with places that other rows name")
     numbers = [dim for dim, _ in given]
     adjacent = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -66,31 +80,60 @@ def index(call: AtenCall) -> Found:
     return own.at(position + rank if position >= front else position)
 
 
+def _places(call: AtenCall, given: Any, own: Axis | None) -> tuple[Axis | None, int]:
+    """Where the rows of the places are that are read or written, and how many dims these have.
+
+    Each row may name places among its own entries, if the rows of the tensor are counted beside:
+    x[arange(len(x)), i].
+    """
+    rank = max(item.dim() for _, item in given)
+    axes = {dim: _broadcast(call.axis_of(item), item.dim(), rank) for dim, item in given}
+    for dim, axis in axes.items():
+        counted = axis is not None and axis.step == 1 and (axis.outer, axis.inner) == (1, 1)
+        if (own is not None and own.dim == dim) != counted or (own and own.inner * own.outer != 1):
+            if own is not None and own.dim == dim:
+                raise Mixes("it picks rows of the batch by index")
+            if axis is not None and axis.step:
+                raise Mixes("it reads at the number of the row")
+    places = agreed([axis and axis.uncounted() for axis in axes.values()])
+    if places is not None and not all(_fits(call, item, places, rank) for _, item in given):
+        raise Mixes("its places have an entry for each row, but no rows")
+    return places, rank
+
+
+def _fits(call: AtenCall, item: torch.Tensor, places: Axis, rank: int) -> bool:
+    return call.axis_of(item) is not None or call.shares(item, places, rank)
+
+
 def _broadcast(axis: Axis | None, rank: int, wanted: int) -> Axis | None:
     return axis and axis.at(axis.dim + wanted - rank)
 
 
 def index_put(call: AtenCall) -> Found:
-    """x[:, i] = v with the same places for all rows; x[mask] = 0, row by row."""
+    """x[:, i] = v with the same places for all rows, or with each row's own; x[mask] = 0."""
     own = call.axis("self")
-    indices = [item for item in call.args["indices"] if isinstance(item, torch.Tensor)]
-    if own is not None and _is_fill(call) and call.axis_of(indices[0]) in (own, None):
-        return own
-    if own is None or any(call.axis_of(item) for item in indices):
-        raise Mixes("rows write to places that other rows may write to")
-    places = [
-        dim for dim, item in enumerate(call.args["indices"]) if isinstance(item, torch.Tensor)
+    given = [
+        (dim, item)
+        for dim, item in enumerate(call.args["indices"])
+        if isinstance(item, torch.Tensor)
     ]
-    if own.dim in places or any(item.dtype == torch.bool for item in indices):
-        raise Mixes("it writes to rows of the batch by index")
-    values = call.args["values"]
-    rank = max(item.dim() for item in indices)
-    adjacent = places == list(range(places[0], places[0] + len(places)))
-    kept = [dim for dim in range(call.rank("self")) if dim not in places]
-    front = places[0] if adjacent else 0
-    position = kept.index(own.dim)
-    wanted = own.at(position + rank if position >= front else position)
-    if not call.shares(values, wanted, len(kept) + rank):
+    if own is not None and _is_fill(call) and call.axis_of(given[0][1]) in (own, None):
+        return own
+    if own is None or any(item.dtype in (torch.bool, torch.uint8) for _, item in given):
+        raise Mixes("rows write to places that other rows may write to")
+    named, rank = _places(call, given, own)
+    numbers = [dim for dim, _ in given]
+    if named is not None and own.dim not in numbers:
+        raise Mixes("rows write to places that other rows may write to")
+    adjacent = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    kept = [dim for dim in range(call.rank("self")) if dim not in numbers]
+    front = numbers[0] if adjacent else 0
+    if named is not None:
+        wanted = named.at(front + named.dim)
+    else:
+        position = kept.index(own.dim)
+        wanted = own.at(position + rank if position >= front else position)
+    if not call.shares(call.args["values"], wanted, len(kept) + rank):
         raise Mixes("what it writes has its rows elsewhere")
     return own
 

@@ -10,6 +10,7 @@ whole numbers on both sides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torchweft.capture.aten_call import AtenCall, Found
@@ -71,6 +72,11 @@ def transpose(call: AtenCall) -> Found:
     else:
         first, second = wrap(call.args["dim0"], rank), wrap(call.args["dim1"], rank)
     return axis.at({first: second, second: first}.get(axis.dim, axis.dim))
+
+
+def unmoved(call: AtenCall) -> Found:
+    """detach, alias: the same entries under another name."""
+    return call.axis("self")
 
 
 def unsqueeze(call: AtenCall) -> Found:
@@ -227,9 +233,20 @@ def create(call: AtenCall) -> Found:
     return call.symbols.uniform(call.results[0])
 
 
+COUNTS = "what it makes depends on the number of the row"
+
+
 def position(call: AtenCall) -> Found:
-    """arange, linspace, eye: entries tell where they stand."""
-    raise Mixes("what it makes depends on the number of the row")
+    """linspace, eye: entries tell where they stand."""
+    raise Mixes(COUNTS)
+
+
+def arange(call: AtenCall) -> Found:
+    """arange: the numbers of the rows, which are counted anew in every part."""
+    axis, step = call.symbols.uniform(call.results[0]), call.symbols.expr(call.args.get("step", 1))
+    if axis is None or axis.inner != 1 or call.args.get("start", 0) != 0 or not step.is_Integer:
+        raise Mixes(COUNTS)
+    return replace(axis, step=step)
 
 
 def like(call: AtenCall) -> Found:

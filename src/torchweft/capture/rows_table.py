@@ -16,7 +16,7 @@ from torchweft.capture import rows_backward, rows_index, rows_math, rows_network
 from torchweft.capture.aten_call import RowRule
 
 POINTWISE = """
-    copy copy_ clone detach detach_ alias lift lift_fresh lift_fresh_copy _to_copy contiguous
+    copy copy_ clone lift_fresh_copy _to_copy contiguous
     masked_fill fill zero clamp where bernoulli _conj conj _neg_view resolve_conj resolve_neg
     native_dropout dropout convert_element_type view_of real imag _assert_async
     _assert_tensor_metadata gelu silu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu
@@ -76,6 +76,7 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "repeat": (rows_shape.repeat, "repeats"),
     "permute permute_copy": (rows_shape.permute, ""),
     "transpose t transpose_copy t_copy swapaxes": (rows_shape.transpose, ""),
+    "detach alias lift lift_fresh": (rows_shape.unmoved, ""),
     "unsqueeze unsqueeze_copy": (rows_shape.unsqueeze, ""),
     "squeeze squeeze_copy": (rows_shape.squeeze, ""),
     "slice narrow slice_copy narrow_copy": (rows_shape.slice_, "start end length"),
@@ -98,7 +99,8 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "as_strided": (rows_shape.strided, "size stride"),
     CREATE: (rows_shape.create, "size stride"),
     LIKE: (rows_shape.like, ""),
-    "arange linspace logspace eye": (rows_shape.position, "end steps n m size"),
+    "linspace logspace eye": (rows_shape.position, "end steps n m size"),
+    "arange": (rows_shape.arange, "end"),
 }
 OTHERS: dict[str, tuple[Any, str]] = {
     POINTWISE: (rows_math.pointwise, ""),
@@ -123,6 +125,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
         "",
     ),
     "embedding": (rows_index.embedding, ""),
+    "_embedding_bag _embedding_bag_forward_only": (rows_index.embedding_bag, ""),
     "take bucketize searchsorted isin": (rows_index.take, ""),
     "index _unsafe_index": (rows_index.index, ""),
     "index_put _unsafe_index_put _index_put_impl": (rows_index.index_put, ""),
@@ -138,13 +141,17 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "grid_sampler_2d grid_sampler_3d": (rows_index.grid_sample, ""),
     "_fft_r2c _fft_c2r _fft_c2c": (rows_index.fft, ""),
 }
+COUNTING = (
+    *(rows_index.index, rows_index.index_put, rows_index.embedding_bag),
+    *(rows_shape.unmoved, rows_shape.unsqueeze, rows_shape.slice_),
+)
 
 
 def _table() -> dict[str, RowRule]:
     table: dict[str, RowRule] = {}
     for families in (VIEWS, OTHERS):
         for names, (find, sizes) in families.items():
-            rule = RowRule(find, frozenset(sizes.split()))
+            rule = RowRule(find, frozenset(sizes.split()), counts=find in COUNTING)
             table.update(dict.fromkeys(names.split(), rule))
     for num_dims, names in WINDOWS.items():
         table.update(dict.fromkeys(names.split(), RowRule(rows_index.windows(num_dims))))

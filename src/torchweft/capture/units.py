@@ -248,7 +248,7 @@ def storages(value: Any) -> set[int]:
 def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     """Find the calls that every op that needs them may compute for itself.
 
-    These are batch-free views, small batch-free results that a single call needs, and views of
+    These are numbers of rows, batch-free views, small batch-free results that a single call needs, and views of
     bytes that are written, given or handed out twice (`noticed`): made anew from the whole or the
     part at hand, such a view is never a stale copy.
     """
@@ -265,6 +265,9 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             if user is not unit:
                 found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
+        if any(map(rows.is_number, unit.nodes)):
+            unit.cheap = True
+            continue
         results = [(node, id(rows.value(node))) for node in unit.nodes]
         if any(number in handed for _, number in results) or any(user.block for user in users):
             continue
