@@ -221,7 +221,8 @@ def _case(info: Any, nest: Any, batch: dict[int, torch.Tensor], dim: int) -> OpC
         made = case.eager()
     except Exception:  # the operator does not take a batch there
         return None
-    if not any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in tree_leaves(made)):
+    results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    if any(leaf.layout != torch.strided for leaf in results) or not sum(map(torch.numel, results)):
         return None
     return replace(case, row_wise=case.is_row_wise(made))
 

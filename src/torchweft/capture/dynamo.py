@@ -38,6 +38,7 @@ from torchweft.marks import MarkRule
 from torchweft.sizes import ONE, Size
 from torchweft.splitters import STATE
 
+MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
 
@@ -158,8 +159,7 @@ def mark_batch(tensor: torch.Tensor, dim: int) -> None:
 
     `maybe_mark_dynamic` is guarded: whoever else compiles with this tensor would compile anew.
     """
-    known: set[int] = getattr(tensor, "_dynamo_propagated_dynamic_indices", set())
-    tensor._dynamo_propagated_dynamic_indices = {*known, dim}  # type: ignore[attr-defined]
+    setattr(tensor, MARKED, {*getattr(tensor, MARKED, ()), dim})
 
 
 def _is_slot(item: Any) -> bool:

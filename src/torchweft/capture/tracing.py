@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.dynamo import Captured, capture, mark_batch
+from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
 from torchweft.capture.reference import run_reference
 from torchweft.capture.units import TORCH
 from torchweft.marks import MarkRule, require_matched
@@ -49,6 +49,7 @@ class Watch:
     def __init__(self, dim: int = 0, blocks: Blocks | None = None) -> None:
         self.dim, self.blocks = dim, blocks
         self.news = True
+        self.constant = False  # whether Dynamo is told to take the number of rows for a constant
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
@@ -62,7 +63,8 @@ class Watch:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            if self.blocks is None or not self.blocks.refuse(error):
+            refused = self.blocks is not None and self.blocks.refuse(error)
+            if not refused and not self._hold_batch(error):
                 raise
             return compiled(*args, **kwargs)
         finally:
@@ -74,9 +76,19 @@ class Watch:
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
-        make_dynamic(inputs, self.dim)
+        make_dynamic(inputs, None if self.constant else self.dim)
         if self.blocks is not None:
             self.blocks.wrap(at_start=_is_start())
+
+    def _hold_batch(self, error: TorchDynamoException) -> bool:
+        """Whether to trace once more for this number of rows alone: some operators of PyTorch
+        cannot be traced for any other way. A mistake of the user's shows again."""
+        if self.constant or not isinstance(error, TorchRuntimeError):
+            return False
+        self.constant = True
+        why = str(error).strip().splitlines()[0]
+        self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
+        return True
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
@@ -117,12 +129,17 @@ def compile_by(
     return compiled
 
 
-def make_dynamic(inputs: Any, dim: int = 0) -> None:
+def make_dynamic(inputs: Any, dim: int | None = 0) -> None:
     """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims).
 
     Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs.
+    dim: None takes back what was asked for.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    if dim is None:
+        for leaf in tensors:
+            vars(leaf).pop(MARKED, None)
+        return
     batches = {leaf.shape[dim] for leaf in tensors if leaf.dim() > dim}
     for leaf in tensors + _held(inputs, batches, dim):
         if leaf.dim() > dim and leaf.shape[dim] > 1:
