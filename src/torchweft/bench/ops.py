@@ -238,7 +238,7 @@ def _torch_fails(case: OpCase) -> bool:
     """Whether Dynamo itself cannot compile it: then it is not for us to run."""
     torch._dynamo.reset()
     try:
-        seeded(torch.compile(case.function, backend="eager", dynamic=True), case.fresh())
+        seeded(torch.compile(case.function, backend="eager"), case.fresh())
     except Exception:
         return True
     return False

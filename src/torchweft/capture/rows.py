@@ -25,6 +25,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -405,9 +406,7 @@ class _Walker:
                 bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))
                 call.written += written_by(func, bound)
             self._tag_input(call.value)
-        given = tree_leaves((self._arguments(node.args), self._arguments(node.kwargs)))
-        ids = {id_of(leaf) for leaf in given if isinstance(leaf, torch.Tensor)}
-        if call.kind == "mixing" and not ids & set(map(id_of, call.written)):
+        if call.kind == "mixing":
             self._look_again(call)
         self.watcher.call = None
         self._hold_numbers(call)
@@ -430,6 +429,11 @@ class _Walker:
     def _look_again(self, call: Call) -> None:
         """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
         not known, as Dynamo did: some operators else take the number of rows for a constant."""
+        given = self._arguments((call.node.args, call.node.kwargs))
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        plain = all(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not plain or {*map(id_of, tensors)} & {*map(id_of, call.written)}:
+            return  # a transform of torch.func, or a call that has written already
         self.watcher.call = again = Call(call.node)
         try:
             with enable_python_dispatcher(), _unguarded(self.fake_mode):

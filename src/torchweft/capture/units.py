@@ -248,9 +248,9 @@ def storages(value: Any) -> set[int]:
 def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     """Find the calls that every op that needs them may compute for itself.
 
-    These are numbers of rows, batch-free views, small batch-free results that a single call needs, and views of
-    bytes that are written, given or handed out twice (`noticed`): made anew from the whole or the
-    part at hand, such a view is never a stale copy.
+    These are numbers of rows, batch-free views, small batch-free results that a single call needs,
+    and views of bytes that are written, given or handed out twice (`noticed`): made anew from the
+    whole or the part at hand, such a view is never a stale copy.
     """
     written = set().union(*(unit.writes for unit in units)) if units else set()
     home = {node: unit for unit in units for node in unit.nodes}
