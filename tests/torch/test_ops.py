@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchweft as weft
 from torchweft.bench import ops
@@ -18,6 +21,7 @@ from torchweft.capture.rows_shape import unmoved
 from torchweft.gate import compare
 from torchweft.reporting import Report
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROWS = 7
 PLACES = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 TABLE = torch.linspace(-1, 1, 30).view(10, 3)
@@ -140,6 +144,22 @@ def lu_solve(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lu_solve(*torch.linalg.lu_factor(x + 3 * torch.eye(3)), y) + 1
 
 
+CAUSAL = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, device="cpu")
+
+
+def flex(**options: Any) -> Any:
+    return lambda x: flex_attention(x * 1.0, x, x, **options) + 1
+
+
+def step(carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    carry = torch.tanh(carry @ torch.ones(4, 4) + x)
+    return carry, carry * 2
+
+
+def mixing_step(carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return step(carry, x - x.mean(0))
+
+
 SPLIT: dict[str, tuple[Any, ...]] = {
     "t_copy": (lambda x: torch.t_copy(x * 1.0) + 1, rand(5)),
     "cross_entropy": (
@@ -162,6 +182,11 @@ SPLIT: dict[str, tuple[Any, ...]] = {
     "renorm of rows": (lambda x: torch.renorm(x * 1.0, 2, 0, 1.0) + 1, rand(3)),
     "cross": (lambda x: torch.linalg.cross(x * 1.0, x + 1) + 1, rand(3)),
     "gather": (lambda x, i: x.gather(1, i), rand(3), PLACES[:, None]),
+    "unbind_copy": (lambda x: torch.unbind_copy(x * 1.0, 1), rand(3)),
+    "map": (lambda x: map_rows(lambda row, w: row @ w, x * 1.0, torch.ones(4, 2)), rand(3, 4)),
+    "scan": (lambda x: scan(step, x[:, 0] * 1.0, x + 1, dim=1)[1] + 1, rand(5, 4)),
+    "flex_attention": (flex(score_mod=lambda score, b, h, q, k: score + (q - k)), rand(2, 16, 8)),
+    "flex_attention, masked": (flex(block_mask=CAUSAL), rand(2, 16, 8)),
 }  # fmt: skip
 
 
@@ -192,6 +217,13 @@ MIXING: dict[str, tuple[Any, ...]] = {
     "numbers written": (written, rand(3), PLACES),
     "another table": (
         lambda x, i: TABLE[torch.arange(x.shape[0]), i] * x[:, 0], rand(3), PLACES,
+    ),
+    "score by row": (flex(score_mod=lambda score, b, h, q, k: score + b), rand(2, 16, 8)),
+    "scan that mixes": (
+        lambda x: scan(mixing_step, x[:, 0] * 1.0, x + 1, dim=1)[1] + 1, rand(5, 4),
+    ),
+    "scan along rows": (
+        lambda x: scan(step, torch.zeros(1, 4), (x * 1.0)[:, None])[1] + x[:, None], rand(4),
     ),
     "rows by index": (lambda x, i: x[i] + x, rand(3), PLACES),
     "a place in the storage": (lambda x: x.as_strided(x.size(), x.stride(), 0) + 1, rand(3)),

@@ -178,11 +178,11 @@ def _form(call: AtenCall) -> Function:
     if special is not None:
         return special
     overload = _out_overload(call.func)
-    if overload is None:
+    names = [item.name for item in overload._schema.arguments if item.is_out] if overload else []
+    if len(names) != len(call.results):  # none, or one for a list of results
         raise Unfit(f"{packet.__name__} has no form that writes where it is told")
 
     def out(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-        names = [item.name for item in overload._schema.arguments if item.is_out]
         outs: dict[str, Any] = {}
         for number, (name, made) in enumerate(zip(names, call.results, strict=True)):
             options: dict[str, Any] = {"dtype": made.dtype, "device": made.device}

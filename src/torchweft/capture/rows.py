@@ -42,6 +42,7 @@ from torchweft.capture.axes import FREE, SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.blocks import BlockError
 from torchweft.capture.flops import flops_of
 from torchweft.capture.rows_backward import is_sum
+from torchweft.capture.rows_higher import RULES
 from torchweft.capture.rows_table import rule_for
 
 BYTES = "_weft_bytes"  # of a fake tensor: the number of its bytes, if it is not its storage's
@@ -450,7 +451,7 @@ class _Walker:
         if self.templates is not None and str(node.target) == "invoke_subgraph":
             return self._block(call, self.templates)
         if isinstance(node.target, HigherOrderOperator):
-            return self._higher_order(node, args, kwargs)
+            return self._higher_order(call, args)
         if node.op == "call_module":
             return self.gm.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
@@ -470,14 +471,25 @@ class _Walker:
         call.only_views = False
         return made
 
-    def _higher_order(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Look into the subgraph of an operator that only wraps calls; others are one mixing op."""
-        name = str(node.target)
+    def _higher_order(self, call: Call, args: Any) -> Any:
+        """Look into the subgraph of an operator that only wraps calls; some others have rules."""
+        name = str(call.node.target)
         graphs = [arg for arg in args if isinstance(arg, fx.GraphModule)]
-        if name not in INLINED or len(graphs) != 1:
+        if name in INLINED and len(graphs) == 1:
+            operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
+            return fx.Interpreter(graphs[0]).run(*operands)
+        made = call.node.meta.get("example_value")
+        if name not in RULES or self.rows.level == "aten" or call.node.kwargs or made is None:
             raise Mixes(f"{name} is run as one op over all rows")
-        operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
-        return fx.Interpreter(graphs[0]).run(*operands)
+        axes = RULES[name](args, self.rows.axis, self.rows.symbols, made)
+        for tensor, axis in zip(tree_leaves(made), axes, strict=True):
+            if axis is not None and self.rows.symbols.fits(axis, tensor):
+                self.rows.axes[tensor] = axis
+            elif tensor.numel() != 0:
+                raise Mixes("its result has no clear rows")
+        call.worsen("row-wise")
+        call.only_views, call.seen = False, []
+        return made
 
 
 def _only_places(node: fx.Node) -> bool:
