@@ -89,20 +89,16 @@ def _places(call: AtenCall, given: Any, own: Axis | None) -> tuple[Axis | None, 
     rank = max(item.dim() for _, item in given)
     axes = {dim: _broadcast(call.axis_of(item), item.dim(), rank) for dim, item in given}
     for dim, axis in axes.items():
-        counted = axis is not None and axis.step == 1 and (axis.outer, axis.inner) == (1, 1)
-        if (own is not None and own.dim == dim) != counted or (own and own.inner * own.outer != 1):
-            if own is not None and own.dim == dim:
+        if own is not None and own.dim == dim:
+            if own.outer * own.inner != 1 or axis is None or axis.step != 1:
                 raise Mixes("it picks rows of the batch by index")
-            if axis is not None and axis.step:
-                raise Mixes("it reads at the number of the row")
+        elif axis is not None and axis.step:
+            raise Mixes("it reads at the number of the row")
     places = agreed([axis and axis.uncounted() for axis in axes.values()])
-    if places is not None and not all(_fits(call, item, places, rank) for _, item in given):
+    shared = [item for _, item in given if call.axis_of(item) is None]
+    if places is not None and not all(call.shares(item, places, rank) for item in shared):
         raise Mixes("its places have an entry for each row, but no rows")
     return places, rank
-
-
-def _fits(call: AtenCall, item: torch.Tensor, places: Axis, rank: int) -> bool:
-    return call.axis_of(item) is not None or call.shares(item, places, rank)
 
 
 def _broadcast(axis: Axis | None, rank: int, wanted: int) -> Axis | None:
