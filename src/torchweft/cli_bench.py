@@ -21,7 +21,7 @@ from torchweft.errors import WeftError, clip, unknown
 
 BENCHES = (
     *("ablation", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
-    *("overlap", "placement", "races", "stream", "verify", "zoo"),
+    *("ops", "overlap", "placement", "races", "stream", "verify", "zoo"),
 )
 MAX_ROWS = 40
 MAX_CELL = 60

@@ -80,10 +80,10 @@ def compare(wanted: Any, found: Any, tolerance: float | None = None) -> Check:
 def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     """The largest difference of two tensors, and the size of what is compared (at least 1)."""
     a, b = a.detach(), b.detach()
+    if a.is_complex():
+        a, b = (torch.view_as_real(item.resolve_conj()) for item in (a, b))
     if torch.equal(a, b) or a.numel() == 0:
         return 0.0, 1.0
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
     a, b = a.double(), b.double()
     both = (a.isnan() & b.isnan()) | (a == b)
     diff = (a - b).abs().masked_fill(both, 0.0)

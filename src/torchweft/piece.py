@@ -84,7 +84,7 @@ class Piece:
         self.session, self.captured, self.gm = session, captured, gm
         self.bodies = compile_bodies(captured, session.inner)
         self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
-        self.guards: Guards = guards_of(gm, captured.graph.batch)
+        self.guards: Guards = guards_of(gm, captured.graph.batch, captured.same)
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)

@@ -126,7 +126,6 @@ def cases() -> list[Case]:
             exact=False,
         ),
         Case("norm over all", lambda x: x / x.norm(), x, ("norm",), exact=False),
-        Case("squeeze", lambda x: x[:, :1].squeeze() * 2, x, ("squeeze",)),
         Case("squeeze dim", lambda x: x[:, :1].squeeze(1) * 2, x),
         Case("any over all", lambda x: x * (x > 0).any(), x, ("any",)),
         Case("triangular mask", lambda x: x.masked_fill(torch.ones(5, 4).triu(1).bool(), 0.0), x),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +50,14 @@ class AtenCall:
             return None
         return [wrap(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
 
+    def shares(self, tensor: torch.Tensor, axis: Axis, rank: int) -> bool:
+        """Whether an operand fits rows at `axis` of `rank` dims, counted from the right: it has
+        its own there, or one entry for all. As many entries as the whole batch has are neither."""
+        shift, own = rank - tensor.dim(), self.axis_of(tensor)
+        if own is not None:
+            return own.at(own.dim + shift) == axis
+        return axis.dim < shift or self.symbols.expr(tensor.shape[axis.dim - shift]) == 1
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor among the arguments."""
@@ -67,16 +76,28 @@ class AtenCall:
 
 @dataclass(frozen=True)
 class RowRule:
-    """How one family of operators treats rows."""
+    """How one family of operators treats rows; `counts`: whether it may read numbers of rows."""
 
     find: Callable[[AtenCall], Found]
     sizes: frozenset[str] = frozenset()
+    counts: bool = False
 
 
 def overload_of(target: Any) -> Any:
     """The operator that a call names, with its schema; None if it is none."""
     found = getattr(target, "default", None) if isinstance(target, OpOverloadPacket) else target
     return found if isinstance(found, OpOverload) else None
+
+
+def decomposition_of(func: Any) -> Any:
+    """The function that says in other operators what this one does; None if PyTorch has none.
+
+    An operator that writes in place is looked up as the one that makes a new tensor.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    plain = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    func = getattr(plain, func._overloadname, func)
+    return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
 
 def written_by(func: Any, args: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -84,8 +84,8 @@ def group_norm_backward(
     """Its kernel takes `grad` to lie in memory as `x` does, which in parts is not sure.
 
     Where channels come last it writes the gradient of `x` whether or not it has room for that, and
-    dies. No other CPU kernel of `SPLIT` does: layer norm, batch norm and convolution were tried with
-    every mask and memory format.
+    dies. No other CPU kernel of `SPLIT` does: those of layer norm, batch norm and convolution were
+    tried with every mask and memory format.
     """
     *sizes, mask = sizes_and_mask
     on_cpu = x.device.type == "cpu"

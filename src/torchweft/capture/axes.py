@@ -11,7 +11,7 @@ which symbol is the batch (several, if they were declared to be one and the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -27,19 +27,30 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Dim `dim` has outer * (batch rows) * inner entries."""
+    """Dim `dim` has outer * (batch rows) * inner entries.
+
+    step: the entries are 0, step, 2 * step ..., by the number of the row; zero if they are not.
+    """
 
     dim: int
     outer: Any = ONE
     inner: Any = ONE
+    step: Any = 0
 
     def at(self, dim: int) -> Axis:
         """The same rows, on another dim."""
-        return Axis(dim, self.outer, self.inner)
+        return replace(self, dim=dim)
+
+    def uncounted(self) -> Axis:
+        """The same rows, whatever their entries are."""
+        return replace(self, step=0)
 
     def batch(self) -> Batch:
         """The same as part of a graph. Raises `SizeError` if a size is no polynomial."""
         return Batch(self.dim, size_of(self.outer), size_of(self.inner))
+
+
+FREE = Axis(-1)  # of a result that a rule knows to be the same whatever rows there are
 
 
 class Mixes(Exception):  # noqa: N818 - not a failure: a finding
@@ -84,6 +95,12 @@ class Symbols:
         if isinstance(thing, slice):
             return self.inside((thing.start, thing.stop, thing.step))
         return False
+
+    def several(self, size: Any) -> bool:
+        """Whether a size is more than one in every part: parts meet the guards of the whole."""
+        expr = self.expr(size)
+        env = size.node.shape_env if isinstance(size, SYMBOLIC) else None
+        return bool(env is not None and env.bound_sympy(expr).lower > 1)
 
     def dims(self, tensor: torch.Tensor) -> list[int]:
         """The dims whose size depends on the batch."""

@@ -8,7 +8,7 @@ where the model's own code looked.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,19 +58,22 @@ class _Printer(PythonPrinter):
         return self.names[symbol]
 
 
-def guards_of(gm: fx.GraphModule, batch: str | None) -> Guards:
-    """The guards of a captured graph that speak of its batch."""
+def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -> Guards:
+    """The guards of a captured graph that speak of its batch; `same` are other names for it."""
     env = _shape_env(gm)
     if env is None or batch is None:
         return Guards()
+    known = {str(symbol): symbol for symbol in env.var_to_range}
+    other = {known[name]: known[batch] for name in same if name in known}
     found: list[Any] = []
     for symbol, span in env.var_to_range.items():
-        if str(symbol) == batch:
-            found.append(sympy.Ge(symbol, span.lower))
-            found += [sympy.Le(symbol, span.upper)] if span.upper != int_oo else []
+        if str(symbol) in (batch, *same):
+            found.append(sympy.Ge(known[batch], span.lower))
+            found += [sympy.Le(known[batch], span.upper)] if span.upper != int_oo else []
     for guard in env.guards:
-        if batch in map(str, guard.expr.free_symbols):
-            found.append(guard.expr)
+        condition = guard.expr.xreplace(other)
+        if batch in map(str, getattr(condition, "free_symbols", ())):
+            found.append(condition)
     return Guards(tuple(c for c in dict.fromkeys(found) if c not in (sympy.true, sympy.false)))
 
 

@@ -178,11 +178,11 @@ def _form(call: AtenCall) -> Function:
     if special is not None:
         return special
     overload = _out_overload(call.func)
-    if overload is None:
+    names = [item.name for item in overload._schema.arguments if item.is_out] if overload else []
+    if len(names) != len(call.results):  # none, or one for a list of results
         raise Unfit(f"{packet.__name__} has no form that writes where it is told")
 
     def out(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-        names = [item.name for item in overload._schema.arguments if item.is_out]
         outs: dict[str, Any] = {}
         for number, (name, made) in enumerate(zip(names, call.results, strict=True)):
             options: dict[str, Any] = {"dtype": made.dtype, "device": made.device}
@@ -235,9 +235,17 @@ def _out_overload(func: Any) -> Any:
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
         outs = [item for item in other._schema.arguments if item.is_out]
-        if outs and len(outs) == len(func._schema.returns) and _kept(other) == wanted:
+        if not outs or len(outs) != len(func._schema.returns) or not _needs(other) <= _needs(func):
+            continue
+        if _kept(other) == wanted:
             return None if torch.Tag.generated in other.tags else other
     return None
+
+
+def _needs(func: Any) -> set[str]:
+    """The arguments of an overload that must be given, but for where the result goes."""
+    plain = [item for item in func._schema.arguments if not item.is_out]
+    return {item.name for item in plain if not item.has_default_value()}
 
 
 def _kept(func: Any) -> list[tuple[str, str]]:

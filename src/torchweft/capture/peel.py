@@ -21,7 +21,7 @@ from torch import fx
 from torchweft.capture.outs import Makers, Unfit
 from torchweft.capture.regions import WHOLE, is_slow
 from torchweft.capture.rows import Rows
-from torchweft.capture.units import Unit
+from torchweft.capture.units import Unit, handed_out
 
 
 def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
@@ -29,7 +29,7 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
     if torch.is_grad_enabled() and rows.level == "torch":
         return  # nothing is written in place then, so everything is copied anyway
     home = {node: unit for unit in units for node in unit.nodes}
-    makers = Makers(graph, rows, units)
+    makers, handed = Makers(graph, rows, units), handed_out(rows)
     heavy: dict[int, int] = {}
     slow: set[int] = set()
     for unit in reversed(units):
@@ -41,7 +41,7 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
             continue
         whole = list(map(_is_whole, users))
         views = all(rows.calls[node].only_views for node in unit.nodes)
-        if views and all(whole) and users and None not in users:
+        if views and all(whole) and _is_inside(unit, users, handed, rows):
             unit.cheap = True  # whoever needs it takes the view of the whole itself
             continue
         before = [home.get(used) for node in unit.nodes for used in node.all_input_nodes]
@@ -60,6 +60,13 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         heavy[id(unit)] = weight
         why = next(filter(None, reasons))
         unit.kind, unit.reason = "mixing", f"its result is needed whole, and {why}"
+
+
+def _is_inside(unit: Unit, users: list[Unit | None], handed: set[int], rows: Rows) -> bool:
+    """Whether only ops read a result: neither the caller, also by another name, nor a block."""
+    if not users or any(user is None or user.block for user in users):
+        return False
+    return not any(id(rows.value(node)) in handed for node in unit.nodes)
 
 
 def _is_whole(user: Unit | None) -> bool:

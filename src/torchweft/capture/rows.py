@@ -15,6 +15,7 @@ Nothing is computed and nothing of the user's is touched.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,16 +23,26 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchweft.capture.aten_call import AtenCall, bind, overload_of, written_by
-from torchweft.capture.axes import SYMBOLIC, Axis, Mixes, Symbols
+from torchweft.capture.aten_call import (
+    AtenCall,
+    RowRule,
+    bind,
+    decomposition_of,
+    overload_of,
+    written_by,
+)
+from torchweft.capture.axes import FREE, SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.blocks import BlockError
 from torchweft.capture.flops import flops_of
 from torchweft.capture.rows_backward import is_sum
+from torchweft.capture.rows_higher import RULES
 from torchweft.capture.rows_table import rule_for
 
 BYTES = "_weft_bytes"  # of a fake tensor: the number of its bytes, if it is not its storage's
@@ -45,6 +56,11 @@ QUIET = frozenset(
     | {"aten::is_non_overlapping_and_dense"}
 )
 INLINED = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+SILENT = logging.Logger("silent", logging.CRITICAL)
+PLACES = (
+    *(operator.getitem, operator.setitem),
+    *(torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default),
+)
 STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -94,6 +110,12 @@ class Rows:
         """The fake result of a node."""
         return self.calls[node].value
 
+    def is_number(self, node: fx.Node) -> bool:
+        """Whether the result of a node is the number of each row."""
+        value = self.value(node)
+        axis = self.axis(value) if isinstance(value, torch.Tensor) else None
+        return axis is not None and bool(axis.step)
+
 
 def find_rows(
     gm: fx.GraphModule,
@@ -136,6 +158,21 @@ def _fake_mode(gm: fx.GraphModule) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _unguarded(mode: Any) -> Iterator[None]:
+    """Fail where code takes another way by a number of rows: parts have other numbers."""
+    env = getattr(mode, "shape_env", None)
+    if env is None:
+        yield
+        return
+    log, env.log = env.log, SILENT
+    try:
+        with env.error_on_new_guards():
+            yield
+    finally:
+        env.log = log
 
 
 @contextlib.contextmanager
@@ -191,7 +228,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.kind == "additive":
             call.worsen("mixing", "it goes on with a sum over rows")
         try:
-            kind, axes = _judge(aten, result)
+            kind, axes = _judge(aten, self._apart)
         except Mixes as mixes:
             if self.rows.level == "aten" and is_sum(aten, self.rows.zeros):
                 call.worsen("additive", "a sum over rows")
@@ -209,9 +246,32 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 self.rows.axes[tensor] = axis
 
+    def _apart(self, aten: AtenCall) -> list[Axis | None]:
+        """The axes of the results of an operator without a rule, by what it is made of in PyTorch's
+        own words. Raises `Mixes` if that mixes rows, or takes another way by their number."""
+        assert self.call is not None, "an operator is looked at only inside a call"
+        written = decomposition_of(aten.func)
+        if written is None:
+            raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+        inside = _Watcher(self.rows)
+        inside.call = call = Call(self.call.node)
+        mode = next((t.fake_mode for t in aten.tensors if hasattr(t, "fake_mode")), None)
+        try:
+            with inside, _unguarded(mode):
+                made = written(*aten.given[0], **aten.given[1])
+        except FAILURES as error:
+            raise Mixes(f"{aten.name} cannot be taken apart ({type(error).__name__})") from error
+        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        if call.kind not in ("row-wise", "batch-free") or len(results) != len(aten.results):
+            raise Mixes(f"inside of {aten.name}: {call.reason or 'it makes something else'}")
+        return [self.rows.axis(result) for result in results]
 
-def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
-    """The kind of one operator and the axes of its results. Raises `Mixes`."""
+
+def _judge(
+    aten: AtenCall, apart: Callable[[AtenCall], list[Axis | None]]
+) -> tuple[str, list[Axis | None]]:
+    """The kind of one operator and the axes of its results; `apart` is asked where no rule is
+    known. Raises `Mixes`."""
     symbols = aten.symbols
     if _draws(aten):
         return "random", [_guess(aten, tensor) for tensor in aten.results]
@@ -224,19 +284,22 @@ def _judge(aten: AtenCall, result: Any) -> tuple[str, list[Axis | None]]:
         raise Mixes("what it makes depends on the data of the whole batch")
     if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
         raise Mixes("it reads a value whose rows cannot be told apart")
-    rule = rule_for(aten.func)
-    if rule is None:
-        raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+    rule = rule_for(aten.func) or RowRule(apart, frozenset(scalars))
     if set(scalars) - rule.sizes:
         raise Mixes("its result depends on the batch size")
-    found = rule.find(aten)
+    if not rule.counts and any(axis and axis.step for axis in map(aten.axis_of, aten.tensors)):
+        raise Mixes(f"{aten.name} reads the numbers of the rows")
+    try:
+        found = rule.find(aten)
+    except (LookupError, *FAILURES) as error:
+        raise Mixes(f"its row rule failed ({type(error).__name__}: {error})") from error
     axes = found if isinstance(found, list) else [found] * len(aten.results)
     for tensor, axis in zip(aten.results, axes, strict=True):
-        if axis is None and tensor.numel() == 0:
+        if axis is FREE or (axis is None and tensor.numel() == 0):
             continue
         if axis is None or not symbols.fits(axis, tensor):
             raise Mixes("its result has no clear rows")
-    return "row-wise", axes
+    return "row-wise", [None if axis is FREE else axis for axis in axes]
 
 
 def _by_data(aten: AtenCall) -> bool:
@@ -261,7 +324,7 @@ def _guess(aten: AtenCall, tensor: torch.Tensor) -> Axis | None:
     for operand in aten.tensors:
         axis = aten.axis_of(operand)
         if axis is not None and axis.dim < tensor.dim() and aten.symbols.fits(axis, tensor):
-            return axis
+            return axis.uncounted()
     return aten.symbols.uniform(tensor)
 
 
@@ -344,13 +407,43 @@ class _Walker:
                 bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))
                 call.written += written_by(func, bound)
             self._tag_input(call.value)
-        finally:
-            self.watcher.call = None
+        if call.kind == "mixing":
+            self._look_again(call)
+        self.watcher.call = None
+        self._hold_numbers(call)
         leaves = tree_leaves((call.value, self._arguments(node.args)))
         if any(isinstance(leaf, torch.Tensor) and self.rows.axis(leaf) for leaf in leaves):
             call.worsen("row-wise")  # it may have done nothing at all: `x.contiguous()`
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
+
+    def _hold_numbers(self, call: Call) -> None:
+        """Numbers of rows are counted anew by each op that reads them, whole or in parts. So they
+        may be read as places, but not be handed to others."""
+        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            axis = self.rows.axis(leaf)
+            if axis is not None and axis.step and not _only_places(call.node):
+                call.worsen("mixing", "what it makes depends on the number of the row")
+                self.rows.axes[leaf] = axis.uncounted()
+
+    def _look_again(self, call: Call) -> None:
+        """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
+        not known, as Dynamo did: some operators else take the number of rows for a constant."""
+        given = self._arguments((call.node.args, call.node.kwargs))
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        plain = all(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not plain or {*map(id_of, tensors)} & {*map(id_of, call.written)}:
+            return  # a transform of torch.func, or a call that has written already
+        self.watcher.call = again = Call(call.node)
+        try:
+            with enable_python_dispatcher(), _unguarded(self.fake_mode):
+                value = self._compute(again)
+        except (Mixes, *FAILURES):
+            return
+        if again.kind in ("row-wise", "batch-free"):
+            again.value, again.seen = value, []  # these words are not those that will run
+            vars(call).update(vars(again))
 
     def _compute(self, call: Call) -> Any:
         node = call.node
@@ -358,7 +451,7 @@ class _Walker:
         if self.templates is not None and str(node.target) == "invoke_subgraph":
             return self._block(call, self.templates)
         if isinstance(node.target, HigherOrderOperator):
-            return self._higher_order(node, args, kwargs)
+            return self._higher_order(call, args)
         if node.op == "call_module":
             return self.gm.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
@@ -378,14 +471,41 @@ class _Walker:
         call.only_views = False
         return made
 
-    def _higher_order(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Look into the subgraph of an operator that only wraps calls; others are one mixing op."""
-        name = str(node.target)
+    def _higher_order(self, call: Call, args: Any) -> Any:
+        """Look into the subgraph of an operator that only wraps calls; some others have rules."""
+        name = str(call.node.target)
         graphs = [arg for arg in args if isinstance(arg, fx.GraphModule)]
-        if name not in INLINED or len(graphs) != 1:
+        if name in INLINED and len(graphs) == 1:
+            operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
+            return fx.Interpreter(graphs[0]).run(*operands)
+        made = call.node.meta.get("example_value")
+        if name not in RULES or self.rows.level == "aten" or call.node.kwargs or made is None:
             raise Mixes(f"{name} is run as one op over all rows")
-        operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
-        return fx.Interpreter(graphs[0]).run(*operands)
+        axes = RULES[name](args, self.rows.axis, self.rows.symbols, made)
+        for tensor, axis in zip(tree_leaves(made), axes, strict=True):
+            if axis is not None and self.rows.symbols.fits(axis, tensor):
+                self.rows.axes[tensor] = axis
+            elif tensor.numel() != 0:
+                raise Mixes("its result has no clear rows")
+        call.worsen("row-wise")
+        call.only_views, call.seen = False, []
+        return made
+
+
+def _only_places(node: fx.Node) -> bool:
+    """Whether a tensor is read only as places in others, maybe with dims of size one added."""
+    for user in node.users:
+        target, base = user.target, user.args[0] if user.args else None
+        spread = target in ("unsqueeze", torch.unsqueeze, torch.ops.aten.unsqueeze.default)
+        if target is operator.getitem and base is node:
+            items = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+            spread = all(item is None or item == slice(None, None, None) for item in items)
+        if spread and base is node:
+            if not _only_places(user):
+                return False
+        elif target not in PLACES or base is node:
+            return False
+    return True
 
 
 def is_size(value: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchweft.capture import rows_index, rows_math
 from torchweft.capture.aten_call import AtenCall, Found, RowRule
 from torchweft.capture.axes import Axis, Mixes, agreed, same, wrap
 
@@ -53,11 +54,6 @@ def gradient(call: AtenCall) -> Axis | None:
         n for n in ("grad_output", "grad_out", "grad_out_", "grad", "grad_in") if n in call.args
     )
     return call.axis(name)
-
-
-def pointwise(call: AtenCall) -> Found:
-    """Entry by entry, all operands of one shape."""
-    return agreed([call.axis_of(tensor) for tensor in call.tensors])
 
 
 def along(call: AtenCall) -> Found:
@@ -117,18 +113,6 @@ def scatter(call: AtenCall) -> Found:
     return moved
 
 
-def windows(num_dims: int) -> Any:
-    """A rule for the gradients of pooling, resizing and padding of the last dims."""
-
-    def find(call: AtenCall) -> Found:
-        axis = agreed([call.axis_of(tensor) for tensor in call.tensors])
-        if axis is not None and axis.dim >= call.results[0].dim() - num_dims:
-            raise Mixes(f"{call.name} works across the batch")
-        return axis
-
-    return find
-
-
 def attention(call: AtenCall) -> Found:
     query = call.axis("query")
     if query is None or query.dim != 0 or call.rank("query") < 3 or query != gradient(call):
@@ -136,8 +120,7 @@ def attention(call: AtenCall) -> Found:
     if call.axis("key") != query or call.axis("value") != query:
         raise Mixes("its keys and values have their rows elsewhere")
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
-    axis = call.axis_of(mask) if isinstance(mask, torch.Tensor) else None
-    if axis is not None and axis.at(axis.dim + call.rank("query") - mask.dim()) != query:
+    if isinstance(mask, torch.Tensor) and not call.shares(mask, query, call.rank("query")):
         raise Mixes("its mask has rows elsewhere")
     return [query if call.symbols.fits(query, result) else None for result in call.results]
 
@@ -270,7 +253,7 @@ SUMS: Mapping[str, Any] = MappingProxyType(
 def _table() -> dict[str, RowRule]:
     table: dict[str, RowRule] = {}
     for names, find, sizes in (
-        (POINTWISE, pointwise, ""),
+        (POINTWISE, rows_math.pointwise, ""),
         ("_softmax_backward_data _log_softmax_backward_data glu_backward", along, ""),
         ("native_layer_norm_backward _fused_rms_norm_backward", norm_input, ""),
         ("native_group_norm_backward", norm_input, "N"),
@@ -283,7 +266,7 @@ def _table() -> dict[str, RowRule]:
     ):
         table.update(dict.fromkeys(names.split(), RowRule(find, frozenset(sizes.split()))))
     for num_dims, names in WINDOWS.items():
-        rule = RowRule(windows(num_dims), frozenset({"input_size"}))
+        rule = RowRule(rows_index.windows(num_dims), frozenset({"input_size"}))
         table.update(dict.fromkeys(names.split(), rule))
     return table
 

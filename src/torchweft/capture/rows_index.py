@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.aten_call import AtenCall, Found
-from torchweft.capture.axes import Axis, Mixes, agreed, wrap
+from torchweft.capture.axes import FREE, Axis, Mixes, agreed, wrap
 
 
 def embedding(call: AtenCall) -> Found:
@@ -21,16 +21,40 @@ def embedding(call: AtenCall) -> Found:
 
 
 def take(call: AtenCall) -> Found:
-    """A table without rows, read at any places: take, bucketize, searchsorted, isin."""
+    """A table without rows, read at any places: take, bucketize, searchsorted, isin.
+
+    searchsorted may also have a table for each row.
+    """
     table = next(
         (n for n in ("boundaries", "sorted_sequence", "test_elements") if n in call.args), None
     )
     places = {"boundaries": "self", "test_elements": "elements"}.get(table or "", "self")
     if table is None:
         table, places = "self", "index"
-    if call.axis(table) is not None:
+    axis = call.axis(places)
+    if table == "sorted_sequence" and call.rank(table) > 1:
+        beside = [call.axis(n) for n in (table, "sorter") if call.args.get(n) is not None]
+        if axis is None or axis.dim == call.rank(table) - 1 or set(beside) != {axis}:
+            raise Mixes("it looks for rows among rows")
+    elif call.axis(table) is not None:
         raise Mixes("it looks for rows among rows")
-    return call.axis(places)
+    return axis
+
+
+def embedding_bag(call: AtenCall) -> Found:
+    """Bags of equal size, one a row: `offsets` count them. What it tells beside is not to be read,
+    which is so for inference only."""
+    axis, offsets = call.axis("indices"), call.axis("offsets")
+    weights = call.args.get("per_sample_weights")
+    if call.axis("weight") is not None:
+        raise Mixes("its table has the batch in it")
+    if axis is None or call.level == "aten" or call.args["include_last_offset"]:
+        raise Mixes("its bags are not those of the rows")
+    if axis.outer != 1 or offsets != Axis(0, step=axis.inner):
+        raise Mixes("its bags are not those of the rows")
+    if weights is not None and call.axis_of(weights) != axis:
+        raise Mixes("its weights have their rows elsewhere")
+    return [Axis(0)] + [FREE] * (len(call.results) - 1)
 
 
 def index(call: AtenCall) -> Found:
@@ -40,11 +64,9 @@ def index(call: AtenCall) -> Found:
     given = [(dim, item) for dim, item in enumerate(indices) if isinstance(item, torch.Tensor)]
     if any(item.dtype in (torch.bool, torch.uint8) for _, item in given):
         raise Mixes("a mask picks entries of the batch")
-    rank = max(item.dim() for _, item in given)
-    places = agreed([_broadcast(call.axis_of(item), item.dim(), rank) for _, item in given])
-    if own is not None and any(dim == own.dim for dim, _ in given):
-        raise Mixes("it picks rows of the batch by index")
-    if own is not None and places is not None:
+    places, rank = _places(call, given, own)
+    paired = own is not None and own.dim in [dim for dim, _ in given]
+    if own is not None and places is not None and not paired:
         raise Mixes("it pairs rows with places that other rows name")
     numbers = [dim for dim, _ in given]
     adjacent = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -58,33 +80,56 @@ def index(call: AtenCall) -> Found:
     return own.at(position + rank if position >= front else position)
 
 
+def _places(call: AtenCall, given: Any, own: Axis | None) -> tuple[Axis | None, int]:
+    """Where the rows of the places are that are read or written, and how many dims these have.
+
+    Each row may name places among its own entries, if the rows of the tensor are counted beside:
+    x[arange(len(x)), i].
+    """
+    rank = max(item.dim() for _, item in given)
+    axes = {dim: _broadcast(call.axis_of(item), item.dim(), rank) for dim, item in given}
+    for dim, axis in axes.items():
+        if own is not None and own.dim == dim:
+            if own.outer * own.inner != 1 or axis is None or axis.step != 1:
+                raise Mixes("it picks rows of the batch by index")
+        elif axis is not None and axis.step:
+            raise Mixes("it reads at the number of the row")
+    places = agreed([axis and axis.uncounted() for axis in axes.values()])
+    shared = [item for _, item in given if call.axis_of(item) is None]
+    if places is not None and not all(call.shares(item, places, rank) for item in shared):
+        raise Mixes("its places have an entry for each row, but no rows")
+    return places, rank
+
+
 def _broadcast(axis: Axis | None, rank: int, wanted: int) -> Axis | None:
     return axis and axis.at(axis.dim + wanted - rank)
 
 
 def index_put(call: AtenCall) -> Found:
-    """x[:, i] = v with the same places for all rows; x[mask] = 0, row by row."""
+    """x[:, i] = v with the same places for all rows, or with each row's own; x[mask] = 0."""
     own = call.axis("self")
-    indices = [item for item in call.args["indices"] if isinstance(item, torch.Tensor)]
-    if own is not None and _is_fill(call) and call.axis_of(indices[0]) in (own, None):
-        return own
-    if own is None or any(call.axis_of(item) for item in indices):
-        raise Mixes("rows write to places that other rows may write to")
-    places = [
-        dim for dim, item in enumerate(call.args["indices"]) if isinstance(item, torch.Tensor)
+    given = [
+        (dim, item)
+        for dim, item in enumerate(call.args["indices"])
+        if isinstance(item, torch.Tensor)
     ]
-    if own.dim in places or any(item.dtype == torch.bool for item in indices):
-        raise Mixes("it writes to rows of the batch by index")
-    values = call.args["values"]
-    rank = max(item.dim() for item in indices)
-    adjacent = places == list(range(places[0], places[0] + len(places)))
-    kept = [dim for dim in range(call.rank("self")) if dim not in places]
-    front = places[0] if adjacent else 0
-    position = kept.index(own.dim)
-    wanted = own.at(position + rank if position >= front else position)
-    full = len(kept) + rank
-    axis = call.axis_of(values)
-    if axis is not None and axis.at(axis.dim + full - values.dim()) != wanted:
+    if own is not None and _is_fill(call) and call.axis_of(given[0][1]) in (own, None):
+        return own
+    if own is None or any(item.dtype in (torch.bool, torch.uint8) for _, item in given):
+        raise Mixes("rows write to places that other rows may write to")
+    named, rank = _places(call, given, own)
+    numbers = [dim for dim, _ in given]
+    if named is not None and own.dim not in numbers:
+        raise Mixes("rows write to places that other rows may write to")
+    adjacent = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    kept = [dim for dim in range(call.rank("self")) if dim not in numbers]
+    front = numbers[0] if adjacent else 0
+    if named is not None:
+        wanted = named.at(front + named.dim)
+    else:
+        position = kept.index(own.dim)
+        wanted = own.at(position + rank if position >= front else position)
+    if not call.shares(call.args["values"], wanted, len(kept) + rank):
         raise Mixes("what it writes has its rows elsewhere")
     return own
 
@@ -147,7 +192,7 @@ def slice_scatter(call: AtenCall) -> Found:
     source = call.axis("src")
     if source is not None and call.name == "select_scatter":
         source = source.at(source.dim + (dim <= source.dim))
-    if source not in (None, own):
+    if source != own:
         raise Mixes("what it writes has its rows elsewhere")
     return own
 
@@ -162,13 +207,15 @@ def convolution(call: AtenCall) -> Found:
 
 
 def windows(num_dims: int) -> Any:
-    """A rule for pooling, resizing and padding of the last dims."""
+    """A rule for pooling, resizing and padding of the last dims, and for their gradients."""
 
     def find(call: AtenCall) -> Found:
-        name = "self" if "self" in call.args else "input"
-        axis = call.axis(name)
-        if axis is not None and axis.dim >= call.rank(name) - num_dims:
+        first, *others = call.tensors
+        axis = call.axis_of(first)
+        if axis is None or axis.dim >= first.dim() - num_dims:
             raise Mixes(f"{call.name} works across the batch")
+        if not all(call.shares(other, axis, first.dim()) for other in others):
+            raise Mixes("its operands have their rows in different places")
         return axis
 
     return find

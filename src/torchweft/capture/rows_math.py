@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from torchweft.capture.aten_call import AtenCall, Found
-from torchweft.capture.axes import Axis, Mixes, agreed
+from torchweft.capture.axes import FREE, ONE, Axis, Mixes, agreed
+
+NO_ROWS = "an operand has an entry for each row, but no rows"
+VECTORS = ("pivots", "LU_pivots", "tau")  # operands of one dim less than the matrices beside them
 
 
 def pointwise(call: AtenCall) -> Found:
@@ -20,7 +23,10 @@ def pointwise(call: AtenCall) -> Found:
     for tensor in call.tensors:
         axis = call.axis_of(tensor)
         axes.append(axis and axis.at(axis.dim + rank - tensor.dim()))
-    return agreed(axes)
+    axis = agreed(axes)
+    if axis is not None and not all(call.shares(tensor, axis, rank) for tensor in call.tensors):
+        raise Mixes(NO_ROWS)
+    return axis
 
 
 def along(call: AtenCall) -> Found:
@@ -51,15 +57,18 @@ def last_dims(num_dims: int) -> Any:
     """A rule for calls that work on the last dims and treat those before one by one."""
 
     def find(call: AtenCall) -> Found:
-        axes = [call.axis_of(tensor) for tensor in call.tensors]
-        axis = agreed(axes)
-        rank = max(tensor.dim() for tensor in call.tensors)
+        given = {n: t for n, t in call.args.items() if isinstance(t, torch.Tensor)}
+        ranks = {n: t.dim() - num_dims + (n in VECTORS) for n, t in given.items()}
+        rank = max(ranks.values())
+        axes = {n: call.axis_of(t) for n, t in given.items()}
+        axis = agreed([a and a.at(a.dim + rank - ranks[n]) for n, a in axes.items()])
         if axis is None:
             return None
-        if any(t.dim() != rank for t, found in zip(call.tensors, axes, strict=True) if found):
-            raise Mixes("its operands have different numbers of dims")
-        if axis.dim >= rank - num_dims:
+        if axis.dim >= rank:
             raise Mixes(f"{call.name} works across the batch")
+        alone = [n for n, a in axes.items() if a is None and ranks[n] > rank - 1 - axis.dim]
+        if any(call.symbols.expr(given[n].shape[axis.dim - rank + ranks[n]]) != 1 for n in alone):
+            raise Mixes(NO_ROWS)
         return axis
 
     return find
@@ -96,6 +105,25 @@ def _matvec(call: AtenCall) -> Found:
     if matrix != "self" and call.axis("self") is not None:
         return agreed([axis, call.axis("self")])
     return axis
+
+
+def trilinear(call: AtenCall) -> Found:
+    """Three operands, spread by dims of size one (`expand`), multiplied, summed over `sumdim`."""
+    axes: list[Axis | None] = []
+    sizes: list[list[Any]] = []
+    for number in "123":
+        axis, shape = call.axis(f"i{number}"), call.symbols.shape(call.args[f"i{number}"])
+        for dim in sorted(call.args[f"expand{number}"]):
+            shape.insert(dim, ONE)
+            axis = axis and axis.at(axis.dim + (dim <= axis.dim))
+        axes.append(axis)
+        sizes.append(shape)
+    axis = agreed(axes)
+    if axis is None or axis.dim in call.args["sumdim"]:
+        raise Mixes("the product sums over the batch")
+    if any(own is None and shape[axis.dim] != 1 for own, shape in zip(axes, sizes, strict=True)):
+        raise Mixes(NO_ROWS)
+    return axis.at(axis.dim - sum(dim < axis.dim for dim in call.args["sumdim"]))
 
 
 def linear(call: AtenCall) -> Found:
@@ -156,8 +184,7 @@ def attention(call: AtenCall) -> Found:
     if call.axis("key") != query or call.axis("value") != query:
         raise Mixes("its keys and values have their rows elsewhere")
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
-    axis = call.axis_of(mask) if isinstance(mask, torch.Tensor) else None
-    if axis is not None and axis.at(axis.dim + call.rank("query") - mask.dim()) != query:
+    if isinstance(mask, torch.Tensor) and not call.shares(mask, query, call.rank("query")):
         raise Mixes("its mask has rows elsewhere")
     found: list[Axis | None] = []
     for result in call.results:
@@ -170,6 +197,10 @@ def encoder_layer(call: AtenCall) -> Found:
     axis = agreed([call.axis_of(tensor) for tensor in call.tensors])
     if axis is None or axis.dim != 0 or call.axis("src" if "src" in call.args else "query") != axis:
         raise Mixes("the fused layer wants the batch first")
+    if call.args.get("mask") is not None and (call.args["mask_type"] == 0) == bool(
+        call.axis("mask")
+    ):
+        raise Mixes("its mask has rows elsewhere")  # type 0 is one mask for all rows
     return [axis if call.symbols.dims(result) == [0] else None for result in call.results]
 
 
@@ -177,7 +208,7 @@ def cross_entropy(call: AtenCall) -> Found:
     """nll_loss and other losses with `reduction`: row-wise only where nothing is summed."""
     if call.args.get("reduction", 1) != 0 or call.axis("weight"):
         raise Mixes("a loss over the batch")
-    axis = agreed([call.axis("self"), call.axis("target")])
-    if axis is None or axis.dim != 0:
+    axis = call.axis("self")
+    if axis is None or axis.dim != 0 or call.axis("target") != axis:
         raise Mixes("a loss over the batch")
-    return [axis] + [None] * (len(call.results) - 1)
+    return [axis] + [FREE] * (len(call.results) - 1)

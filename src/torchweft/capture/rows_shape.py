@@ -10,6 +10,7 @@ whole numbers on both sides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torchweft.capture.aten_call import AtenCall, Found
@@ -66,11 +67,16 @@ def transpose(call: AtenCall) -> Found:
     axis, rank = call.axis("self"), call.rank("self")
     if axis is None:
         return None
-    if call.name in ("t", "t_", "numpy_T", "mT", "adjoint"):
+    if "dim0" not in call.args:  # t, t_copy
         first, second = (0, 1) if rank == 2 else (0, 0)
     else:
         first, second = wrap(call.args["dim0"], rank), wrap(call.args["dim1"], rank)
     return axis.at({first: second, second: first}.get(axis.dim, axis.dim))
+
+
+def unmoved(call: AtenCall) -> Found:
+    """detach, alias: the same entries under another name."""
+    return call.axis("self")
 
 
 def unsqueeze(call: AtenCall) -> Found:
@@ -85,11 +91,11 @@ def squeeze(call: AtenCall) -> Found:
     axis, rank = call.axis("self"), call.rank("self")
     if axis is None:
         return None
-    dims = call.dims("dim", rank)
-    if dims is None or axis.dim in dims:
-        raise Mixes("squeeze would drop the batch of a part with a single row; name the dims")
     shape = call.symbols.shape(call.args["self"])
-    dropped = [dim for dim in set(dims) if dim < axis.dim and shape[dim] == 1]
+    dims = set(call.dims("dim", rank) or range(rank))
+    if axis.dim in dims and not call.symbols.several(call.args["self"].shape[axis.dim]):
+        raise Mixes("squeeze would drop the batch of a part with a single row; name the dims")
+    dropped = [dim for dim in dims if dim < axis.dim and shape[dim] == 1]
     return axis.at(axis.dim - len(dropped))
 
 
@@ -227,9 +233,20 @@ def create(call: AtenCall) -> Found:
     return call.symbols.uniform(call.results[0])
 
 
+COUNTS = "what it makes depends on the number of the row"
+
+
 def position(call: AtenCall) -> Found:
-    """arange, linspace, eye: entries tell where they stand."""
-    raise Mixes("what it makes depends on the number of the row")
+    """linspace, eye: entries tell where they stand."""
+    raise Mixes(COUNTS)
+
+
+def arange(call: AtenCall) -> Found:
+    """arange: the numbers of the rows, which are counted anew in every part."""
+    axis, step = call.symbols.uniform(call.results[0]), call.symbols.expr(call.args.get("step", 1))
+    if axis is None or axis.inner != 1 or call.args.get("start", 0) != 0 or not step.is_Integer:
+        raise Mixes(COUNTS)
+    return replace(axis, step=step)
 
 
 def like(call: AtenCall) -> Found:
@@ -253,13 +270,26 @@ def dtype_view(call: AtenCall) -> Found:
 
 
 def strided(call: AtenCall) -> Found:
-    """as_strided: only where it changes nothing."""
+    """as_strided: where each row stays within its own bytes, and part of a batch is laid out alike.
+
+    A place in the storage (`storage_offset`) is another one in a part.
+    """
+    axis, symbols = call.axis("self"), call.symbols
     tensor, result = call.args["self"], call.results[0]
-    unmoved: Any = call.args.get("storage_offset") in (None, 0)
-    if (
-        list(tensor.shape) == list(result.shape)
-        and list(tensor.stride()) == list(result.stride())
-        and unmoved
-    ):
-        return call.axis("self")
-    raise Mixes("as_strided may reach any row")
+    dims = symbols.dims(result)
+    if axis is None or len(dims) != 1 or call.args.get("storage_offset") is not None:
+        raise Mixes("as_strided may reach any row")
+    steps = [symbols.expr(tensor.stride(axis.dim)), symbols.expr(result.stride(dims[0]))]
+    reach, own = _reach(call, result, dims[0]), _reach(call, tensor, axis.dim)
+    dense = product(size for dim, size in enumerate(symbols.shape(tensor)) if dim != axis.dim)
+    known = all(item.is_Integer for item in (*steps, reach, own, dense))
+    if not known or steps[0] != steps[1] or not reach <= own < steps[0] or dense != own + 1:
+        raise Mixes("as_strided may reach any row")
+    return axis.at(dims[0])
+
+
+def _reach(call: AtenCall, tensor: Any, but: int) -> Any:
+    """How many entries behind the first one the last one is, for a single row."""
+    shape, strides = call.symbols.shape(tensor), map(call.symbols.expr, tensor.stride())
+    pairs = zip(shape, strides, strict=True)
+    return sum((s - 1) * step for dim, (s, step) in enumerate(pairs) if dim != but)

@@ -16,7 +16,7 @@ from torchweft.capture import rows_backward, rows_index, rows_math, rows_network
 from torchweft.capture.aten_call import RowRule
 
 POINTWISE = """
-    copy copy_ clone detach detach_ alias lift lift_fresh lift_fresh_copy _to_copy contiguous
+    copy copy_ clone lift_fresh_copy _to_copy contiguous
     masked_fill fill zero clamp where bernoulli _conj conj _neg_view resolve_conj resolve_neg
     native_dropout dropout convert_element_type view_of real imag _assert_async
     _assert_tensor_metadata gelu silu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu
@@ -27,7 +27,7 @@ POINTWISE = """
 """
 ALONG = """
     softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin
-    logcumsumexp sort topk argsort flip roll glu _cummax_helper rot90
+    logcumsumexp sort topk argsort flip roll glu _cummax_helper
 """
 REDUCE = """
     sum mean amax amin max min argmax argmin prod any all var std var_mean std_mean logsumexp norm
@@ -40,18 +40,20 @@ WINDOWS = {
     2: """avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d
           max_pool2d_with_indices upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d
           _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa reflection_pad2d
-          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa""",
+          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa max_unpool2d""",
     3: """avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d max_pool3d max_pool3d_with_indices
           upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d
           replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle
-          native_channel_shuffle""",
+          native_channel_shuffle max_unpool3d""",
 }
 LAST_DIMS = {
     1: "cosine_similarity",
     2: """linalg_inv_ex inverse linalg_cholesky_ex cholesky _linalg_svd _linalg_eigh linalg_qr
           linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_eig matrix_exp
           linalg_householder_product _cdist_forward _linalg_solve_ex linalg_solve_triangular
-          triangular_solve""",
+          triangular_solve linalg_pinv cholesky_solve cholesky_inverse linalg_lu_solve lu_unpack
+          linalg_ldl_factor_ex linalg_ldl_solve geqrf ormqr linalg_lu _linalg_eigvals
+          linalg_lstsq""",
 }
 ATTENTION = """
     scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
@@ -74,6 +76,7 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "repeat": (rows_shape.repeat, "repeats"),
     "permute permute_copy": (rows_shape.permute, ""),
     "transpose t transpose_copy t_copy swapaxes": (rows_shape.transpose, ""),
+    "detach alias lift lift_fresh": (rows_shape.unmoved, ""),
     "unsqueeze unsqueeze_copy": (rows_shape.unsqueeze, ""),
     "squeeze squeeze_copy": (rows_shape.squeeze, ""),
     "slice narrow slice_copy narrow_copy": (rows_shape.slice_, "start end length"),
@@ -96,13 +99,15 @@ VIEWS: dict[str, tuple[Any, str]] = {
     "as_strided": (rows_shape.strided, "size stride"),
     CREATE: (rows_shape.create, "size stride"),
     LIKE: (rows_shape.like, ""),
-    "arange linspace logspace eye": (rows_shape.position, "end steps n m size"),
+    "linspace logspace eye": (rows_shape.position, "end steps n m size"),
+    "arange": (rows_shape.arange, "end"),
 }
 OTHERS: dict[str, tuple[Any, str]] = {
     POINTWISE: (rows_math.pointwise, ""),
     ALONG: (rows_math.along, ""),
     REDUCE: (rows_math.reduce, ""),
     "mm bmm addmm baddbmm mv addmv _int_mm _addmm_activation": (rows_math.matmul, ""),
+    "_trilinear": (rows_math.trilinear, ""),
     "linear": (rows_math.linear, ""),
     "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
     "native_group_norm": (rows_math.group_norm, "N"),
@@ -120,6 +125,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
         "",
     ),
     "embedding": (rows_index.embedding, ""),
+    "_embedding_bag _embedding_bag_forward_only": (rows_index.embedding_bag, ""),
     "take bucketize searchsorted isin": (rows_index.take, ""),
     "index _unsafe_index": (rows_index.index, ""),
     "index_put _unsafe_index_put _index_put_impl": (rows_index.index_put, ""),
@@ -135,13 +141,17 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "grid_sampler_2d grid_sampler_3d": (rows_index.grid_sample, ""),
     "_fft_r2c _fft_c2r _fft_c2c": (rows_index.fft, ""),
 }
+COUNTING = (
+    *(rows_index.index, rows_index.index_put, rows_index.embedding_bag),
+    *(rows_shape.unmoved, rows_shape.unsqueeze, rows_shape.slice_),
+)
 
 
 def _table() -> dict[str, RowRule]:
     table: dict[str, RowRule] = {}
     for families in (VIEWS, OTHERS):
         for names, (find, sizes) in families.items():
-            rule = RowRule(find, frozenset(sizes.split()))
+            rule = RowRule(find, frozenset(sizes.split()), counts=find in COUNTING)
             table.update(dict.fromkeys(names.split(), rule))
     for num_dims, names in WINDOWS.items():
         table.update(dict.fromkeys(names.split(), RowRule(rows_index.windows(num_dims))))

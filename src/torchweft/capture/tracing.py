@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
@@ -70,6 +70,7 @@ class Watch:
         self.failed = ""
         self._limited: set[CodeType] = set()
         self._closed: list[CodeType] = []
+        self.constant = False  # whether Dynamo is told to take the number of rows for a constant
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
@@ -80,13 +81,18 @@ class Watch:
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
             _watch_limits()
-        token = _calling.set((self, (args, kwargs)))
+        token, held = _calling.set((self, (args, kwargs))), False
         try:
-            return compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            if self.blocks is None or not self.blocks.refuse(error):
-                raise
-            return compiled(*args, **kwargs)
+            while True:
+                try:
+                    return compiled(*args, **kwargs)
+                except TorchDynamoException as error:
+                    if self.blocks is not None and self.blocks.refuse(error):
+                        continue
+                    if held or self.constant or not isinstance(error, TorchRuntimeError):
+                        self.constant = self.constant and not held
+                        raise
+                    held = self._hold_batch(error)
         finally:
             _calling.reset(token)
             closed, self._closed = self._closed, []
@@ -103,7 +109,7 @@ class Watch:
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
         try:
-            make_dynamic(inputs, self.dim)
+            make_dynamic(inputs, None if self.constant else self.dim)
             if self.blocks is not None:
                 self.blocks.wrap(at_start=_is_start())
         except Exception as error:
@@ -126,6 +132,14 @@ class Watch:
             known.frame_exec_strategy = ONLY_KNOWN
             raise known
         self._limited.add(code)
+
+    def _hold_batch(self, error: TorchDynamoException) -> bool:
+        """Have the call traced once more for this number of rows alone: some operators of PyTorch
+        cannot be traced in any other way. A mistake of the user's shows again."""
+        why = str(error).strip().splitlines()[0]
+        self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
+        self.constant = True
+        return True
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
@@ -185,12 +199,17 @@ def compile_by(
     return compiled
 
 
-def make_dynamic(inputs: Any, dim: int = 0) -> None:
+def make_dynamic(inputs: Any, dim: int | None = 0) -> None:
     """Ask Dynamo for a symbol where the batch of each tensor is (and not for its other dims).
 
     Tensors inside objects (a KV cache) count if they have as many rows as the plain inputs. Behind
-    a graph break those count that the frame has got, wherever their rows are.
+    a graph break those count that the frame has got, wherever their rows are. dim: None takes back
+    what was asked for.
     """
+    if dim is None:
+        for leaf in _plain(inputs):
+            vars(leaf).pop(MARKED, None)
+        return
     batches, got = _batches(inputs, dim), _locals()
     given = _plain(inputs) + _held(inputs, batches, dim)
     for leaf in given:

@@ -248,20 +248,15 @@ def storages(value: Any) -> set[int]:
 def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     """Find the calls that every op that needs them may compute for itself.
 
-    These are batch-free views, small batch-free results that a single call needs, and views of
-    bytes that are written, given or handed out twice (`noticed`): made anew from the whole or the
-    part at hand, such a view is never a stale copy.
+    These are numbers of rows, batch-free views, small batch-free results that a single call needs,
+    and views of bytes that are written, given or handed out twice (`noticed`): made anew from the
+    whole or the part at hand, such a view is never a stale copy.
     """
     written = set().union(*(unit.writes for unit in units)) if units else set()
     home = {node: unit for unit in units for node in unit.nodes}
     shown = Counter(id(call.value) for call in rows.calls.values())
     first = {id(call.value): node for node, call in reversed(rows.calls.items())}
-    handed = {
-        id(leaf)
-        for node, call in rows.calls.items()
-        if node.op == "output"
-        for leaf in tree_leaves(call.value)
-    }
+    handed = handed_out(rows)
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
@@ -270,6 +265,9 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             if user is not unit:
                 found |= readers[id(user)] if user.cheap else {id(user)}
         readers[id(unit)] = found
+        if any(map(rows.is_number, unit.nodes)):
+            unit.cheap = True
+            continue
         results = [(node, id(rows.value(node))) for node in unit.nodes]
         if any(number in handed for _, number in results) or any(user.block for user in users):
             continue
@@ -277,6 +275,12 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+
+
+def handed_out(rows: Rows) -> set[int]:
+    """The ids of the results that the caller gets, whichever name they have there."""
+    outputs = (call.value for node, call in rows.calls.items() if node.op == "output")
+    return {id(leaf) for value in outputs for leaf in tree_leaves(value)}
 
 
 def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
