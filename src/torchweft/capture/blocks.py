@@ -14,7 +14,9 @@ Whatever does not fit raises `BlockError`; the model is then traced as if there 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import types
@@ -27,6 +29,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import ChainedSource, Guard, GuardsSet, Source, TracingContext
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 
+from torchweft.capture.likeness import ask_for_likeness
 from torchweft.errors import WeftError
 from torchweft.marks import MarkRule
 
@@ -35,7 +38,7 @@ MIN_BLOCKS = 2
 MAX_TEXT = 300
 MODULE = re.compile(r"_modules\['([^']+)'\]")
 INVOKE = torch.ops.higher_order.invoke_subgraph
-MADE_BY_WEIGHTS = ("TENSOR_MATCH", "DUPLICATE_INPUT")  # guards that each weight brings along
+MADE_BY_WEIGHTS = "TENSOR_MATCH"  # a guard that each weight brings along
 
 
 class BlockError(WeftError):
@@ -50,6 +53,7 @@ class Blocks:
         self.refused = self.skipped = ""
         self._tried = False
         self._plain: dict[type, types.FunctionType] = {}
+        self._asked = contextlib.ExitStack()
 
     def wrap(self, *, at_start: bool) -> None:
         """Let Dynamo trace each repeated module as a region, until `unwrap`.
@@ -63,9 +67,11 @@ class Blocks:
             for owner in found:
                 self._plain[owner] = vars(owner)["forward"]
                 owner.forward = _region(self._plain[owner])  # type: ignore[attr-defined]
+            self._asked.enter_context(ask_for_likeness())
 
     def unwrap(self) -> None:
         """Give every class its own `forward` back."""
+        self._asked.close()
         while self._plain:
             owner, forward = self._plain.popitem()
             owner.forward = forward  # type: ignore[attr-defined]
@@ -260,23 +266,31 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
 
 def _guards_of(guards: GuardsSet, block: Source) -> list[Guard]:
     """The guards on a block and what is in it; those on weights are made for each block anyhow."""
-    prefix = block.name
-    inside = [guard for guard in guards if guard.name.startswith(prefix)]
-    return [guard for guard in inside if guard.create_fn_name() not in MADE_BY_WEIGHTS]
+    inside = [guard for guard in guards if _is_inside(guard.originating_source, block)]
+    return [guard for guard in inside if guard.create_fn_name() != MADE_BY_WEIGHTS]
+
+
+def _is_inside(source: Source, block: Source) -> bool:
+    while source.name != block.name and isinstance(source, ChainedSource):
+        source = source.base
+    return source.name == block.name
 
 
 def _copy_guards(shown: Sequence[Guard], first: Source, other: Source, guards: GuardsSet) -> None:
     """Guard a block as the first of its kind is guarded."""
     made: dict[Source, Source] = {}
     for guard in shown:
-        source = _rebase(guard.originating_source, first, other, made)
-        new = Guard(source, guard.create_fn, user_stack=guard.user_stack)
-        guards.add(new, collect_debug_stack=False)
+        source, create = _rebase(guard.originating_source, first, other, made), guard.create_fn
+        if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
+            assert isinstance(create, functools.partial), "it tells the other place"
+            second = _rebase(create.keywords["source_b"], first, other, made)
+            create = functools.partial(create.func, source_b=second)
+        guards.add(Guard(source, create, user_stack=guard.user_stack), collect_debug_stack=False)
 
 
 def _rebase(source: Source, old: Source, new: Source, made: dict[Source, Source]) -> Source:
     """The same source, found from `new` instead of `old`."""
-    if source == old:
+    if source.name == old.name:
         return new
     if not isinstance(source, ChainedSource):
         return source
