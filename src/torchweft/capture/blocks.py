@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import re
 import types
@@ -38,7 +37,6 @@ MIN_BLOCKS = 2
 MAX_TEXT = 300
 MODULE = re.compile(r"_modules\['([^']+)'\]")
 INVOKE = torch.ops.higher_order.invoke_subgraph
-MADE_BY_WEIGHTS = "TENSOR_MATCH"  # a guard that each weight brings along
 
 
 class BlockError(WeftError):
@@ -85,7 +83,7 @@ class Blocks:
         return self._tried
 
     def adopt(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-        """Take what Dynamo traced: see that each block has its own weights, and guard them all.
+        """Take what Dynamo traced, and see that each block has its own weights.
 
         Tells whether there are blocks. Raises `BlockError` if one would run with the weights of
         another.
@@ -103,18 +101,11 @@ class Blocks:
         }
         modules = {id(module): module for module in self.model.modules()}
         first: dict[str, _Call] = {}
-        shown: dict[str, list[Guard]] = {}
         nodes = gm.graph.find_nodes(op="call_function", target=INVOKE)
         for node in nodes:
             call = _Call(node, modules, given)
-            name = str(node.args[1])
-            template = first.setdefault(name, call)
-            if template.names != call.names:
+            if first.setdefault(str(node.args[1]), call).names != call.names:
                 raise BlockError(f"block: {call} was given weights that are not its own.")
-            if name not in shown:
-                shown[name] = _guards_of(guards, call.source)
-            if template.source != call.source:
-                _copy_guards(shown[name], template.source, call.source, guards)
         return bool(nodes)
 
     def _is_wrapper(self, source: Source) -> bool:
@@ -127,7 +118,7 @@ class Blocks:
 
 
 class _Call:
-    """One call of a block in Dynamo's graph: the module, its weights by place, its source."""
+    """One call of a block in Dynamo's graph: the module, its weights by place."""
 
     def __init__(
         self,
@@ -146,8 +137,6 @@ class _Call:
         self.names = {n: own[id(tensor)] for n, tensor in operands if id(tensor) in own}
         if not self.names:
             raise BlockError(f"block: {self} uses no weight of its own.")
-        number, name = next(iter(self.names.items()))
-        self.source = _source_of(node.args[number], module, name)
 
     def __str__(self) -> str:
         return self.text
@@ -233,21 +222,6 @@ def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
     return region
 
 
-def _source_of(operand: Any, module: nn.Module, name: str) -> Source:
-    """Where Dynamo found a module, from where it found one of its weights."""
-    *path, last = name.split(".")
-    holder = module.get_submodule(".".join(path))
-    kind = "_parameters" if last in holder._parameters else "_buffers"
-    suffix = "".join(f"._modules['{part}']" for part in path) + f".{kind}['{last}']"
-    source: Source | None = getattr(operand, "_dynamo_source", None)
-    wanted = source.name.removesuffix(suffix) if source is not None else ""
-    while isinstance(source, ChainedSource) and source.name != wanted:
-        source = source.base
-    if source is None or source.name != wanted or not wanted:
-        raise BlockError(f"block: nobody knows where {name} was found.")
-    return source
-
-
 def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) -> None:
     """Let guards on what a wrapper holds be guards on the `forward` that it stood for."""
     found = list(guards)
@@ -264,33 +238,9 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
         guards.add(guard, collect_debug_stack=False)
 
 
-def _guards_of(guards: GuardsSet, block: Source) -> list[Guard]:
-    """The guards on a block and what is in it; those on weights are made for each block anyhow."""
-    inside = [guard for guard in guards if _is_inside(guard.originating_source, block)]
-    return [guard for guard in inside if guard.create_fn_name() != MADE_BY_WEIGHTS]
-
-
-def _is_inside(source: Source, block: Source) -> bool:
-    while source.name != block.name and isinstance(source, ChainedSource):
-        source = source.base
-    return source.name == block.name
-
-
-def _copy_guards(shown: Sequence[Guard], first: Source, other: Source, guards: GuardsSet) -> None:
-    """Guard a block as the first of its kind is guarded."""
-    made: dict[Source, Source] = {}
-    for guard in shown:
-        source, create = _rebase(guard.originating_source, first, other, made), guard.create_fn
-        if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
-            assert isinstance(create, functools.partial), "it tells the other place"
-            second = _rebase(create.keywords["source_b"], first, other, made)
-            create = functools.partial(create.func, source_b=second)
-        guards.add(Guard(source, create, user_stack=guard.user_stack), collect_debug_stack=False)
-
-
 def _rebase(source: Source, old: Source, new: Source, made: dict[Source, Source]) -> Source:
     """The same source, found from `new` instead of `old`."""
-    if source.name == old.name:
+    if source == old:
         return new
     if not isinstance(source, ChainedSource):
         return source

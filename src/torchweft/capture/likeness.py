@@ -23,7 +23,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +36,13 @@ from torch._dynamo.variables import higher_order_ops, invoke_subgraph
 from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag
-from torch._guards import ChainedSource, InvokeSubgraphReuseCondition, Source
+from torch._guards import ChainedSource, Guard, InvokeSubgraphReuseCondition, Source
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 UNREAD = (int, float, bool, str)  # values in a module that may differ where nobody reads them
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
 NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -51,6 +52,7 @@ class Likeness(InvokeSubgraphReuseCondition):
 
     first: InputFingerprint = field(kw_only=True)
     read: frozenset[Source] = field(kw_only=True)
+    inside: tuple[Guard, ...] = field(kw_only=True)
     modes: tuple[Any, ...] = field(kw_only=True)
     state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
 
@@ -69,7 +71,7 @@ class Likeness(InvokeSubgraphReuseCondition):
         return self._reads_alike(tx, other, pairs)
 
     def _reads_alike(self, tx: Any, other: InputFingerprint, pairs: Pairs) -> bool:
-        """Whether the other call would read what the first has read; guards tensors that it reads."""
+        """Whether another call would read what the first has read; guards it as the first is."""
         moved: dict[Source, Source] = {}
         gone: set[Source] = set()
         for old, new in zip(self.first.arg_sources, other.arg_sources, strict=True):
@@ -79,13 +81,17 @@ class Likeness(InvokeSubgraphReuseCondition):
                 moved[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
                     moved[old.base] = new.base
+
+        def move(source: Source) -> Source:
+            return source.clone(lambda each: moved.get(each, each))
+
         scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
         known: dict[Source, Any] = {}
         tensors: list[tuple[Source, Tensor]] = []
         for source in self.read:
-            if gone.intersection(_bases(source)):
+            if gone.intersection(_chain(source)):
                 return False  # read from an argument that nobody else can name
-            place = source.clone(lambda each: moved.get(each, each))
+            place = move(source)
             try:
                 was, now = (each.get_value(scope, {}, known) for each in (source, place))
             except NOWHERE:
@@ -94,8 +100,13 @@ class Likeness(InvokeSubgraphReuseCondition):
                 return False
             if isinstance(now, Tensor):
                 tensors.append((place, now))
+        if not pairs.parted().isdisjoint(_reached(pairs.shared)):
+            return False  # through what both share, the blocks themselves can be reached
         for place, tensor in tensors:
-            VariableBuilder(tx, place)(tensor)  # type: ignore[no-untyped-call]
+            VariableBuilder(tx, place)(tensor)
+        for guard in self.inside:
+            tx.output.guards.add(_moved(guard, move), collect_debug_stack=False)
+        tx.output.guard_on_key_order.update([move(each) for each in tx.output.guard_on_key_order])
         return True
 
 
@@ -105,6 +116,7 @@ class Pairs:
     def __init__(self) -> None:
         self.there: dict[object, object] = {}
         self.back: dict[object, object] = {}
+        self.shared: list[Any] = []
         self.kept: list[Any] = []  # what is known by its id must not go away
 
     def match(self, old: object, new: object) -> bool:
@@ -125,13 +137,19 @@ class Pairs:
             new_here = id(a) not in self.there
             if not self.match(id(a), id(b)):
                 return False
-            if new_here and a is not b:
+            if new_here and a is b:
+                self.shared.append(a)
+            elif new_here:
                 self.kept.append(pair)
                 inside = self._inside(a, b)
                 if inside is None:
                     return False
                 waiting += inside
         return True
+
+    def parted(self) -> set[object]:
+        """What stands for something else in the other call."""
+        return {key for old, new in self.there.items() if old != new for key in (old, new)}
 
     def _inside(self, a: Any, b: Any) -> list[tuple[Any, Any]] | None:
         """What two objects of one class hold, in pairs; None if they are unlike."""
@@ -170,31 +188,48 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[Any, Any]] |
 
 
 def _held(thing: Any) -> list[Any] | None:
-    """All that makes an object what it is, but its class; None if that is not to be seen."""
+    """All that makes an object what it is, but its class; None if that cannot be seen."""
     kind = type(thing)
-    match thing:
-        case types.MethodType():
-            return [thing.__func__, thing.__self__]
-        case functools.partial():
-            return [thing.func, thing.args, thing.keywords, vars(thing)]
-        case types.FunctionType():
-            code = [id(thing.__code__), id(thing.__globals__), vars(thing)]
-            cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-            return [*code, thing.__defaults__, thing.__kwdefaults__, *cells]
-    if kind in (list, tuple, deque):
-        return list(thing)
-    if kind in (dict, OrderedDict):
-        return [*thing, *thing.values()]
-    if isinstance(thing, type) or any(
-        getattr(kind, name) is not getattr(object, name)
-        for name in ("__reduce__", "__reduce_ex__", "__getstate__")
-    ):
-        return None
     try:
-        _, new, state, items, pairs = object.__reduce_ex__(thing, 2)  # raises if more is hidden
-    except TypeError:
+        match thing:
+            case types.MethodType():
+                return [thing.__func__, thing.__self__]
+            case functools.partial():
+                return [thing.func, thing.args, thing.keywords, vars(thing)]
+            case types.SimpleNamespace():
+                return [vars(thing)]
+            case types.FunctionType():
+                code = [id(thing.__code__), id(thing.__globals__), vars(thing)]
+                cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+                return [*code, thing.__defaults__, thing.__kwdefaults__, *cells]
+        if kind in (list, tuple, deque):
+            return list(thing)
+        if kind in (dict, OrderedDict):
+            return [*thing, *thing.values()]
+        if isinstance(thing, type) or any(getattr(kind, n) != getattr(object, n) for n in STATE):
+            return None
+        _, new, state, items, pairs = object.__reduce_ex__(thing, 2)
+        return [new[1:], state, list(items or ()), list(pairs or ())]
+    except (TypeError, ValueError):  # something hidden, or a cell without contents
         return None
-    return [list(new[1:]), state, list(items or ()), list(map(list, pairs or ()))]
+
+
+def _reached(things: Iterable[Any]) -> set[int]:
+    """The ids of all that is reached from some things."""
+    waiting, kept, seen = list(things), [], set()
+    while waiting:
+        thing = waiting.pop()
+        if type(thing) in PLAIN or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        kept.append(thing)
+        if isinstance(thing, nn.Module):
+            waiting += vars(thing).values()
+        elif isinstance(thing, set | frozenset):
+            waiting += thing
+        elif not isinstance(thing, Tensor):
+            waiting += _held(thing) or ()
+    return seen
 
 
 def _argument(pairs: Pairs, first: tuple[InputTag, Any], other: tuple[InputTag, Any]) -> bool:
@@ -251,7 +286,17 @@ def _wrote(tx: Any) -> bool:
     return bool(old or effects.mutated_sources or effects.tensor_hooks)
 
 
-def _bases(source: Source) -> Iterator[Source]:
+def _moved(guard: Guard, move: Callable[[Source], Source]) -> Guard:
+    """The guard on another block that this is on the first."""
+    create: Any = guard.create_fn
+    if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
+        create = functools.partial(create.func, source_b=move(create.keywords["source_b"]))
+    return Guard(move(guard.originating_source), create, user_stack=guard.user_stack)
+
+
+def _chain(source: Source) -> Iterator[Source]:
+    """A source, and what it is found in."""
+    yield source
     while isinstance(source, ChainedSource):
         source = source.base
         yield source
@@ -267,17 +312,28 @@ def ask_for_likeness() -> Iterator[None]:
         condition = None if _wrote(tx) else build(tx, first, traced)
         if condition is None:
             return None
-        roots = [each for each in first.arg_sources if each is not None]
+        roots = {each for each in first.arg_sources if each is not None}
         names = {each.name for each in roots if isinstance(each, NNModuleSource)}
-        guarded = [guard.originating_source for guard in tx.output.guards]
-        inside = [each for each in guarded if any(base.name in names for base in _bases(each))]
-        mine = {each for each in roots if is_from_local_source(each)}
-        read = frozenset(traced).union(inside) - mine
-        return Likeness(**vars(condition), first=first, read=read, modes=_modes(tx))
+        inside = [
+            guard
+            for guard in tx.output.guards
+            if names & {each.name for each in _chain(guard.originating_source)}
+        ]
+        twice = [guard for guard in inside if guard.create_fn_name() == "DUPLICATE_INPUT"]
+        read = frozenset(traced).union(guard.originating_source for guard in inside)
+        read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
+        return Likeness(
+            **vars(condition),
+            first=first,
+            read=read - {each for each in roots if is_from_local_source(each)},
+            inside=tuple(each for each in inside if each.create_fn_name() != "TENSOR_MATCH"),
+            modes=_modes(tx),
+        )
 
     def is_alike(tx: Any, condition: Any, other: InputFingerprint, entry: Any) -> bool:
-        kept = not isinstance(condition, Likeness) or condition.holds(tx, other)
-        return kept and reusable(tx, condition, other, entry)
+        if not reusable(tx, condition, other, entry):
+            return False
+        return not isinstance(condition, Likeness) or condition.holds(tx, other)
 
     def are_same(name: str, a: fx.GraphModule, b: fx.GraphModule, fake_mode: Any) -> bool:
         return same(name, a, b, fake_mode) and _text(a) == _text(b)
