@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo.source import NNModuleSource, is_from_local_source
+from torch._dynamo.source import GlobalSource, NNModuleSource, is_from_local_source
 from torch._dynamo.variables import higher_order_ops, invoke_subgraph
 from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.builder import VariableBuilder
@@ -55,6 +55,7 @@ class Likeness(InvokeSubgraphReuseCondition):
     inside: tuple[Guard, ...] = field(kw_only=True)
     modes: tuple[Any, ...] = field(kw_only=True)
     state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
+    reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
 
     def holds(self, tx: Any, other: InputFingerprint) -> bool:
         """Whether a call with these arguments is like the one that was traced."""
@@ -65,7 +66,7 @@ class Likeness(InvokeSubgraphReuseCondition):
         if len(self.first.flat_vts) != len(other.flat_vts):
             return False
         pairs = Pairs()
-        arguments = zip(self.first.flat_vts, other.flat_vts, strict=True)
+        arguments = zip(_arguments(self.first), _arguments(other), strict=True)
         if not all(_argument(pairs, old, new) for old, new in arguments):
             return False
         return self._reads_alike(tx, other, pairs)
@@ -100,7 +101,10 @@ class Likeness(InvokeSubgraphReuseCondition):
                 return False
             if isinstance(now, Tensor):
                 tensors.append((place, now))
-        if not pairs.parted().isdisjoint(_reached(pairs.shared)):
+        shared = frozenset(map(id, pairs.shared))
+        if shared not in self.reached:
+            self.reached[shared] = _reached(pairs.shared)
+        if not pairs.parted().isdisjoint(self.reached[shared]):
             return False  # through what both share, the blocks themselves can be reached
         for place, tensor in tensors:
             VariableBuilder(tx, place)(tensor)
@@ -232,21 +236,41 @@ def _reached(things: Iterable[Any]) -> set[int]:
     return seen
 
 
-def _argument(pairs: Pairs, first: tuple[InputTag, Any], other: tuple[InputTag, Any]) -> bool:
+def _arguments(call: InputFingerprint) -> list[tuple[InputTag, Any, Source | None]]:
+    return [
+        (tag, vt.realize(), source)
+        for (tag, vt), source in zip(call.flat_vts, call.arg_sources, strict=True)
+    ]
+
+
+def _argument(
+    pairs: Pairs,
+    first: tuple[InputTag, Any, Source | None],
+    other: tuple[InputTag, Any, Source | None],
+) -> bool:
     """Whether two arguments are alike, and stand in the same places."""
-    (tag, old), (new_tag, new) = first, other
-    old, new = old.realize(), new.realize()
+    (tag, old, source), (new_tag, new, new_source) = first, other
     if tag != new_tag or type(old) is not type(new):
         return False
     if tag is InputTag.TENSOR:
         was, now = (vt.as_proxy().node.meta["example_value"] for vt in (old, new))
+        same = _identity(old) == _identity(new)
         return (
-            old.python_type() is new.python_type()
+            (same or _is_private(source) and _is_private(new_source))
+            and old.python_type() is new.python_type()
             and _seen(was) == _seen(now)
             and pairs.match(_identity(old), _identity(new))
             and pairs.match(_bytes(was), _bytes(now))
         )
     return tag is InputTag.SYMNODE or pairs.alike(old.value, new.value)
+
+
+def _is_private(source: Source | None) -> bool:
+    """Whether a block can get hold of a tensor only by being given it: no weight, no global."""
+    if source is None:
+        return True
+    in_module = any(isinstance(each, NNModuleSource) for each in _chain(source))
+    return is_from_local_source(source) and not in_module
 
 
 def _identity(vt: Any) -> int:
@@ -322,6 +346,8 @@ def ask_for_likeness() -> Iterator[None]:
         twice = [guard for guard in inside if guard.create_fn_name() == "DUPLICATE_INPUT"]
         read = frozenset(traced).union(guard.originating_source for guard in inside)
         read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
+        roots_of_all = [list(_chain(guard.originating_source))[-1] for guard in tx.output.guards]
+        read = read.union(each for each in roots_of_all if isinstance(each, GlobalSource))
         return Likeness(
             **vars(condition),
             first=first,
