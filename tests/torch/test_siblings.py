@@ -1,4 +1,4 @@
-"""Blocks that differ in one thing, or are called otherwise: each runs as itself, not as the first."""
+"""Blocks that differ in one thing, or are called otherwise: each runs as itself."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ CALLS = {
         lambda b, x: b[2](b[1](x[1:], x[:-1]), b[0](x[1:] + 1, x[:-1] + 1)),
     ),
     "a tuple of the same": (
-        Given, chain(*[lambda b, x, y: b((x, x)), lambda b, x, y: b((x, y))] * 1, plainly)),
+        Given, chain(lambda b, x, y: b((x, x)), lambda b, x, y: b((x, y)), plainly)),
     "tuple against list": (
         Given, chain(lambda b, x, y: b((x, y)), lambda b, x, y: b([x, y]), plainly)),
     "tuple against arguments": (
@@ -438,9 +438,10 @@ CALLS = {
     "default against given": (Given, chain(plainly, lambda b, x, y: b(x, None), twofold)),
     "numbers": (
         Given, chain(*[lambda b, x, y, by=by: b(x, y, by=by) for by in (1, True, 1.0)])),
-    "text": (Given, chain(*[lambda b, x, y, how=how: b(x, y, how=how) for how in ("a", "relu", "a")])),
-    "modules": (
-        Given, chain(*[lambda b, x, y, m=m: b(x, y, part=m) for m in (torch.tanh, torch.relu, None)])),
+    "text": (
+        Given, chain(*[lambda b, x, y, how=how: b(x, y, how=how) for how in ("", "relu", "")])),
+    "functions": (
+        Given, chain(*[lambda b, x, y, f=f: b(x, y, part=f) for f in (torch.tanh, torch.relu, None)])),
     "its own weight": (
         Given, chain(lambda b, x, y: b(x, b.gain.expand(4, -1)), lambda b, x, y: b(x, y),
                      lambda b, x, y: b(x, b.up.weight))),

@@ -15,7 +15,6 @@ Whatever does not fit raises `BlockError`; the model is then traced as if there 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import types
@@ -28,7 +27,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import ChainedSource, Guard, GuardsSet, Source, TracingContext
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 
-from torchweft.capture.likeness import ask_for_likeness
+from torchweft.capture.likeness import Moves, ask_for_likeness
 from torchweft.errors import WeftError
 from torchweft.marks import MarkRule
 
@@ -233,18 +232,6 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
         for held, wrapper in zip(chain, chain[3:], strict=False):
             is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
             if is_cell and is_wrapper(wrapper):
-                source = _rebase(chain[0], held, wrapper, {})
+                source = Moves({held: wrapper})(chain[0])
                 guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
         guards.add(guard, collect_debug_stack=False)
-
-
-def _rebase(source: Source, old: Source, new: Source, made: dict[Source, Source]) -> Source:
-    """The same source, found from `new` instead of `old`."""
-    if source == old:
-        return new
-    if not isinstance(source, ChainedSource):
-        return source
-    if source not in made:
-        base = _rebase(source.base, old, new, made)
-        made[source] = source if base is source.base else dataclasses.replace(source, base=base)
-    return made[source]

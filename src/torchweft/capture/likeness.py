@@ -24,7 +24,7 @@ import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -73,26 +73,22 @@ class Likeness(InvokeSubgraphReuseCondition):
 
     def _reads_alike(self, tx: Any, other: InputFingerprint, pairs: Pairs) -> bool:
         """Whether another call would read what the first has read; guards it as the first is."""
-        moved: dict[Source, Source] = {}
+        moves = Moves()
         gone: set[Source] = set()
         for old, new in zip(self.first.arg_sources, other.arg_sources, strict=True):
             if old is not None and new is None:
                 gone.add(old)
             elif old is not None and new is not None:
-                moved[old] = new
+                moves.made[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
-                    moved[old.base] = new.base
-
-        def move(source: Source) -> Source:
-            return source.clone(lambda each: moved.get(each, each))
-
+                    moves.made[old.base] = new.base
         scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
         known: dict[Source, Any] = {}
         tensors: list[tuple[Source, Tensor]] = []
         for source in self.read:
             if gone.intersection(_chain(source)):
                 return False  # read from an argument that nobody else can name
-            place = move(source)
+            place = moves(source)
             try:
                 was, now = (each.get_value(scope, {}, known) for each in (source, place))
             except NOWHERE:
@@ -109,9 +105,26 @@ class Likeness(InvokeSubgraphReuseCondition):
         for place, tensor in tensors:
             VariableBuilder(tx, place)(tensor)
         for guard in self.inside:
-            tx.output.guards.add(_moved(guard, move), collect_debug_stack=False)
-        tx.output.guard_on_key_order.update([move(each) for each in tx.output.guard_on_key_order])
+            tx.output.guards.add(_moved(guard, moves), collect_debug_stack=False)
+        tx.output.guard_on_key_order.update(list(map(moves, tx.output.guard_on_key_order)))
         return True
+
+
+@dataclass
+class Moves:
+    """Where things are found in another call, or otherwise, by where they are found in one."""
+
+    made: dict[Source, Source] = field(default_factory=dict)
+
+    def __call__(self, source: Source) -> Source:
+        """The same source, but for what has moved."""
+        if source not in self.made:
+            inner = {each.name: getattr(source, each.name) for each in fields(source)}
+            held = {name: value for name, value in inner.items() if isinstance(value, Source)}
+            new = {name: self(value) for name, value in held.items()}
+            same = all(new[name] is value for name, value in held.items())
+            self.made[source] = source if same else replace(source, **new)
+        return self.made[source]
 
 
 class Pairs:
@@ -256,7 +269,7 @@ def _argument(
         was, now = (vt.as_proxy().node.meta["example_value"] for vt in (old, new))
         same = _identity(old) == _identity(new)
         return (
-            (same or _is_private(source) and _is_private(new_source))
+            (same or (_is_private(source) and _is_private(new_source)))
             and old.python_type() is new.python_type()
             and _seen(was) == _seen(now)
             and pairs.match(_identity(old), _identity(new))
@@ -310,7 +323,7 @@ def _wrote(tx: Any) -> bool:
     return bool(old or effects.mutated_sources or effects.tensor_hooks)
 
 
-def _moved(guard: Guard, move: Callable[[Source], Source]) -> Guard:
+def _moved(guard: Guard, move: Moves) -> Guard:
     """The guard on another block that this is on the first."""
     create: Any = guard.create_fn
     if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
@@ -383,7 +396,7 @@ def _replaced(module: types.ModuleType, name: str, function: Callable[..., Any])
 
 
 def _text(gm: fx.GraphModule) -> list[str]:
-    """What a graph computes and how it is marked, as text that tells `1`, `True` and `1.0` apart."""
+    """What a graph computes and how it is marked; `1`, `True` and `1.0` are told apart."""
     numbers = {node: ("node", number) for number, node in enumerate(gm.graph.nodes)}
     return [
         f"{fx.map_arg((node.args, node.kwargs), numbers.__getitem__)} {node.meta.get('custom')} "  # type: ignore[arg-type]
