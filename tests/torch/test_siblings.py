@@ -441,7 +441,7 @@ CALLS = {
     "text": (
         Given, chain(*[lambda b, x, y, how=how: b(x, y, how=how) for how in ("", "relu", "")])),
     "functions": (
-        Given, chain(*[lambda b, x, y, f=f: b(x, y, part=f) for f in (torch.tanh, torch.relu, None)])),
+        Given, chain(*[lambda b, x, y, f=f: b(x, part=f) for f in (torch.tanh, torch.relu, None)])),
     "its own weight": (
         Given, chain(lambda b, x, y: b(x, b.gain.expand(4, -1)), lambda b, x, y: b(x, y),
                      lambda b, x, y: b(x, b.up.weight))),

@@ -8,7 +8,7 @@ and the settings of modules inside a block, for one tensor that stands in two pl
 against a position, for `1` against `True`, for autocast. Here two calls are alike if, seen from
 their arguments, there is no telling them apart:
 
-1. Torch is in the same state, and nothing that existed before has been written to.
+1. Torch is in the same state, and nothing was written since into what existed before.
 2. The arguments have the same structure, kinds and plain values.
 3. Whatever is reached from the modules, and whatever was read while the first call was traced, has
    a partner in the other call: of the same class, with the same plain values, and one object has
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo.source import GlobalSource, NNModuleSource, is_from_local_source
+from torch._dynamo.source import AttrSource, GlobalSource, NNModuleSource, is_from_local_source
 from torch._dynamo.variables import higher_order_ops, invoke_subgraph
 from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.builder import VariableBuilder
@@ -54,12 +54,13 @@ class Likeness(InvokeSubgraphReuseCondition):
     read: frozenset[Source] = field(kw_only=True)
     inside: tuple[Guard, ...] = field(kw_only=True)
     modes: tuple[Any, ...] = field(kw_only=True)
+    written: dict[tuple[int, str], str] = field(kw_only=True)
     state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
     reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
 
     def holds(self, tx: Any, other: InputFingerprint) -> bool:
         """Whether a call with these arguments is like the one that was traced."""
-        if not self.state.check() or self.modes != _modes(tx) or _wrote(tx):
+        if not self.state.check() or self.modes != _modes(tx) or self.written != _written(tx):
             return False
         if other.has_unknown or self.first.treespec != other.treespec:
             return False
@@ -100,7 +101,8 @@ class Likeness(InvokeSubgraphReuseCondition):
         shared = frozenset(map(id, pairs.shared))
         if shared not in self.reached:
             self.reached[shared] = _reached(pairs.shared)
-        if not pairs.parted().isdisjoint(self.reached[shared]):
+        out_of_reach = self.reached[shared].union(thing for thing, _ in self.written)
+        if not pairs.parted().isdisjoint(out_of_reach):
             return False  # through what both share, the blocks themselves can be reached
         for place, tensor in tensors:
             VariableBuilder(tx, place)(tensor)
@@ -315,12 +317,23 @@ def _modes(tx: Any) -> tuple[Any, ...]:
     return tuple(tx.symbolic_torch_function_state.mode_stack)
 
 
-def _wrote(tx: Any) -> bool:
-    """Whether something that existed before has been written to, as far as Dynamo has come."""
+def _written(tx: Any) -> dict[tuple[int, str], str] | None:
+    """Plain values written so far into attributes of things that existed before, by their ids.
+
+    None if more was written: what is read from there is not to be seen from outside.
+    """
     effects = tx.output.side_effects
-    items = effects.store_attr_mutations
-    old = [item for item in items if not isinstance(item.mutation_type, AttributeMutationNew)]
-    return bool(old or effects.mutated_sources or effects.tensor_hooks)
+    written: dict[tuple[int, str], str] = {}
+    told: set[Source] = set()
+    for item, values in effects.store_attr_mutations.items():
+        if isinstance(item.mutation_type, AttributeMutationNew):
+            continue
+        for name, value in values.items():
+            if not hasattr(item, "value") or not item.source or not value.is_python_constant():
+                return None
+            told.add(AttrSource(item.source, name))
+            written[id(item.value), name] = repr(value.as_python_constant())
+    return None if effects.tensor_hooks or set(effects.mutated_sources) - told else written
 
 
 def _moved(guard: Guard, move: Moves) -> Guard:
@@ -346,8 +359,9 @@ def ask_for_likeness() -> Iterator[None]:
     same = higher_order_ops.are_same_graph_modules
 
     def likeness(tx: Any, first: InputFingerprint, traced: Any) -> Likeness | None:
-        condition = None if _wrote(tx) else build(tx, first, traced)
-        if condition is None:
+        written = _written(tx)
+        condition = None if written is None else build(tx, first, traced)
+        if written is None or condition is None:
             return None
         roots = {each for each in first.arg_sources if each is not None}
         names = {each.name for each in roots if isinstance(each, NNModuleSource)}
@@ -367,6 +381,7 @@ def ask_for_likeness() -> Iterator[None]:
             read=read - {each for each in roots if is_from_local_source(each)},
             inside=tuple(each for each in inside if each.create_fn_name() != "TENSOR_MATCH"),
             modes=_modes(tx),
+            written=written,
         )
 
     def is_alike(tx: Any, condition: Any, other: InputFingerprint, entry: Any) -> bool:
