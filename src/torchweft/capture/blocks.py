@@ -1,13 +1,13 @@
 """The `Blocks` of a model: repeated modules, traced once and stamped as often as they are called.
 
     model.layers[0..63]  --wrap-->  Dynamo traces layer 0, and finds the others alike
-                         --adopt-> each call has its own weights, each layer its own guards
+                         --adopt-> each call has its own weights
 
 Dynamo's nested regions do the tracing: while it traces, the class of a block has a `forward` that
 asks for a region. Afterwards the class is what it was. (A region asked for by one instance, through
-`layer.forward = ...`, would hand the weights of the first layer to all others.) Dynamo guards only
-the first of the layers that it finds alike. Here the others get the same guards, so that a change
-in any layer is noticed as ever, by the one check that a call pays anyhow.
+`layer.forward = ...`, would hand the weights of the first layer to all others.) Which layers are
+alike is asked more strictly than Dynamo does, and those that are get the guards of the first, so
+that a change in any layer is noticed as ever (`likeness`).
 
 Whatever does not fit raises `BlockError`; the model is then traced as if there were no blocks.
 """
