@@ -97,7 +97,7 @@ class Values(nn.Module):
             y = y + number * value
         y = self.part(y, y).to(self.dtype)
         y = y * 3 if hasattr(self, "extra") else y
-        return x + torch.tanh(self.method(y.float()) / 9)
+        return x + torch.tanh(self.method(y.float()) / 99)
 
 
 class Louder(Values):
@@ -237,7 +237,7 @@ TO_CHILDREN = {
 }
 CHANGES = {name: (Values, change) for name, change in TO_VALUES.items()}
 CHANGES |= {name: (Children, change) for name, change in TO_CHILDREN.items()}
-NO_NUMBER = ("requires_grad", "dropout p")  # changes that change no number
+NO_NUMBER = ("requires_grad", "dropout p", "dtype of a buffer")  # changes that change no number
 
 
 INPUT = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

@@ -227,7 +227,8 @@ def _held(thing: Any) -> list[Any] | None:
             return [*thing, *thing.values()]
         if isinstance(thing, type) or any(getattr(kind, n) != getattr(object, n) for n in STATE):
             return None
-        _, new, state, items, pairs = object.__reduce_ex__(thing, 2)
+        reduced: Any = object.__reduce_ex__(thing, 2)
+        _, new, state, items, pairs = reduced
         return [new[1:], state, list(items or ()), list(pairs or ())]
     except (TypeError, ValueError):  # something hidden, or a cell without contents
         return None
@@ -414,7 +415,7 @@ def _text(gm: fx.GraphModule) -> list[str]:
     """What a graph computes and how it is marked; `1`, `True` and `1.0` are told apart."""
     numbers = {node: ("node", number) for number, node in enumerate(gm.graph.nodes)}
     return [
-        f"{fx.map_arg((node.args, node.kwargs), numbers.__getitem__)} {node.meta.get('custom')} "  # type: ignore[arg-type]
+        f"{fx.map_arg((node.args, node.kwargs), numbers.__getitem__)} {node.meta.get('custom')} "
         f"{getattr(node.meta.get('example_value'), 'dtype', None)}"
         for node in gm.graph.nodes
     ]
