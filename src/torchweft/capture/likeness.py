@@ -57,6 +57,7 @@ class Likeness(InvokeSubgraphReuseCondition):
     written: dict[tuple[int, str], str] = field(kw_only=True)
     state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
     reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
 
     def holds(self, tx: Any, other: InputFingerprint) -> bool:
         """Whether a call with these arguments is like the one that was traced."""
@@ -101,8 +102,9 @@ class Likeness(InvokeSubgraphReuseCondition):
         shared = frozenset(map(id, pairs.shared))
         if shared not in self.reached:
             self.reached[shared] = _reached(pairs.shared)
-        out_of_reach = self.reached[shared].union(thing for thing, _ in self.written)
-        if not pairs.parted().isdisjoint(out_of_reach):
+            self.kept.append(pairs.shared)  # what is known by its id must not go away
+        known_to_all = self.reached[shared].union(thing for thing, _ in self.written)
+        if not pairs.parted().isdisjoint(known_to_all):
             return False  # through what both share, the blocks themselves can be reached
         for place, tensor in tensors:
             VariableBuilder(tx, place)(tensor)
