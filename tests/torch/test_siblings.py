@@ -187,7 +187,7 @@ TO_VALUES = {
     "length of a tuple": put("sizes", (3, 4, 5)),
     "dict": put("options", {"gain": 4.0}),
     "key of a dict": put("options", {"loss": 1.0}),
-    "order of a dict": lambda b: b.ordered.move_to_end("a"),
+    "order of a dict": put("ordered", lambda: OrderedDict(b=2.0, a=1.0)),
     "set": put("names", {"a", "b"}),
     "named tuple": put("pair", Pair(9.0, 2.0)),
     "nested container": put("nested", {"inner": [{"gain": 5.0}]}),
