@@ -1,20 +1,20 @@
 """The `Blocks` of a model: repeated modules, traced once and stamped as often as they are called.
 
     model.layers[0..63]  --wrap-->  Dynamo traces layer 0, and finds the others alike
-                         --adopt-> each call has its own weights, each layer its own guards
+                         --adopt-> each call has its own weights
 
 Dynamo's nested regions do the tracing: while it traces, the class of a block has a `forward` that
 asks for a region. Afterwards the class is what it was. (A region asked for by one instance, through
-`layer.forward = ...`, would hand the weights of the first layer to all others.) Dynamo guards only
-the first of the layers that it finds alike. Here the others get the same guards, so that a change
-in any layer is noticed as ever, by the one check that a call pays anyhow.
+`layer.forward = ...`, would hand the weights of the first layer to all others.) Which layers are
+alike is asked more strictly than Dynamo does, and those that are get the guards of the first, so
+that a change in any layer is noticed as ever (`likeness`).
 
 Whatever does not fit raises `BlockError`; the model is then traced as if there were no blocks.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import re
 import types
@@ -27,6 +27,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import ChainedSource, Guard, GuardsSet, Source, TracingContext
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 
+from torchweft.capture.likeness import Moves, ask_for_likeness
 from torchweft.errors import WeftError
 from torchweft.marks import MarkRule
 
@@ -35,7 +36,6 @@ MIN_BLOCKS = 2
 MAX_TEXT = 300
 MODULE = re.compile(r"_modules\['([^']+)'\]")
 INVOKE = torch.ops.higher_order.invoke_subgraph
-MADE_BY_WEIGHTS = ("TENSOR_MATCH", "DUPLICATE_INPUT")  # guards that each weight brings along
 
 
 class BlockError(WeftError):
@@ -50,6 +50,7 @@ class Blocks:
         self.refused = self.skipped = ""
         self._tried = False
         self._plain: dict[type, types.FunctionType] = {}
+        self._asked = contextlib.ExitStack()
 
     def wrap(self, *, at_start: bool) -> None:
         """Let Dynamo trace each repeated module as a region, until `unwrap`.
@@ -63,9 +64,11 @@ class Blocks:
             for owner in found:
                 self._plain[owner] = vars(owner)["forward"]
                 owner.forward = _region(self._plain[owner])  # type: ignore[attr-defined]
+            self._asked.enter_context(ask_for_likeness())
 
     def unwrap(self) -> None:
         """Give every class its own `forward` back."""
+        self._asked.close()
         while self._plain:
             owner, forward = self._plain.popitem()
             owner.forward = forward  # type: ignore[attr-defined]
@@ -79,7 +82,7 @@ class Blocks:
         return self._tried
 
     def adopt(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-        """Take what Dynamo traced: see that each block has its own weights, and guard them all.
+        """Take what Dynamo traced, and see that each block has its own weights.
 
         Tells whether there are blocks. Raises `BlockError` if one would run with the weights of
         another.
@@ -97,18 +100,11 @@ class Blocks:
         }
         modules = {id(module): module for module in self.model.modules()}
         first: dict[str, _Call] = {}
-        shown: dict[str, list[Guard]] = {}
         nodes = gm.graph.find_nodes(op="call_function", target=INVOKE)
         for node in nodes:
             call = _Call(node, modules, given)
-            name = str(node.args[1])
-            template = first.setdefault(name, call)
-            if template.names != call.names:
+            if first.setdefault(str(node.args[1]), call).names != call.names:
                 raise BlockError(f"block: {call} was given weights that are not its own.")
-            if name not in shown:
-                shown[name] = _guards_of(guards, call.source)
-            if template.source != call.source:
-                _copy_guards(shown[name], template.source, call.source, guards)
         return bool(nodes)
 
     def _is_wrapper(self, source: Source) -> bool:
@@ -121,7 +117,7 @@ class Blocks:
 
 
 class _Call:
-    """One call of a block in Dynamo's graph: the module, its weights by place, its source."""
+    """One call of a block in Dynamo's graph: the module, its weights by place."""
 
     def __init__(
         self,
@@ -140,8 +136,6 @@ class _Call:
         self.names = {n: own[id(tensor)] for n, tensor in operands if id(tensor) in own}
         if not self.names:
             raise BlockError(f"block: {self} uses no weight of its own.")
-        number, name = next(iter(self.names.items()))
-        self.source = _source_of(node.args[number], module, name)
 
     def __str__(self) -> str:
         return self.text
@@ -227,21 +221,6 @@ def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
     return region
 
 
-def _source_of(operand: Any, module: nn.Module, name: str) -> Source:
-    """Where Dynamo found a module, from where it found one of its weights."""
-    *path, last = name.split(".")
-    holder = module.get_submodule(".".join(path))
-    kind = "_parameters" if last in holder._parameters else "_buffers"
-    suffix = "".join(f"._modules['{part}']" for part in path) + f".{kind}['{last}']"
-    source: Source | None = getattr(operand, "_dynamo_source", None)
-    wanted = source.name.removesuffix(suffix) if source is not None else ""
-    while isinstance(source, ChainedSource) and source.name != wanted:
-        source = source.base
-    if source is None or source.name != wanted or not wanted:
-        raise BlockError(f"block: nobody knows where {name} was found.")
-    return source
-
-
 def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) -> None:
     """Let guards on what a wrapper holds be guards on the `forward` that it stood for."""
     found = list(guards)
@@ -253,34 +232,6 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
         for held, wrapper in zip(chain, chain[3:], strict=False):
             is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
             if is_cell and is_wrapper(wrapper):
-                source = _rebase(chain[0], held, wrapper, {})
+                source = Moves({held: wrapper})(chain[0])
                 guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
         guards.add(guard, collect_debug_stack=False)
-
-
-def _guards_of(guards: GuardsSet, block: Source) -> list[Guard]:
-    """The guards on a block and what is in it; those on weights are made for each block anyhow."""
-    prefix = block.name
-    inside = [guard for guard in guards if guard.name.startswith(prefix)]
-    return [guard for guard in inside if guard.create_fn_name() not in MADE_BY_WEIGHTS]
-
-
-def _copy_guards(shown: Sequence[Guard], first: Source, other: Source, guards: GuardsSet) -> None:
-    """Guard a block as the first of its kind is guarded."""
-    made: dict[Source, Source] = {}
-    for guard in shown:
-        source = _rebase(guard.originating_source, first, other, made)
-        new = Guard(source, guard.create_fn, user_stack=guard.user_stack)
-        guards.add(new, collect_debug_stack=False)
-
-
-def _rebase(source: Source, old: Source, new: Source, made: dict[Source, Source]) -> Source:
-    """The same source, found from `new` instead of `old`."""
-    if source == old:
-        return new
-    if not isinstance(source, ChainedSource):
-        return source
-    if source not in made:
-        base = _rebase(source.base, old, new, made)
-        made[source] = source if base is source.base else dataclasses.replace(source, base=base)
-    return made[source]

@@ -107,7 +107,8 @@ class Watch:
         self.news = True
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        self._settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
+        seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
+        self._settings.enter_context(torch._dynamo.config.patch(seen))
         try:
             make_dynamic(inputs, None if self.constant else self.dim)
             if self.blocks is not None:

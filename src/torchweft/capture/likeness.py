@@ -1,0 +1,423 @@
+"""The `Likeness` of two calls of a block: whether what was traced for one holds for the other.
+
+    blocks[0](x, y)   traced, a Likeness is kept
+    blocks[1](x, y)   alike: stamped without being traced      (or traced, and a Likeness is kept)
+
+Dynamo asks this of some guards that the first call made. It does not ask for the class, the hooks
+and the settings of modules inside a block, for one tensor that stands in two places, for a keyword
+against a position, for `1` against `True`, for autocast. Here two calls are alike if, seen from
+their arguments, there is no telling them apart:
+
+1. Torch is in the same state, and nothing was written since into what existed before.
+2. The arguments have the same structure, kinds and plain values.
+3. Whatever is reached from the modules, and whatever was read while the first call was traced, has
+   a partner in the other call: of the same class, with the same plain values, and one object has
+   one partner. So the same things are shared in both, with each other and with the outside.
+
+A plain value in a module may differ if it was not read (the number of a layer, its name).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.source import AttrSource, GlobalSource, NNModuleSource, is_from_local_source
+from torch._dynamo.variables import higher_order_ops, invoke_subgraph
+from torch._dynamo.variables.base import AttributeMutationNew
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag
+from torch._guards import ChainedSource, Guard, InvokeSubgraphReuseCondition, Source
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+UNREAD = (int, float, bool, str)  # values in a module that may differ where nobody reads them
+PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
+PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
+NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass
+class Likeness(InvokeSubgraphReuseCondition):
+    """What a call has to be like, beyond what Dynamo asks for."""
+
+    first: InputFingerprint = field(kw_only=True)
+    read: frozenset[Source] = field(kw_only=True)
+    inside: tuple[Guard, ...] = field(kw_only=True)
+    modes: tuple[Any, ...] = field(kw_only=True)
+    written: dict[tuple[int, str], str] = field(kw_only=True)
+    state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
+    reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+    def holds(self, tx: Any, other: InputFingerprint) -> bool:
+        """Whether a call with these arguments is like the one that was traced."""
+        if not self.state.check() or self.modes != _modes(tx) or self.written != _written(tx):
+            return False
+        if other.has_unknown or self.first.treespec != other.treespec:
+            return False
+        if len(self.first.flat_vts) != len(other.flat_vts):
+            return False
+        pairs = Pairs()
+        arguments = zip(_arguments(self.first), _arguments(other), strict=True)
+        if not all(_argument(pairs, old, new) for old, new in arguments):
+            return False
+        return self._reads_alike(tx, other, pairs)
+
+    def _reads_alike(self, tx: Any, other: InputFingerprint, pairs: Pairs) -> bool:
+        """Whether another call would read what the first has read; guards it as the first is."""
+        moves = Moves()
+        gone: set[Source] = set()
+        for old, new in zip(self.first.arg_sources, other.arg_sources, strict=True):
+            if old is not None and new is None:
+                gone.add(old)
+            elif old is not None and new is not None:
+                moves.made[old] = new
+                if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
+                    moves.made[old.base] = new.base
+        scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+        known: dict[Source, Any] = {}
+        tensors: list[tuple[Source, Tensor]] = []
+        for source in self.read:
+            if gone.intersection(_chain(source)):
+                return False  # read from an argument that nobody else can name
+            place = moves(source)
+            try:
+                was, now = (each.get_value(scope, {}, known) for each in (source, place))
+            except NOWHERE:
+                return False
+            if not pairs.alike(was, now):
+                return False
+            if isinstance(now, Tensor):
+                tensors.append((place, now))
+        shared = frozenset(map(id, pairs.shared))
+        if shared not in self.reached:
+            self.reached[shared] = _reached(pairs.shared)
+            self.kept.append(pairs.shared)  # what is known by its id must not go away
+        known_to_all = self.reached[shared].union(thing for thing, _ in self.written)
+        if not pairs.parted().isdisjoint(known_to_all):
+            return False  # through what both share, the blocks themselves can be reached
+        for place, tensor in tensors:
+            VariableBuilder(tx, place)(tensor)
+        for guard in self.inside:
+            tx.output.guards.add(_moved(guard, moves), collect_debug_stack=False)
+        tx.output.guard_on_key_order.update(list(map(moves, tx.output.guard_on_key_order)))
+        return True
+
+
+@dataclass
+class Moves:
+    """Where things are found in another call, or otherwise, by where they are found in one."""
+
+    made: dict[Source, Source] = field(default_factory=dict)
+
+    def __call__(self, source: Source) -> Source:
+        """The same source, but for what has moved."""
+        if source not in self.made:
+            inner = {each.name: getattr(source, each.name) for each in fields(source)}
+            held = {name: value for name, value in inner.items() if isinstance(value, Source)}
+            new = {name: self(value) for name, value in held.items()}
+            same = all(new[name] is value for name, value in held.items())
+            self.made[source] = source if same else replace(source, **new)
+        return self.made[source]
+
+
+class Pairs:
+    """Which object of one call stands for which of another."""
+
+    def __init__(self) -> None:
+        self.there: dict[object, object] = {}
+        self.back: dict[object, object] = {}
+        self.shared: list[Any] = []
+        self.kept: list[Any] = []  # what is known by its id must not go away
+
+    def match(self, old: object, new: object) -> bool:
+        """Let two keys stand for each other; whether neither stands for a third."""
+        return self.there.setdefault(old, new) == new and self.back.setdefault(new, old) == old
+
+    def alike(self, old: Any, new: Any) -> bool:
+        """Whether two things, and all that is reached from them, cannot be told apart."""
+        waiting = [(old, new)]
+        while waiting:
+            pair = a, b = waiting.pop()
+            if type(a) is not type(b):
+                return False
+            if type(a) in PLAIN + PLAIN_OF_TORCH or isinstance(a, np.generic):
+                if repr(a) != repr(b):
+                    return False
+                continue
+            new_here = id(a) not in self.there
+            if not self.match(id(a), id(b)):
+                return False
+            if new_here and a is b:
+                self.shared.append(a)
+            elif new_here:
+                self.kept.append(pair)
+                inside = self._inside(a, b)
+                if inside is None:
+                    return False
+                waiting += inside
+        return True
+
+    def parted(self) -> set[object]:
+        """What stands for something else in the other call."""
+        return {key for old, new in self.there.items() if old != new for key in (old, new)}
+
+    def _inside(self, a: Any, b: Any) -> list[tuple[Any, Any]] | None:
+        """What two objects of one class hold, in pairs; None if they are unlike."""
+        match a:
+            case Tensor():
+                return self._tensor(a, b)
+            case nn.Module():
+                return _attributes(vars(a), vars(b))
+            case set() | frozenset():
+                plain = all(type(each) in PLAIN for each in [*a, *b])
+                return [] if plain and sorted(map(repr, a)) == sorted(map(repr, b)) else None
+        held, other = _held(a), _held(b)
+        if held is None or other is None or len(held) != len(other):
+            return None
+        return list(zip(held, other, strict=True))
+
+    def _tensor(self, a: Tensor, b: Tensor) -> list[tuple[Any, Any]] | None:
+        if _laid(a) != _laid(b):
+            return None
+        if is_traceable_wrapper_subclass(a):
+            (names, about), (other_names, other) = a.__tensor_flatten__(), b.__tensor_flatten__()
+            if names != other_names or about != other:
+                return None
+            return [(getattr(a, name), getattr(b, name)) for name in names]
+        return [] if self.match(_bytes(a), _bytes(b)) else None
+
+
+def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[Any, Any]] | None:
+    """What two modules hold, in pairs, but plain values: those that were read are looked at."""
+    pairs = [
+        (value, b.get(name))
+        for name, value in a.items()
+        if name == "training" or type(value) not in UNREAD or type(b.get(name)) not in UNREAD
+    ]
+    return pairs if list(a) == list(b) else None
+
+
+def _held(thing: Any) -> list[Any] | None:
+    """All that makes an object what it is, but its class; None if that cannot be seen."""
+    kind = type(thing)
+    try:
+        match thing:
+            case types.MethodType():
+                return [thing.__func__, thing.__self__]
+            case functools.partial():
+                return [thing.func, thing.args, thing.keywords, vars(thing)]
+            case types.SimpleNamespace():
+                return [vars(thing)]
+            case types.FunctionType():
+                code = [id(thing.__code__), id(thing.__globals__), vars(thing)]
+                cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+                return [*code, thing.__defaults__, thing.__kwdefaults__, *cells]
+        if kind in (list, tuple, deque):
+            return list(thing)
+        if kind in (dict, OrderedDict):
+            return [*thing, *thing.values()]
+        if isinstance(thing, type) or any(getattr(kind, n) != getattr(object, n) for n in STATE):
+            return None
+        reduced: Any = object.__reduce_ex__(thing, 2)
+        _, new, state, items, pairs = reduced
+        return [new[1:], state, list(items or ()), list(pairs or ())]
+    except (TypeError, ValueError):  # something hidden, or a cell without contents
+        return None
+
+
+def _reached(things: Iterable[Any]) -> set[int]:
+    """The ids of all that is reached from some things."""
+    waiting, kept, seen = list(things), [], set()
+    while waiting:
+        thing = waiting.pop()
+        if type(thing) in PLAIN or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        kept.append(thing)
+        if isinstance(thing, nn.Module):
+            waiting += vars(thing).values()
+        elif isinstance(thing, set | frozenset):
+            waiting += thing
+        elif not isinstance(thing, Tensor):
+            waiting += _held(thing) or ()
+    return seen
+
+
+def _arguments(call: InputFingerprint) -> list[tuple[InputTag, Any, Source | None]]:
+    return [
+        (tag, vt.realize(), source)
+        for (tag, vt), source in zip(call.flat_vts, call.arg_sources, strict=True)
+    ]
+
+
+def _argument(
+    pairs: Pairs,
+    first: tuple[InputTag, Any, Source | None],
+    other: tuple[InputTag, Any, Source | None],
+) -> bool:
+    """Whether two arguments are alike, and stand in the same places."""
+    (tag, old, source), (new_tag, new, new_source) = first, other
+    if tag != new_tag or type(old) is not type(new):
+        return False
+    if tag is InputTag.TENSOR:
+        was, now = (vt.as_proxy().node.meta["example_value"] for vt in (old, new))
+        same = _identity(old) == _identity(new)
+        return (
+            (same or (_is_private(source) and _is_private(new_source)))
+            and old.python_type() is new.python_type()
+            and _seen(was) == _seen(now)
+            and pairs.match(_identity(old), _identity(new))
+            and pairs.match(_bytes(was), _bytes(now))
+        )
+    return tag is InputTag.SYMNODE or pairs.alike(old.value, new.value)
+
+
+def _is_private(source: Source | None) -> bool:
+    """Whether a block can get hold of a tensor only by being given it: no weight, no global."""
+    if source is None:
+        return True
+    in_module = any(isinstance(each, NNModuleSource) for each in _chain(source))
+    return is_from_local_source(source) and not in_module
+
+
+def _identity(vt: Any) -> int:
+    """One number for one tensor, whether it is given from outside or made in the graph."""
+    node = vt.as_proxy().node
+    given = getattr(node.meta.get("grapharg"), "example", None)
+    return id(given if isinstance(given, Tensor) else node)
+
+
+def _laid(tensor: Tensor) -> object:
+    dense = tensor.layout is torch.strided
+    place = (tensor.stride(), tensor.storage_offset()) if dense else ()
+    kind = (tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+    return (tensor.shape, *place, *kind, tensor.is_conj(), tensor.is_neg())
+
+
+def _seen(fake: Tensor) -> object:
+    """What Dynamo does not compare of arguments."""
+    offset = str(fake.storage_offset()) if fake.layout is torch.strided else ""
+    return offset, fake.layout, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference()
+
+
+def _bytes(tensor: Tensor) -> object:
+    dense = tensor.layout is torch.strided
+    return ("bytes", tensor.untyped_storage()._cdata if dense else id(tensor))
+
+
+def _modes(tx: Any) -> tuple[Any, ...]:
+    return tuple(tx.symbolic_torch_function_state.mode_stack)
+
+
+def _written(tx: Any) -> dict[tuple[int, str], str] | None:
+    """Plain values written so far into attributes of things that existed before, by their ids.
+
+    None if more was written: what is read from there is not to be seen from outside.
+    """
+    effects = tx.output.side_effects
+    written: dict[tuple[int, str], str] = {}
+    told: set[Source] = set()
+    for item, values in effects.store_attr_mutations.items():
+        if isinstance(item.mutation_type, AttributeMutationNew):
+            continue
+        for name, value in values.items():
+            if not hasattr(item, "value") or not item.source or not value.is_python_constant():
+                return None
+            told.add(AttrSource(item.source, name))
+            written[id(item.value), name] = repr(value.as_python_constant())
+    return None if effects.tensor_hooks or set(effects.mutated_sources) - told else written
+
+
+def _moved(guard: Guard, move: Moves) -> Guard:
+    """The guard on another block that this is on the first."""
+    create: Any = guard.create_fn
+    if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
+        create = functools.partial(create.func, source_b=move(create.keywords["source_b"]))
+    return Guard(move(guard.originating_source), create, user_stack=guard.user_stack)
+
+
+def _chain(source: Source) -> Iterator[Source]:
+    """A source, and what it is found in."""
+    yield source
+    while isinstance(source, ChainedSource):
+        source = source.base
+        yield source
+
+
+@contextlib.contextmanager
+def ask_for_likeness() -> Iterator[None]:
+    """Let Dynamo stamp a region only where the calls are alike."""
+    build, reusable = invoke_subgraph.build_reuse_condition, invoke_subgraph.is_reusable
+    same = higher_order_ops.are_same_graph_modules
+
+    def likeness(tx: Any, first: InputFingerprint, traced: Any) -> Likeness | None:
+        written = _written(tx)
+        condition = None if written is None else build(tx, first, traced)
+        if written is None or condition is None:
+            return None
+        roots = {each for each in first.arg_sources if each is not None}
+        names = {each.name for each in roots if isinstance(each, NNModuleSource)}
+        inside = [
+            guard
+            for guard in tx.output.guards
+            if names & {each.name for each in _chain(guard.originating_source)}
+        ]
+        twice = [guard for guard in inside if guard.create_fn_name() == "DUPLICATE_INPUT"]
+        read = frozenset(traced).union(guard.originating_source for guard in inside)
+        read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
+        roots_of_all = [list(_chain(guard.originating_source))[-1] for guard in tx.output.guards]
+        read = read.union(each for each in roots_of_all if isinstance(each, GlobalSource))
+        return Likeness(
+            **vars(condition),
+            first=first,
+            read=read - {each for each in roots if is_from_local_source(each)},
+            inside=tuple(each for each in inside if each.create_fn_name() != "TENSOR_MATCH"),
+            modes=_modes(tx),
+            written=written,
+        )
+
+    def is_alike(tx: Any, condition: Any, other: InputFingerprint, entry: Any) -> bool:
+        if not reusable(tx, condition, other, entry):
+            return False
+        return not isinstance(condition, Likeness) or condition.holds(tx, other)
+
+    def are_same(name: str, a: fx.GraphModule, b: fx.GraphModule, fake_mode: Any) -> bool:
+        return same(name, a, b, fake_mode) and _text(a) == _text(b)
+
+    with (
+        _replaced(invoke_subgraph, "build_reuse_condition", likeness),
+        _replaced(invoke_subgraph, "is_reusable", is_alike),
+        _replaced(higher_order_ops, "are_same_graph_modules", are_same),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: types.ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    old = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+def _text(gm: fx.GraphModule) -> list[str]:
+    """What a graph computes and how it is marked; `1`, `True` and `1.0` are told apart."""
+    numbers = {node: ("node", number) for number, node in enumerate(gm.graph.nodes)}
+    return [
+        f"{fx.map_arg((node.args, node.kwargs), numbers.__getitem__)} {node.meta.get('custom')} "
+        f"{getattr(node.meta.get('example_value'), 'dtype', None)}"
+        for node in gm.graph.nodes
+    ]
