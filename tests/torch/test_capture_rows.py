@@ -169,7 +169,6 @@ def cases() -> list[Case]:
             "row numbers as index",
             lambda x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)],
             x,
-            ("arange",),
         ),
         Case("split and chunk", lambda x: sum(x.chunk(2, -1)) + x.split([1, 3], -1)[0], x),
         Case("unbind rows", lambda x: sum(x.unbind(1)), x),
@@ -189,7 +188,6 @@ def cases() -> list[Case]:
             "embedding bag",
             lambda i: F.embedding_bag(i, torch.arange(40.0).view(10, 4)),
             lambda: (torch.randint(0, 10, (6, 5)),),
-            ("embedding_bag",),
         ),
         Case(
             "count",

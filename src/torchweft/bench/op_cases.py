@@ -95,7 +95,8 @@ def _joins(wanted: Any, moved: Any, *parts: Any, order: list[int]) -> bool:
         except (RuntimeError, IndexError):
             continue
         if wanted.shape[dim] == len(order) and compare(wanted, joined):
-            return bool(compare(wanted.index_select(dim, torch.tensor(order)), moved))
+            rows = [wanted.narrow(dim, number, 1) for number in order]
+            return bool(compare(torch.cat(rows, dim), moved))
     return False
 
 
@@ -114,8 +115,9 @@ def op_infos() -> dict[str, Any]:
     except ImportError as error:
         raise WeftError(f"bench ops: {error}. Install it: pip install expecttest") from None
     # Some entries seed the random numbers inside, which Dynamo cannot capture; `seeded` does it.
-    database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
-    known = [info for info in database.op_db if torch.float32 in info.supported_dtypes("cpu")]
+    vars(database)["wrapper_set_seed"] = lambda op, *args, **kwargs: op(*args, **kwargs)
+    entries: list[Any] = list(database.op_db)
+    known = [info for info in entries if torch.float32 in info.supported_dtypes("cpu")]
     return {info.formatted_name: info for info in known}
 
 

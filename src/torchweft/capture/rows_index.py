@@ -54,7 +54,7 @@ def embedding_bag(call: AtenCall) -> Found:
         raise Mixes("its bags are not those of the rows")
     if weights is not None and call.axis_of(weights) != axis:
         raise Mixes("its weights have their rows elsewhere")
-    return [Axis(0)] + [FREE] * (len(call.results) - 1)
+    return [Axis(0), *[FREE for _ in call.results[1:]]]
 
 
 def index(call: AtenCall) -> Found:

@@ -211,4 +211,4 @@ def cross_entropy(call: AtenCall) -> Found:
     axis = call.axis("self")
     if axis is None or axis.dim != 0 or call.axis("target") != axis:
         raise Mixes("a loss over the batch")
-    return [axis] + [FREE] * (len(call.results) - 1)
+    return [axis, *[FREE for _ in call.results[1:]]]
