@@ -84,7 +84,8 @@ class Size:
                     value = _evaluate(ast.parse(atom, mode="eval").body, env)
                 factor *= value
             total += factor
-        if total.bit_length() > MAX_NUMBER_BITS:
+        # A symbol of Dynamo's is no int: to look at it would be a guard on it.
+        if type(total) is int and total.bit_length() > MAX_NUMBER_BITS:
             raise SizeError(f"size: {clip(self)} has more than {MAX_NUMBER_BITS} bits.")
         return total
 

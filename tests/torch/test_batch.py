@@ -126,7 +126,11 @@ def test_a_backward_hook_leaves_parts_in_training():
     assert all(parts == [2] for parts in parts_of(model)), report
 
 
-@pytest.mark.parametrize("wrap", [lambda x: Pair(x, x), Slots, lambda x: Box(x=x, n=3)], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: Pair(x, x), Slots, lambda x: Box(x=x, n=3)],
+    ids=["dataclass", "slots", "attributes"],
+)
 def test_inputs_that_are_only_inside_of_objects_are_split(wrap):
     def run(item):
         x = item.inside["x"] if isinstance(item, Box) else item.x

@@ -61,7 +61,6 @@ def reasons(report: Report) -> list[str]:
 VIEWS = {
     "relu": lambda x: torch.relu(x).view(x.shape[0], 5, 1).float(),
     "layer norm": lambda x: F.layer_norm(x, (5,)).unsqueeze(1).float(),
-    "input": lambda x: x.view(-1, 5).contiguous(),
     "convolution": lambda x: F.conv1d(x[:, None], torch.ones(4, 1, 2)).flatten(1).float(),
     "twice": lambda x: (torch.relu(x).view(-1, 5, 1).float(), x.sum(0)),
     "read again": lambda x: (lambda y: (y, F.layer_norm(y, (1,))))(x.exp().view(-1, 5, 1).float()),
@@ -72,6 +71,12 @@ VIEWS = {
 def test_a_view_that_is_handed_out_under_another_name_is_made(function: Any) -> None:
     report = run(function, rand(5))
     assert [plan.num_parts for piece in report.pieces for plan in piece.plans] == [2]
+
+
+def test_a_view_of_an_input_under_another_name_has_nothing_to_split() -> None:
+    report = run(lambda x: x.view(-1, 5).contiguous(), rand(5))
+    assert [plan.num_parts for piece in report.pieces for plan in piece.plans] == [1]
+    assert "shares bytes" in report.fallbacks[0][0]
 
 
 def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -278,7 +278,7 @@ def _change_one(found: Any, rng: Rng) -> None:
         other = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
         parent[key], parent[other] = parent[other], parent[key]
     else:
-        parent[key] = rng.choice(ODD)
+        parent[key] = copy.deepcopy(rng.choice(ODD))
 
 
 DAMAGE: dict[str, Callable[[bytes, Rng], bytes]] = {

@@ -40,12 +40,10 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         if not plain or unit.cheap or unit.writes or unit.draws:
             continue
         whole = list(map(_is_whole, users))
-        views = all(rows.calls[node].only_views for node in unit.nodes)
-        if views and all(whole) and _is_inside(unit, users, handed, rows):
+        if _only_views(unit, rows) and all(whole) and _is_inside(unit, users, handed, rows):
             unit.cheap = True  # whoever needs it takes the view of the whole itself
             continue
-        before = [home.get(used) for node in unit.nodes for used in node.all_input_nodes]
-        if not any(other is not unit and other.kind == "row-wise" for other in before if other):
+        if not _works_before(unit, home, rows):
             continue  # nothing would be left in parts
         if not any(whole) or (id(unit) in slow and not all(whole)):
             continue
@@ -67,6 +65,25 @@ def _is_inside(unit: Unit, users: list[Unit | None], handed: set[int], rows: Row
     if not users or any(user is None or user.block for user in users):
         return False
     return not any(id(rows.value(node)) in handed for node in unit.nodes)
+
+
+def _only_views(unit: Unit, rows: Rows) -> bool:
+    return all(rows.calls[node].only_views for node in unit.nodes)
+
+
+def _works_before(unit: Unit, home: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether row-wise work, and not only views, leads to a unit."""
+    seen, waiting = {id(unit)}, [unit]
+    while waiting:
+        used = [used for node in waiting.pop().nodes for used in node.all_input_nodes]
+        for other in (home[node] for node in used if node in home):
+            if id(other) in seen or other.kind != "row-wise":
+                continue
+            if not _only_views(other, rows):
+                return True
+            seen.add(id(other))
+            waiting.append(other)
+    return False
 
 
 def _is_whole(user: Unit | None) -> bool:
