@@ -23,7 +23,14 @@ from pathlib import Path
 from torchweft.errors import MachineError
 
 STANDIN = Path(__file__).with_name("standin")
-HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cublasLt.h", "nccl.h")
+HEADERS = (
+    "cuda_runtime_api.h",
+    "cublas_v2.h",
+    "cublasLt.h",
+    "nccl.h",
+    "ATen/detail/CUDAHooksInterface.h",
+    "ATen/detail/AcceleratorHooksInterface.h",
+)
 FLAGS = ("-O1", "-g", "-fPIC", "-shared", "-pthread", "-w", "-fvisibility=hidden")
 # What an unmodelled function returns: "not supported" of its own library.
 CODES = {"cudaError_t": 801, "cublasStatus_t": 15, "ncclResult_t": 5}
@@ -37,6 +44,7 @@ root = pathlib.Path(found.origin).parent if found else None
 version = (root / "version.py").read_text() if root else ""
 cuda = re.search(r"^cuda\\b[^=]*= '(.*)'", version, re.M)
 folders = sorted(map(str, root.parent.glob("nvidia/*/include"))) if root else []
+folders = [*folders, str(root / "include")] if root else []
 print(json.dumps([bool(root), cuda and cuda[1], folders]))
 """
 
@@ -67,10 +75,9 @@ def include_folders_of(python: str) -> list[Path]:
 
 def build(folders: Sequence[Path]) -> Path:
     """The library for these headers, compiled if it is not there yet. Raises `MachineError`."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        raise MachineError("dryrun: there is no gcc here, which compiles the stand-in. Install it.")
-    sources = sorted(STANDIN.rglob("*.[ch]"))
+    if not (shutil.which("gcc") and shutil.which("g++")):
+        raise MachineError("dryrun: gcc and g++ compile the stand-in, and are not here: install them.")
+    sources = sorted(path for path in STANDIN.rglob("*.*") if path.suffix in (".c", ".h", ".cpp"))
     headers = [path / name for path in folders for name in HEADERS if (path / name).is_file()]
     content = hashlib.sha256(" ".join(FLAGS).encode() + Path(__file__).read_bytes())
     for path in (*sources, *headers):
@@ -80,7 +87,7 @@ def build(folders: Sequence[Path]) -> Path:
     if not library.is_file():
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place) as scratch:
-            _compile(compiler, folders, Path(scratch))
+            _compile(folders, Path(scratch))
             (Path(scratch) / library.name).replace(library)  # whole, or not there
     return library
 
@@ -91,13 +98,18 @@ def cache_folder() -> Path:
     return Path(base) / "torchweft" / "dryrun"
 
 
-def _compile(compiler: str, folders: Iterable[Path], scratch: Path) -> None:
+def _compile(folders: Iterable[Path], scratch: Path) -> None:
     includes = [f"-I{STANDIN}", *(f"-I{path}" for path in folders)]
-    headers = _run([compiler, "-E", "-P", *includes, str(STANDIN / "standin.h")])
+    headers = _run(["gcc", "-E", "-P", *includes, str(STANDIN / "standin.h")])
     (scratch / "stubs.c").write_text(stubs(headers), encoding="utf-8")
+    slot = ["-std=c++20", "-S", "-w", *includes, str(STANDIN / "slot.cpp"), "-o", "-"]
+    place = re.search(r"^weft_slot:\s+\.quad\s+(\d+)", _run(["g++", *slot]), re.MULTILINE)
+    if place is None:
+        raise MachineError("dryrun: the hooks of this torch are not known; torch 2.13 is.")
+    own = f"-DWEFT_SLOT={int(place[1]) - 1}"  # a pointer to a virtual member is its place, plus one
     sources = [STANDIN / "runtime.c", STANDIN / "libraries.c", scratch / "stubs.c"]
     output = ["-o", str(scratch / "libweft_dryrun.so")]
-    _run([compiler, *FLAGS, *includes, *map(str, sources), *output, "-ldl"])
+    _run(["gcc", *FLAGS, own, *includes, *map(str, sources), *output, "-ldl"])
 
 
 def _run(words: Sequence[str]) -> str:
