@@ -86,13 +86,15 @@ EXPORT void weft_dryrun_note(const char *text, size_t size) {
   pthread_mutex_unlock(&weft_lock);
 }
 
-const char *weft_where(int is_sync) {
+const char *weft_where(int how) {
   static __thread char where[700];
+  static int (*has_python)(void);
   if (current_op) {
     snprintf(where, sizeof where, ",\"op\":%d", current_op);
     return where;
   }
-  if (!is_sync || !line_callback) return "";
+  if (!has_python) has_python = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+  if (!how || !line_callback || !has_python || (how == 1 && !has_python())) return "";
   line_text[0] = 0;
   line_callback();
   snprintf(where, sizeof where, ",\"line\":\"%s\"", line_text);
@@ -499,7 +501,7 @@ static int is_ready(const Clock *clock, int *num_polls) {
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream *stream = weft_stream(handle);
   CHECK(not_capturing(stream));
-  weft_record("sync", ",\"what\":\"cudaStreamSynchronize\",\"s\":%d%s", stream->id, weft_where(1));
+  weft_record("sync", ",\"what\":\"cudaStreamSynchronize\",\"s\":%d%s", stream->id, weft_where(2));
   finish(&stream->clock);
   if (!weft_settle(NULL, 0)) FAIL(cudaErrorLaunchTimeout);
   return cudaSuccess;
@@ -507,7 +509,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
   CHECK(unsafe());
-  weft_record("sync", ",\"what\":\"cudaDeviceSynchronize\",\"dev\":%d%s", weft_device, weft_where(1));
+  weft_record("sync", ",\"what\":\"cudaDeviceSynchronize\",\"dev\":%d%s", weft_device, weft_where(2));
   for (int i = 0; i < num_streams; i++)
     if (streams[i]->device == weft_device) finish(&streams[i]->clock);
   if (!weft_settle(NULL, 0)) FAIL(cudaErrorLaunchTimeout);
@@ -599,7 +601,7 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Event *event = (Event *)handle;
   CHECK(ask_event(event));
-  weft_record("sync", ",\"what\":\"cudaEventSynchronize\",\"e\":%d%s", event->id, weft_where(1));
+  weft_record("sync", ",\"what\":\"cudaEventSynchronize\",\"e\":%d%s", event->id, weft_where(2));
   if (event->is_recorded) finish(event->clock);
   if (!weft_settle(NULL, 0)) FAIL(cudaErrorLaunchTimeout);
   return cudaSuccess;

@@ -61,8 +61,9 @@ extern __thread int weft_device;
 
 /* One line of the record: printf of JSON fields behind {"n":..,"call":"..". */
 void weft_record(const char *call, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* The fields "op" and "line" of a call that is being recorded. */
-const char *weft_where(int is_sync);
+/* The fields "op" or "line" of a call that is being recorded. how: 0, the op alone; 1, the line too
+ * if this thread runs Python now; 2, take Python's lock for it, where no lock of torch is held. */
+const char *weft_where(int how);
 Stream *weft_stream(cudaStream_t stream);
 /* Takes an operation into the stream (and its capture): the number of the graph, or 0; < 0: error. */
 int weft_issue(Stream *stream);

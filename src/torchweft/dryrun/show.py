@@ -1,0 +1,101 @@
+"""A dry run for people: calls and findings come in; one text goes out.
+
+    streams side by side, a line a call, in the order of issue; collectives by communicator and
+    stream; where the host waited for the device, with the Python line; findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from torchweft.dryrun.calls import ON_STREAM, Call, Rank
+from torchweft.dryrun.check import Fault, synchronisations
+
+WIDTH = 30
+
+
+def report(ranks: Sequence[Rank], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
+    """The whole text. The timeline is that of the first rank, from its end, where it is steady."""
+    lines = [f"dry run: {len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"]
+    if ranks:
+        lines += ["", *timeline(ranks[0], max_lines=max_lines)]
+    lines += ["", *_collectives(ranks), "", *_syncs(ranks), "", *_faults(faults)]
+    return "\n".join(lines)
+
+
+def timeline(rank: Rank, *, max_lines: int = 60) -> Iterator[str]:
+    """The streams of a rank as columns; equal calls in a row are one line."""
+    shown = [c for c in rank.calls if c.kind in (*ON_STREAM, "record", "wait", "sync", "mark")]
+    columns = {s: i for i, s in enumerate(_used(shown))}
+    rows = [(columns.get(call.stream, -1), _word(call)) for call in shown]
+    merged = [(column, word, len(list(same))) for (column, word), same in groupby(rows)]
+    yield f"rank {rank.rank}, streams in the order of issue"
+    yield "  ".join(f"stream {s}".ljust(WIDTH) for s in columns).rstrip()
+    if len(merged) > max_lines:
+        yield f"... {len(merged) - max_lines} lines before these; --lines shows more"
+    for column, word, times in merged[-max_lines:]:
+        text = word if times == 1 else f"{word} x{times}"
+        if column < 0:
+            yield f"-- {text}"
+        else:
+            yield "  ".join([" " * WIDTH] * column + [text])
+
+
+def _used(calls: Iterable[Call]) -> list[int]:
+    """Streams that work went to, in the order of their first use."""
+    return list(dict.fromkeys(c.stream for c in calls if c.kind in ON_STREAM))
+
+
+def _word(call: Call) -> str:
+    if call.kind == "record":
+        return f"record {call.event}"
+    if call.kind == "wait":
+        return f"wait {call.event}"
+    if call.kind == "sync":
+        return f"host waits: {call.place}"
+    if call.kind == "collective":
+        return f"{call.name}({call.data['in'] or call.data['out']})"
+    if call.kind == "launch":
+        return f"launch graph {call.data['graph']}"
+    if call.kind == "mark":
+        return f"mark {call.name}"
+    word = call.name.removeprefix("aten.")
+    return (word if len(word) <= WIDTH else word[: WIDTH - 3] + "...") + (
+        f" [graph {call.graph}]" if call.graph else ""
+    )
+
+
+def _collectives(ranks: Sequence[Rank]) -> Iterator[str]:
+    counts = Counter(
+        (rank.rank, call.data["comm"][:6], call.stream, call.name)
+        for rank in ranks
+        for call in rank.calls
+        if call.kind == "collective"
+    )
+    yield "collectives by communicator and stream" if counts else "no collectives"
+    for (rank, comm, stream, name), times in sorted(counts.items()):
+        yield f"  rank {rank}  {comm}  stream {stream}  {name} x{times}"
+
+
+def _syncs(ranks: Sequence[Rank]) -> Iterator[str]:
+    counts = Counter(
+        (rank.rank, call.data["what"], call.name, call.line)
+        for rank in ranks
+        for call in synchronisations(rank)
+    )
+    yield "where the host waited for the device" if counts else "the host never waited"
+    for (rank, what, name, line), times in counts.items():
+        by = "" if name == what else f" in {name}"
+        yield f"  rank {rank}  {what}{by} x{times}  {line or '(no Python line)'}"
+
+
+def _faults(faults: Sequence[Fault]) -> Iterator[str]:
+    wrong = [fault for fault in faults if not fault.is_advice]
+    advice = [fault for fault in faults if fault.is_advice]
+    yield f"findings: {len(wrong)}" if wrong else "no findings"
+    yield from (f"  {fault}" for fault in wrong)
+    if advice:
+        yield f"advice: {len(advice)}"
+        yield from (f"  {fault}" for fault in advice)
