@@ -104,7 +104,7 @@ const char *weft_where(int how) {
 cudaError_t weft_fail(const char *name, cudaError_t code) {
   last_error = code;
   if (code != cudaSuccess && code != cudaErrorNotReady)
-    weft_record("error", ",\"name\":\"%s\",\"code\":%d%s", name, code, weft_where(1));
+    weft_record("error", ",\"name\":\"%s\",\"code\":%d%s", name, code, weft_where(code == cudaErrorMemoryAllocation ? 1 : 2));
   return code;
 }
 #define FAIL(code) return weft_fail(__func__, code)
@@ -470,6 +470,7 @@ Node *weft_node(Stream *stream) {
 }
 
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+  weft_stream(0);  /* the default stream has the first number */
   *stream = (cudaStream_t)new_stream(weft_device, priority < -5 ? -5 : priority > 0 ? 0 : priority, !(flags & cudaStreamNonBlocking));
   return cudaSuccess;
 }
