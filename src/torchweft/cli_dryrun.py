@@ -25,10 +25,13 @@ def dryrun(
     devices: Annotated[int, typer.Option(help="CUDA devices that each process sees")] = 1,
     calls: Annotated[Path | None, typer.Option(help="write the recorded calls to this file")] = None,
     events: Annotated[str, typer.Option(help="lazy: ready when the host has waited; eager")] = "lazy",
+    patience: Annotated[
+        float, typer.Option(help="seconds to wait for a rank where the host needs its data")
+    ] = 60.0,
     lines: Annotated[int, typer.Option(min=1, help="of the timeline")] = 60,
 ) -> None:
     """Run a PyTorch program for CUDA without a device: streams, collectives, waits and findings."""
-    outcome = run(command or (), devices=devices, events=events)
+    outcome = run(command or (), devices=devices, events=events, patience_s=patience)
     if calls is not None:
         save_calls(calls, outcome.ranks)
     ranks = read_calls(outcome.ranks)

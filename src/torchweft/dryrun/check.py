@@ -57,9 +57,11 @@ def check(ranks: Sequence[Rank], made: Order | None = None) -> list[Fault]:
         *_late_records(made),
         *_hidden(ranks),
     ]
-    counts = Counter(faults)
-    once = [Fault(f.rule, f.text, f.lines, times) for f, times in counts.items()]
-    return sorted(once, key=lambda fault: fault.is_advice)
+    # Ranks run the same lines: one finding says it for all of them.
+    keys = Counter((fault.rule, fault.lines or fault.text) for fault in faults)
+    firsts = {(fault.rule, fault.lines or fault.text): fault for fault in reversed(faults)}
+    once = [Fault(f.rule, f.text, f.lines, keys[key]) for key, f in firsts.items()]
+    return sorted(reversed(once), key=lambda fault: fault.is_advice)
 
 
 def _refused(ranks: Iterable[Rank]) -> Iterator[Fault]:

@@ -38,6 +38,7 @@ def run(
     *,
     devices: int = 1,
     events: str = "lazy",
+    patience_s: float = 60.0,
     python: str | None = None,
     timeout_s: float | None = None,
     **options: Any,
@@ -52,6 +53,8 @@ def run(
         raise MachineError(f"dryrun: devices must be a number from 1 to 64; got {devices}.")
     if events not in ("lazy", "eager"):
         raise MachineError(f"dryrun: events must be lazy or eager; got {events!r}.")
+    if not patience_s > 0:
+        raise MachineError(f"dryrun: patience must be positive seconds; got {patience_s:g}.")
     library = build(include_folders_of(python or python_of(command)))
     with tempfile.TemporaryDirectory(prefix="weft-dryrun-") as folder:
         known = options.pop("env", None) or os.environ
@@ -64,6 +67,7 @@ def run(
             "WEFT_DRYRUN_FOLDER": folder,
             "WEFT_DRYRUN_DEVICES": str(devices),
             "WEFT_DRYRUN_EVENTS": events,
+            "WEFT_DRYRUN_PATIENCE_S": str(patience_s),
         }
         done = subprocess.run(command, env=environment, timeout=timeout_s, **options)
         return Outcome(done.returncode, gather(Path(folder)))

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +57,9 @@ def note(call: str, **fields: Any) -> None:
 
 def layout(tensor: torch.Tensor) -> list[Any] | None:
     """The bytes of a CUDA tensor: address, bytes of a run, [count, stride in bytes]s, storage."""
-    if tensor.layout is not torch.strided or not tensor.is_cuda or not tensor.numel():
+    if isinstance(tensor, FakeTensor) or not tensor.is_cuda or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided:
         return None
     try:
         address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
@@ -109,6 +112,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op under a number, and note what it touched."""
         kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a tensor that runs ops of its own: those are seen
         number = next(numbers)

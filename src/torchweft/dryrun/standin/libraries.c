@@ -131,7 +131,10 @@ EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int size, int ran
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) { return ncclSuccess; }
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) { return ncclSuccess; }
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) { return ncclSuccess; }
-EXPORT const char *ncclGetErrorString(ncclResult_t result) { return result == ncclSuccess ? "no error" : "not modelled by the dry run"; }
+EXPORT const char *ncclGetErrorString(ncclResult_t result) {
+  return result == ncclSuccess ? "no error"
+       : result == ncclRemoteError ? "a rank never came to the collective" : "not modelled by the dry run";
+}
 EXPORT const char *ncclGetLastError(ncclComm_t comm) { return ""; }
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) { *error = ncclSuccess; return ncclSuccess; }
 EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) { *count = comm->size; return ncclSuccess; }
