@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from torchweft.dryrun.calls import Call, Rank, Span, overlap
 from torchweft.dryrun.order import Order, Step, Work, order, signature
 
+MAX_BACK = 64  # kernels before a record that are looked at
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
 
 
@@ -89,13 +90,20 @@ def _lines(*calls: Call) -> tuple[str, ...]:
 def _collectives(made: Order) -> Iterator[Fault]:
     """The first collective of each communicator at which ranks part; circles."""
     parted = set()
+    lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for meeting in made.meetings:
+        for rank, work in meeting.works.items():
+            lines[meeting.comm, rank].add(work.call.line)
     for meeting in made.meetings:
         if meeting.comm in parted:
             continue
         works = sorted(meeting.works.items())
         first = works[0][1].call
         for rank, work in works[1:]:
-            if signature(work.call) != signature(first):
+            # Equal in kind and size, and yet swapped: each has the line of the other elsewhere.
+            both = lines[meeting.comm, rank] & lines[meeting.comm, works[0][0]]
+            is_swapped = work.call.line != first.line and {work.call.line, first.line} <= both
+            if signature(work.call) != signature(first) or is_swapped:
                 parted.add(meeting.comm)
                 yield Fault(
                     "collectives",
@@ -295,32 +303,27 @@ def _late_records(made: Order) -> Iterator[Fault]:
     lanes: dict[int, list[Work]] = defaultdict(list)
     for work in made.works:
         lanes[work.lane].append(work)
-    for call, lane, front in made.waits:
-        waiting = [work for work in lanes[lane] if work.call.number > call.number][:1]
-        for source, last in front.items():
-            if source == lane or not waiting:
-                continue
-            place = made.works[last].place
-            extra = 0
-            for work in reversed(lanes[source][max(0, place - 64) : place]):
-                if _conflict(work, waiting[0]):
-                    break
-                extra += work.call.kind == "kernel"
-            else:
-                continue  # it needs nothing there: a join, or what it needs is not known
-            if extra:
-                text = (
-                    f"{waiting[0].call.place} on {made.names[lane]} waits{_at(call)} for {extra} "
-                    f"kernels on {made.names[source]} that it does not need. Record the event "
-                    f"right behind {work.call.place}."
-                )
-                yield Fault("late-record", text, _lines(waiting[0].call, work.call))
+    for call, lane, last in made.waits:
+        first = next((work for work in lanes[lane] if work.call.number > call.number), None)
+        extra = 0
+        for work in reversed(lanes[last.lane][max(0, last.place - MAX_BACK) : last.place]):
+            if first is None or _feeds(work, first):
+                break
+            extra += work.call.kind == "kernel"
+        else:
+            continue  # it needs nothing there: a join, or what it needs is not known
+        if first is not None and extra:
+            kernels = "a kernel" if extra == 1 else f"{extra} kernels"
+            text = (
+                f"{first.call.place} on {made.names[lane]} waits{_at(call)} for {kernels} on "
+                f"{made.names[last.lane]} that it does not need. Record the event right behind "
+                f"{work.call.place}."
+            )
+            yield Fault("late-record", text, _lines(first.call, work.call))
 
 
-def _conflict(one: Work, other: Work) -> bool:
-    pairs = [(a, b) for a in one.call.writes for b in (*other.call.reads, *other.call.writes)]
-    pairs += [(a, b) for a in one.call.reads for b in other.call.writes]
-    return any(overlap(a, b) for a, b in pairs)
+def _feeds(one: Work, other: Work) -> bool:
+    return any(overlap(a, b) for a in one.call.writes for b in other.call.reads)
 
 
 def synchronisations(rank: Rank) -> list[Call]:

@@ -65,7 +65,7 @@ class Order:
     names: list[str]  # of the lanes
     meetings: list[Meeting]
     empty_waits: list[Call]  # waits for an event that had not been recorded
-    waits: list[tuple[Call, int, Frontier]]  # a wait, its lane, and what it waits for
+    waits: list[tuple[Call, int, Work]]  # a wait, its lane, and the last work before the record
     stuck: list[Work] = field(default_factory=list)
     clocks: list[array[int]] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class _Walk:
         self.counts: dict[int, int] = defaultdict(int)
         self.gates: dict[int, Frontier] = defaultdict(dict)
         self.host: Frontier = {}
-        self.events: dict[tuple[int, int], Frontier] = {}  # (graph, event)
+        self.events: dict[tuple[int, int], tuple[int, Frontier]] = {}  # of (graph, event): its lane
         self.flags: dict[int, tuple[int, int]] = {}  # stream -> device, blocking
         self.graphs: dict[int, list[Call]] = {}
         self.capturing: dict[int, int] = {}  # stream -> graph
@@ -125,7 +125,8 @@ class _Walk:
         elif call.kind in ON_STREAM:
             self.step(call, self.work(call, self.lane(inside, call.stream)), inside)
         elif call.kind == "record":
-            self.events[inside, call.event] = self.frontier(self.lane(inside, call.stream))
+            lane = self.lane(inside, call.stream)
+            self.events[inside, call.event] = (lane, self.frontier(lane))
         elif call.kind == "wait":
             self.wait(call, inside)
         elif call.kind in ("sync", "query"):
@@ -176,17 +177,18 @@ class _Walk:
                     _join(self.gates[lane], self.frontier(other))
 
     def wait(self, call: Call, inside: int) -> None:
-        front = self.events.get((inside, call.event))
         lane = self.lane(inside, call.stream)
-        if front is None:
+        if (inside, call.event) not in self.events:
             self.made.empty_waits.append(call)
-        else:
-            self.made.waits.append((call, lane, front))
-            _join(self.gates[lane], front)
+            return
+        source, front = self.events[inside, call.event]
+        if source in front and source != lane:
+            self.made.waits.append((call, lane, self.made.works[front[source]]))
+        _join(self.gates[lane], front)
 
     def sync(self, call: Call) -> None:
         if call.event:
-            _join(self.host, self.events.get((0, call.event), {}))
+            _join(self.host, self.events.get((0, call.event), (0, {}))[1])
             return
         device = call.data.get("dev")
         for (graph, stream), lane in self.lanes.items():
@@ -298,9 +300,7 @@ def _clocks(made: Order, groups: Sequence[int]) -> None:
     while ready:
         group = ready.pop()
         sources = [ended[other] for other in behind[group]]
-        clock = array("I", map(max, zip(*sources, strict=True))) if len(sources) > 1 else (
-            array("I", sources[0] if sources else empty)
-        )
+        clock = array("I", map(max, *sources) if len(sources) > 1 else (*sources, empty)[0])
         over = array("I", clock)
         for work in members[group]:
             made.clocks[work.index] = clock

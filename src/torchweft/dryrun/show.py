@@ -44,8 +44,8 @@ def timeline(rank: Rank, *, max_lines: int = 60) -> Iterator[str]:
 
 
 def _used(calls: Iterable[Call]) -> list[int]:
-    """Streams that work went to, in the order of their first use."""
-    return list(dict.fromkeys(c.stream for c in calls if c.kind in ON_STREAM))
+    """Streams in the order of their first use."""
+    return list(dict.fromkeys(call.stream for call in calls if call.stream >= 0))
 
 
 def _word(call: Call) -> str:
