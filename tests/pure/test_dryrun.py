@@ -149,6 +149,18 @@ def test_streams_inside_a_graph_race_too() -> None:
     assert rules(paper.put("launch", s=0, graph=1, g=0)) == ["race"]
 
 
+def test_a_collective_on_the_second_half_of_a_block_races_with_an_op_there() -> None:
+    """A collective knows addresses alone; the op knows that they lie in a larger block."""
+    half = SIZE // 2
+    paper = Paper().put("kernel", s=0, g=0, name="k", op=1)
+    paper.put("op", op=1, name="op", reads=[], writes=[[SIZE, half, [], SIZE]], line="p.py:1")
+    paper.talk(1, 1, line="p.py:2")
+    paper.calls[-1].update(reads=[[SIZE + half, half]], writes=[[SIZE + half, half]])
+    paper.put("kernel", s=0, g=0, name="k", op=2)
+    paper.put("op", op=2, name="op", reads=[[SIZE + half, half, [], SIZE]], writes=[], line="p.py:3")
+    assert [fault.lines for fault in faults(paper)] == [("p.py:3", "p.py:2")]
+
+
 # Lifetimes.
 
 

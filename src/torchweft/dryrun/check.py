@@ -4,6 +4,7 @@
     early-free   memory goes back to its stream while another stream may still use it
     collectives  two ranks do not issue the same collectives in the same order, or wait in a circle
     late-event   a wait for an event that is recorded only later waits for nothing
+    missing      the host waited for a rank that never came to a collective
     error        CUDA refused a call        unmodelled   the dry run does not know a call
 
 and as advice, where the result is right and time is lost:
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from torchweft.dryrun.calls import Call, Rank, Span, overlap
 from torchweft.dryrun.order import Order, Step, Work, order, signature
 
+PAGE = 1 << 20  # bytes; blocks are looked up by these
 MAX_BACK = 64  # kernels before a record that are looked at
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
 
@@ -72,6 +74,13 @@ def _refused(ranks: Iterable[Rank]) -> Iterator[Fault]:
             if call.kind == "error":
                 text = f"{name} was refused with {call.data['code']}{_at(call)}."
                 yield Fault("error", text, _lines(call))
+            elif call.kind == "missing":
+                data = call.data
+                text = (
+                    f"rank {rank.rank} waited for {data['kind']} number {data['number']} of "
+                    f"communicator {data['comm'][:6]}, and rank {data['peer']} never came to it."
+                )
+                yield Fault("missing", text)
             elif call.kind == "unmodelled":
                 yield Fault("unmodelled", f"{name} is not modelled{_at(call)}.", _lines(call))
 
@@ -169,6 +178,7 @@ class _Memory:
         self.stuck = {work.index for work in made.stuck}
         self.blocks: dict[int, list[_Access]] = defaultdict(list)
         self.extents: dict[int, tuple[int, int]] = {}
+        self.pages: dict[int, set[int]] = defaultdict(set)  # page -> blocks that reach into it
         self.homes: dict[int, tuple[int, int]] = {}  # block -> stream, lane it was asked for on
         self.kept: dict[int, set[int]] = defaultdict(set)
         self.freed: list[_Freed] = []
@@ -179,8 +189,7 @@ class _Memory:
             if call.kind == "alloc":
                 block, lane = call.data["ptr"], step.lanes[call.stream]
                 self.homes[block] = (call.stream, lane)
-                self.blocks.pop(block, None)
-                self.extents.pop(block, None)
+                self.forget(block)
                 self.kept.pop(block, None)
                 for item in self.freed:
                     item.is_asked |= item.lane == lane
@@ -195,8 +204,7 @@ class _Memory:
     def free(self, call: Call) -> None:
         """From now on the block may be handed out again, to whoever asks on its stream."""
         block = call.data["ptr"]
-        users = self.blocks.pop(block, [])
-        self.extents.pop(block, None)
+        users = self.forget(block)
         kept = self.kept.pop(block, set())
         if block in self.homes:
             lane = self.homes.pop(block)[1]
@@ -254,10 +262,17 @@ class _Memory:
 
     def near(self, span: Span) -> list[int]:
         """Blocks whose touched bytes reach into a span."""
-        if span.storage in self.extents:
-            return [span.storage]
-        inside = self.extents.items()
-        return [block for block, (low, high) in inside if low < span.end and span.address < high]
+        pages = range(span.address // PAGE, (span.end - 1) // PAGE + 1)
+        blocks = {block for page in pages for block in self.pages.get(page, ())}
+        inside = ((block, *self.extents[block]) for block in sorted(blocks))
+        return [block for block, low, high in inside if low < span.end and span.address < high]
+
+    def forget(self, block: int) -> list[_Access]:
+        """Who touched a block whose life is over."""
+        low, high = self.extents.pop(block, (0, 0))
+        for page in range(low // PAGE, -(-high // PAGE)):
+            self.pages[page].discard(block)
+        return self.blocks.pop(block, [])
 
     def remember(self, access: _Access) -> None:
         span = access.span
@@ -265,6 +280,8 @@ class _Memory:
         block = span.storage or (near[0] if near else span.address)
         low, high = self.extents.get(block, (span.address, span.end))
         self.extents[block] = (min(low, span.address), max(high, span.end))
+        for page in range(self.extents[block][0] // PAGE, -(-self.extents[block][1] // PAGE)):
+            self.pages[page].add(block)
         # What is ordered before a write of the same bytes, or a later read on its lane, is covered.
         self.blocks[block] = [
             old

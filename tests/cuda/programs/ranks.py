@@ -1,4 +1,7 @@
-"""Programs of several ranks over NCCL that know nothing of Weft: ranks.py KIND bug|mended."""
+"""Programs of several ranks over NCCL that know nothing of Weft: ranks.py KIND,... bug|mended.
+
+The line that a finding must name says "here".
+"""
 
 import os
 import sys
@@ -7,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-kind, is_bug = sys.argv[1], sys.argv[2] == "bug"
+kinds, is_bug = sys.argv[1].split(","), sys.argv[2] == "bug"
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
@@ -70,21 +73,20 @@ def swapped() -> None:
     """One rank takes the other branch."""
     x, y = torch.ones(8, device="cuda"), torch.ones(16, device="cuda")
     for tensor in (x, y) if rank or not is_bug else (y, x):
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)  # here: another size
 
 
 def circle() -> None:
     """Two groups, in another order on one rank, on one stream."""
     groups = [dist.new_group(), dist.new_group()]
-    x = torch.ones(8, device="cuda")
     for group in groups if rank or not is_bug else groups[::-1]:
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(torch.ones(1 << 16, device="cuda"), group=group)  # here: another group
 
 
 def compute_stream() -> None:
     """A collective that nothing can run beside."""
     x = torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
-    work = dist.all_reduce(x, async_op=not is_bug)
+    work = dist.all_reduce(x, async_op=not is_bug)  # here: on the stream that computes
     if work is not None:
         work.wait()
     x.sum()
@@ -107,5 +109,7 @@ def objects() -> None:
             assert heard.item() == 7, heard
 
 
-globals()[kind]()
+for kind in kinds:
+    globals()[kind]()
+    torch.cuda.synchronize()
 dist.destroy_process_group()

@@ -1,10 +1,13 @@
-"""Programs for one device, each with a bug and in its mended form: streams.py KIND bug|mended."""
+"""Programs for one device, each with a bug and in its mended form: streams.py KIND,... bug|mended.
+
+The line that a finding must name says "here".
+"""
 
 import sys
 
 import torch
 
-kind, is_bug = sys.argv[1], sys.argv[2] == "bug"
+kinds, is_bug = sys.argv[1].split(","), sys.argv[2] == "bug"
 torch.cuda.init()
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 x = torch.ones(64, 64, device="cuda")
@@ -53,11 +56,11 @@ def late_event() -> None:
     y = x + 1
     if not is_bug:
         event.record(main)
-    side.wait_event(event)  # here: the wait
+    side.wait_event(event)
     if is_bug:
         event.record(main)
     with torch.cuda.stream(side):
-        z = y * 2
+        z = y * 2  # here: reads y
     main.wait_stream(side)
     z.sum()
 
@@ -97,7 +100,7 @@ def unjoined() -> None:
             y.mul_(2)
         if not is_bug:
             capture.wait_stream(side)
-        graph.capture_end()
+        graph.capture_end()  # here: refused
     graph.replay()
 
 
@@ -126,4 +129,6 @@ def graph_race() -> None:
     z.sum()
 
 
-globals()[kind]()
+for kind in kinds:
+    globals()[kind]()
+    torch.cuda.synchronize()

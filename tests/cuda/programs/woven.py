@@ -1,4 +1,4 @@
-"""Weft's own plans on a device, steady calls behind the mark: woven.py KIND [bug]."""
+"""Weft's own plans on a device, steady calls behind the mark: woven.py KIND,..."""
 
 import os
 import sys
@@ -10,7 +10,6 @@ from torch import nn
 import torchweft as weft
 from torchweft.dryrun import mark
 
-kind = sys.argv[1]
 size = int(os.environ.get("WORLD_SIZE", "1"))
 if size > 1:
     torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
@@ -52,20 +51,45 @@ STRATEGIES = {
     "overlap": weft.overlap(parts=2, min_tokens=1),
     "branches": weft.branches(),
 }
-name, _, graphs = kind.partition("-")
-model = (Parallel() if size > 1 else Branches()).cuda()
-machine = weft.accelerator(2)
-woven = weft.compile(
-    model, STRATEGIES[name], machine=machine, graphs=bool(graphs), fallback="error", inner="eager"
-)
-x = torch.ones(32, 64, device="cuda")
-with torch.no_grad():
-    for _ in range(4):
-        woven(x)
-    mark("steady")
-    for _ in range(3):
-        woven(x)
-    mark("end")
-print(weft.report(woven))
+
+
+def weave(kind: str) -> None:
+    """Warm up, then three steady calls between two marks."""
+    name, _, graphs = kind.partition("-")
+    model = (Parallel() if size > 1 else Branches()).cuda()
+    woven = weft.compile(
+        model,
+        STRATEGIES[name],
+        machine=weft.accelerator(2),
+        graphs=bool(graphs),
+        fallback="error",
+        inner="eager",
+    )
+    x = torch.ones(32, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            woven(x)
+        mark(f"steady {kind}")
+        for _ in range(3):
+            woven(x)
+        mark(f"end {kind}")
+
+
+def train() -> None:
+    """A step of training by a plan: forward, backward, optimizer."""
+    model = weft.compile(Branches().cuda(), "branches", machine=weft.accelerator(2), inner="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(32, 64, device="cuda")
+    for step in range(4):
+        if step == 3:
+            mark("steady train")
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mark("end train")
+
+
+for kind in sys.argv[1].split(","):
+    train() if kind == "train" else weave(kind)
 if size > 1:
     dist.destroy_process_group()
