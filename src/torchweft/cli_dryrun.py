@@ -2,7 +2,8 @@
 
     torchweft dryrun --devices 8 --calls calls.json -- torchrun --nproc-per-node 8 serve.py
 
-Its exit code is the command's; 1 if the command ended well and something was found (advice is none).
+Its exit code is the command's; 1 if the command ended well and something was found. Advice does not
+count.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ def dryrun(
         list[str] | None, typer.Argument(metavar="COMMAND", help="with its own words behind it")
     ] = None,
     devices: Annotated[int, typer.Option(help="CUDA devices that each process sees")] = 1,
-    calls: Annotated[Path | None, typer.Option(help="write the recorded calls to this file")] = None,
-    events: Annotated[str, typer.Option(help="lazy: ready when the host has waited; eager")] = "lazy",
+    calls: Annotated[
+        Path | None, typer.Option(help="write the recorded calls to this file")
+    ] = None,
+    events: Annotated[
+        str, typer.Option(help="lazy: ready when the host has waited; eager")
+    ] = "lazy",
     patience: Annotated[
         float, typer.Option(help="seconds to wait for a rank where the host needs its data")
     ] = 60.0,

@@ -1,4 +1,4 @@
-"""Programs that are not ours on the dry run: each planted bug is named by its line; mended, none."""
+"""Programs that are not ours on the dry run: a planted bug is named by its line."""
 
 from __future__ import annotations
 

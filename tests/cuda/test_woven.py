@@ -1,4 +1,4 @@
-"""Weft's own plans on the dry run: no findings, no synchronisation in a steady call; and the law."""
+"""Weft's own plans on the dry run: no findings, no waits of the host when steady; the law."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def _before(start: int, behind: dict[int, list[int]]) -> set[int]:
 
 def _conflict(one: Call, other: Call) -> bool:
     pairs = [(a, b) for a in one.writes for b in (*other.reads, *other.writes)]
-    return any(overlap(a, b) for a, b in (*pairs, *((a, b) for a in one.reads for b in other.writes)))
+    return any(
+        overlap(a, b) for a, b in (*pairs, *((a, b) for a in one.reads for b in other.writes))
+    )
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "branches"), (2, "overlap")])

@@ -40,7 +40,9 @@ class Paper:
         self.calls.append({"n": len(self.calls) + 1, "call": call, **fields})
         return self
 
-    def kernel(self, s: int, reads: Any = (), writes: Any = (), line: str = "", g: int = 0) -> Paper:
+    def kernel(
+        self, s: int, reads: Any = (), writes: Any = (), line: str = "", g: int = 0
+    ) -> Paper:
         self.ops += 1
         self.put("kernel", s=s, g=g, name="k", op=self.ops)
         spans = [[[b * SIZE, SIZE, [], b * SIZE] for b in items] for items in (reads, writes)]
@@ -157,7 +159,9 @@ def test_a_collective_on_the_second_half_of_a_block_races_with_an_op_there() -> 
     paper.talk(1, 1, line="p.py:2")
     paper.calls[-1].update(reads=[[SIZE + half, half]], writes=[[SIZE + half, half]])
     paper.put("kernel", s=0, g=0, name="k", op=2)
-    paper.put("op", op=2, name="op", reads=[[SIZE + half, half, [], SIZE]], writes=[], line="p.py:3")
+    paper.put(
+        "op", op=2, name="op", reads=[[SIZE + half, half, [], SIZE]], writes=[], line="p.py:3"
+    )
     assert [fault.lines for fault in faults(paper)] == [("p.py:3", "p.py:2")]
 
 
@@ -183,6 +187,15 @@ def test_kept_memory_or_a_wait_is_enough() -> None:
     assert not faults(freed(waits=True))
 
 
+def test_a_block_freed_while_a_collective_uses_a_part_of_it_is_found() -> None:
+    paper = (
+        Paper().alloc(0, 1).kernel(0, writes=[1]).record(0, 1).wait(1, 1).talk(1, 1, line="p.py:9")
+    )
+    paper.calls[-1].update(reads=[[SIZE + 8, 8]], writes=[[SIZE + 8, 8]])
+    paper.free(1).alloc(0, 1).kernel(0, writes=[1])
+    assert [(fault.rule, fault.lines[0]) for fault in faults(paper)] == [("early-free", "p.py:9")]
+
+
 # Events and streams.
 
 
@@ -206,7 +219,9 @@ def test_a_wait_that_an_op_hides_is_advice() -> None:
 def test_a_collective_on_a_stream_that_computes_is_advice() -> None:
     def both(stream: int) -> list[Paper]:
         papers = [Paper(rank).kernel(0, writes=[1]) for rank in (0, 1)]
-        return [paper.record(0, 1).wait(stream, 1).talk(stream, 1, line="p.py:8") for paper in papers]
+        return [
+            paper.record(0, 1).wait(stream, 1).talk(stream, 1, line="p.py:8") for paper in papers
+        ]
 
     assert rules(*both(0)) == ["compute-stream"]
     assert not rules(*both(1))

@@ -14,6 +14,7 @@ mean nothing; order is all that can be judged, and it has never been compared wi
 """
 
 import ctypes
+import json
 
 
 def is_dry() -> bool:
@@ -24,5 +25,5 @@ def is_dry() -> bool:
 def mark(name: str) -> None:
     """Note a name in the record, such as "steady"; does nothing outside the dry run."""
     if is_dry():
-        text = '"call":"mark","name":"%s"}' % "".join(c for c in name if c.isalnum() or c in " -_.")
-        ctypes.CDLL(None).weft_dryrun_note(text.encode(), len(text.encode()))
+        text = json.dumps({"call": "mark", "name": name})[1:].encode()
+        ctypes.CDLL(None).weft_dryrun_note(text, len(text))

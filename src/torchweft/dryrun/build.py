@@ -1,4 +1,4 @@
-"""The stand-in library: the headers that a Python's CUDA wheels brought come in, a library goes out.
+"""The stand-in library: the headers of a Python's CUDA wheels come in; a library goes out.
 
     build(include_folders_of(python))  ->  .../libweft_dryrun.so, compiled once for each content
 
@@ -34,7 +34,9 @@ HEADERS = (
 FLAGS = ("-O1", "-g", "-fPIC", "-shared", "-pthread", "-w", "-fvisibility=hidden")
 # What an unmodelled function returns: "not supported" of its own library.
 CODES = {"cudaError_t": 801, "cublasStatus_t": 15, "ncclResult_t": 5}
-PROTOTYPE = re.compile(rf"\b({'|'.join(CODES)})\s+((?:cuda|cublas|nccl)\w+)\s*\(\s*([^;{{}}]*)\)\s*;")
+PROTOTYPE = re.compile(
+    rf"\b({'|'.join(CODES)})\s+((?:cuda|cublas|nccl)\w+)\s*\(\s*([^;{{}}]*)\)\s*;"
+)
 
 # Asks a Python, without importing torch in it, where its CUDA wheels have their headers.
 ASK = """
@@ -76,7 +78,9 @@ def include_folders_of(python: str) -> list[Path]:
 def build(folders: Sequence[Path]) -> Path:
     """The library for these headers, compiled if it is not there yet. Raises `MachineError`."""
     if not (shutil.which("gcc") and shutil.which("g++")):
-        raise MachineError("dryrun: gcc and g++ compile the stand-in, and are not here: install them.")
+        raise MachineError(
+            "dryrun: gcc and g++ compile the stand-in, and are not here: install them."
+        )
     sources = sorted(path for path in STANDIN.rglob("*.*") if path.suffix in (".c", ".h", ".cpp"))
     headers = [path / name for path in folders for name in HEADERS if (path / name).is_file()]
     content = hashlib.sha256(" ".join(FLAGS).encode() + Path(__file__).read_bytes())
@@ -135,7 +139,9 @@ def stubs(headers: str) -> str:
         if _is_product(kind, name, args):
             lines.append(f'STUB {name}(void *handle) {{ return weft_product(handle, "{name}"); }}')
         else:
-            lines.append(f'STUB {name}(void) {{ return weft_unmodelled("{name}", {CODES[kind]}); }}')
+            lines.append(
+                f'STUB {name}(void) {{ return weft_unmodelled("{name}", {CODES[kind]}); }}'
+            )
     return "\n".join([*lines, ""])
 
 

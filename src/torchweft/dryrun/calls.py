@@ -3,9 +3,9 @@
     {"version": 1, "ranks": [{"rank": 0, "pid": 7, "devices": 1, "events": "lazy", "calls": [...]}]}
 
 A call is what a program asked of CUDA, in the order in which it asked: kernel, copy, set, host,
-collective and launch go to a stream; record, wait, sync, query, capture, captured order them; alloc,
-free and keep are those of torch's caching allocator; mark is a name that the program gave. An op of
-torch stands behind its kernels: reading joins them, so a kernel has the op's name, line and buffers.
+collective and launch go to a stream; record, wait, sync, query, capture and captured order them;
+alloc, free and keep are those of torch's caching allocator; mark is a name that the program gave.
+An op of torch is noted behind its kernels: reading joins them, so a kernel has its line and bytes.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ Plain Python without torch, over a record that may come from another machine.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -61,10 +62,12 @@ def check(ranks: Sequence[Rank], made: Order | None = None) -> list[Fault]:
         *_hidden(ranks),
     ]
     # Ranks run the same lines: one finding says it for all of them.
-    keys = Counter((fault.rule, fault.lines or fault.text) for fault in faults)
-    firsts = {(fault.rule, fault.lines or fault.text): fault for fault in reversed(faults)}
+    keys: Counter[object] = Counter((fault.rule, fault.lines or fault.text) for fault in faults)
+    firsts: dict[object, Fault] = {}
+    for fault in faults:
+        firsts.setdefault((fault.rule, fault.lines or fault.text), fault)
     once = [Fault(f.rule, f.text, f.lines, keys[key]) for key, f in firsts.items()]
-    return sorted(reversed(once), key=lambda fault: fault.is_advice)
+    return sorted(once, key=lambda fault: fault.is_advice)
 
 
 def _refused(ranks: Iterable[Rank]) -> Iterator[Fault]:
@@ -179,7 +182,8 @@ class _Memory:
         self.blocks: dict[int, list[_Access]] = defaultdict(list)
         self.extents: dict[int, tuple[int, int]] = {}
         self.pages: dict[int, set[int]] = defaultdict(set)  # page -> blocks that reach into it
-        self.homes: dict[int, tuple[int, int]] = {}  # block -> stream, lane it was asked for on
+        self.homes: dict[int, int] = {}  # living block -> the lane that it was asked for on
+        self.starts: list[int] = []  # of living blocks, rising
         self.kept: dict[int, set[int]] = defaultdict(set)
         self.freed: list[_Freed] = []
 
@@ -188,7 +192,9 @@ class _Memory:
             call = step.call
             if call.kind == "alloc":
                 block, lane = call.data["ptr"], step.lanes[call.stream]
-                self.homes[block] = (call.stream, lane)
+                if block not in self.homes:
+                    insort(self.starts, block)
+                self.homes[block] = lane
                 self.forget(block)
                 self.kept.pop(block, None)
                 for item in self.freed:
@@ -207,8 +213,11 @@ class _Memory:
         users = self.forget(block)
         kept = self.kept.pop(block, set())
         if block in self.homes:
-            lane = self.homes.pop(block)[1]
-            others = [item for item in users if item.work.lane != lane and item.work.lane not in kept]
+            lane = self.homes.pop(block)
+            self.starts.remove(block)
+            others = [
+                item for item in users if item.work.lane != lane and item.work.lane not in kept
+            ]
             if others:
                 self.freed.append(_Freed(call, lane, others))
 
@@ -267,6 +276,11 @@ class _Memory:
         inside = ((block, *self.extents[block]) for block in sorted(blocks))
         return [block for block, low, high in inside if low < span.end and span.address < high]
 
+    def owner(self, address: int) -> int:
+        """The living block that an address lies in: the nearest one before it."""
+        at = bisect_right(self.starts, address)
+        return self.starts[at - 1] if at else address
+
     def forget(self, block: int) -> list[_Access]:
         """Who touched a block whose life is over."""
         low, high = self.extents.pop(block, (0, 0))
@@ -276,8 +290,7 @@ class _Memory:
 
     def remember(self, access: _Access) -> None:
         span = access.span
-        near = self.near(span)
-        block = span.storage or (near[0] if near else span.address)
+        block = span.storage or self.owner(span.address)
         low, high = self.extents.get(block, (span.address, span.end))
         self.extents[block] = (min(low, span.address), max(high, span.end))
         for page in range(self.extents[block][0] // PAGE, -(-self.extents[block][1] // PAGE)):

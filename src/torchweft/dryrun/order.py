@@ -2,11 +2,11 @@
 
     order(ranks).before(one, other)     whether `one` has ended when `other` begins, in every run
 
-A node is one piece of work on a lane. Lanes are the streams of each rank, and the streams inside each
-graph: a launch puts the graph's calls on them again. A node comes behind the last one of its lane,
-behind events that its stream was told to wait for, and behind all that the host had waited for when
-it was issued. Collectives that meet on several ranks begin together; work that waits for itself that
-way never ends, and stands in `stuck`.
+A node is one piece of work on a lane. Lanes are the streams of each rank, and the streams inside
+each graph: a launch puts the graph's calls on them again. A node comes behind the last one of its
+lane, behind events that its stream was told to wait for, and behind all that the host had waited
+for when it was issued. Collectives that meet on several ranks begin together; work that waits for
+itself in that way never ends, and stands in `stuck`.
 
     clock of a node: for each lane, how many of its nodes have ended before this one begins
 """
@@ -257,7 +257,9 @@ def _groups(made: Order) -> list[int]:
             talks[data["comm"]][data["rank"]].append(work)
     for (comm, sender, receiver, kind), works in messages.items():
         if kind == "send":
-            for pair in zip(works, messages.get((comm, sender, receiver, "recv"), ()), strict=False):
+            for pair in zip(
+                works, messages.get((comm, sender, receiver, "recv"), ()), strict=False
+            ):
                 unite(pair)
     for works in grouped.values():
         unite(works)

@@ -1,7 +1,7 @@
 """A dry run for people: calls and findings come in; one text goes out.
 
-    streams side by side, a line a call, in the order of issue; collectives by communicator and
-    stream; where the host waited for the device, with the Python line; findings.
+streams side by side, a line a call, in the order of issue; collectives by communicator and
+stream; where the host waited for the device, with the Python line; findings.
 """
 
 from __future__ import annotations

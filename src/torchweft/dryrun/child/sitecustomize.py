@@ -3,6 +3,7 @@
 Its folder stands first on PYTHONPATH, so the program's own `sitecustomize`, if any, comes after.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -59,6 +60,6 @@ sys.meta_path.insert(0, Finder())
 sys.path.remove(HERE)
 sys.modules.pop("sitecustomize", None)
 try:
-    import sitecustomize  # noqa: F401
+    importlib.import_module("sitecustomize")
 except ImportError:
     sys.modules["sitecustomize"] = ModuleType("sitecustomize")

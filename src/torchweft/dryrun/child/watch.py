@@ -1,6 +1,6 @@
 """The watch inside a program: torch's ops come by; what each reads and writes goes to the record.
 
-    aten.add.Tensor   reads [[address, bytes of a run, [[count, stride], ...], storage]]   writes ...
+    aten.add.Tensor  reads [[address, bytes of a run, [[count, stride], ...], storage]]  writes ...
 
 A dispatch mode that torch.compile looks past sees every op, in every thread of Python and in
 autograd's. Kernels that the op launches carry its number, so an access belongs to the streams on
@@ -65,7 +65,8 @@ def layout(tensor: torch.Tensor) -> list[Any] | None:
         address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a tensor without memory: fake, or functional
         return None
-    run, jumps = tensor.element_size(), []
+    run = tensor.element_size()
+    jumps: list[list[int]] = []
     sized = zip(tensor.shape, tensor.stride(), strict=True)
     for size, stride in sorted(((n, s) for n, s in sized if n > 1), key=lambda item: item[1]):
         step = stride * tensor.element_size()
@@ -101,7 +102,7 @@ def accesses(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[list[Any]
     return reads, writes
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op that runs; torch.compile goes on as if it were not there."""
 
     @classmethod
@@ -138,7 +139,7 @@ class Watch(TorchDispatchMode):
 
 def stream_handle(stream: Any) -> int:
     """The CUDA handle of a stream of torch."""
-    made = torch.cuda.Stream(
+    made = torch.cuda.Stream(  # type: ignore[no-untyped-call]
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
     return int(made.cuda_stream)
@@ -167,9 +168,7 @@ def begin() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     tell = ctypes.CFUNCTYPE(None)(
-        lambda: library.weft_dryrun_line(
-            json.dumps(line_of(sys._getframe(1)))[1:-1].encode()
-        )
+        lambda: library.weft_dryrun_line(json.dumps(line_of(sys._getframe(1)))[1:-1].encode())
     )
     library.weft_dryrun_callback(tell)
     atexit.register(library.weft_dryrun_callback, None)
@@ -179,11 +178,11 @@ def begin() -> None:
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)
 
-    Watch().__enter__()
+    Watch().__enter__()  # type: ignore[no-untyped-call]
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def bootstrap(self: threading.Thread) -> None:
-        with Watch():  # torch keeps its modes by thread
+        with Watch():  # type: ignore[no-untyped-call]  # torch keeps its modes by thread
             start(self)
 
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
