@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from planted import PROGRAMS, Dry
 
-from torchweft.dryrun.calls import Rank, read_calls
+from torchweft.dryrun.calls import RankCalls, read_calls
 from torchweft.dryrun.run import Outcome, run
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = Path(__file__).with_name("programs")
-Dry = Callable[..., tuple[int, tuple[Rank, ...]]]
 
-if torch.version.cuda is None:
-    pytest.skip("needs a CUDA build of torch: make test-cuda", allow_module_level=True)
+# They need a CUDA build of torch: make test-cuda.
+collect_ignore_glob = ["test_*.py"] if torch.version.cuda is None else []
 
 
 @pytest.fixture(scope="session")
@@ -40,20 +38,8 @@ def dry() -> Dry:
             timeout_s=300,
         )
 
-    def finish(*args: str, **options: object) -> tuple[int, tuple[Rank, ...]]:
+    def finish(*args: str, **options: object) -> tuple[int, tuple[RankCalls, ...]]:
         outcome = start(*args, **options)  # type: ignore[arg-type]
         return outcome.code, read_calls(outcome.ranks)
 
     return finish
-
-
-def here(program: str, function: str) -> str:
-    """FILE:LINE of the line that says "here", in a function or class of a program."""
-    path = PROGRAMS / program
-    inside = False
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if text.startswith(("def ", "class ")):
-            inside = text.split()[1].startswith(function + "(")
-        if inside and "# here" in text:
-            return f"{path}:{number}"
-    raise AssertionError(f"{function} in {program} has no line that says here")

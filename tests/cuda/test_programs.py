@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Dry, here
+from planted import Dry, here
 
 from torchweft.dryrun.check import Fault, check
 

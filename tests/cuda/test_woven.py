@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from conftest import Dry
+from planted import Dry
 
-from torchweft.dryrun.calls import ON_STREAM, Call, Rank, overlap
+from torchweft.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
 from torchweft.dryrun.check import check
 
 ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
 SEVERAL = ["overlap", "overlap-graphs"]
-Runs = dict[int, tuple[Rank, ...]]
+Runs = dict[int, tuple[RankCalls, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def runs(dry: Dry) -> Runs:
     return made
 
 
-def steady(rank: Rank, kind: str) -> list[Call]:
+def steady(rank: RankCalls, kind: str) -> list[DeviceCall]:
     """The calls between the marks of a kind."""
     names = [call.name if call.kind == "mark" else "" for call in rank.calls]
     return list(rank.calls[names.index(f"steady {kind}") : names.index(f"end {kind}")])
@@ -63,7 +63,7 @@ def test_collectives_run_beside_compute_and_inside_graphs(runs: Runs, size: int)
 # The law, by an oracle that walks edges and knows no clocks.
 
 
-def is_ordered(calls: list[Call]) -> bool:
+def is_ordered(calls: list[DeviceCall]) -> bool:
     """Whether every two calls that touch the same bytes, one writing, are ordered."""
     behind: dict[int, list[int]] = {}
     last: dict[int, int] = {}
@@ -92,7 +92,7 @@ def _before(start: int, behind: dict[int, list[int]]) -> set[int]:
     return seen
 
 
-def _conflict(one: Call, other: Call) -> bool:
+def _conflict(one: DeviceCall, other: DeviceCall) -> bool:
     pairs = [(a, b) for a in one.writes for b in (*other.reads, *other.writes)]
     return any(
         overlap(a, b) for a, b in (*pairs, *((a, b) for a in one.reads for b in other.writes))

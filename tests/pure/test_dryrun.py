@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from torchweft.dryrun.build import include_folders_of, stubs
 from torchweft.dryrun.calls import (
+    ByteSpan,
     CallsError,
-    Rank,
-    Span,
+    RankCalls,
     gather,
     load_calls,
     overlap,
@@ -75,7 +75,7 @@ def faults(*papers: Paper) -> list[Fault]:
     return check(ranks_of(*papers))
 
 
-def ranks_of(*papers: Paper) -> tuple[Rank, ...]:
+def ranks_of(*papers: Paper) -> tuple[RankCalls, ...]:
     return read_calls(paper.data() for paper in papers)
 
 
@@ -128,10 +128,10 @@ def test_the_legacy_stream_waits_for_blocking_streams(blocking: int, wanted: lis
 
 
 def test_columns_beside_each_other_do_not_overlap() -> None:
-    left, right = Span(0, 8, ((4, 16),)), Span(8, 8, ((4, 16),))
+    left, right = ByteSpan(0, 8, ((4, 16),)), ByteSpan(8, 8, ((4, 16),))
     assert not overlap(left, right)
-    assert overlap(left, Span(4, 8, ((4, 16),)))
-    assert overlap(left, Span(0, 64))
+    assert overlap(left, ByteSpan(4, 8, ((4, 16),)))
+    assert overlap(left, ByteSpan(0, 64))
 
 
 def test_the_work_of_a_graph_is_done_again_at_each_launch() -> None:
@@ -188,9 +188,7 @@ def test_kept_memory_or_a_wait_is_enough() -> None:
 
 
 def test_a_block_freed_while_a_collective_uses_a_part_of_it_is_found() -> None:
-    paper = (
-        Paper().alloc(0, 1).kernel(0, writes=[1]).record(0, 1).wait(1, 1).talk(1, 1, line="p.py:9")
-    )
+    paper = Paper().alloc(0, 1).talk(1, 1, line="p.py:9")
     paper.calls[-1].update(reads=[[SIZE + 8, 8]], writes=[[SIZE + 8, 8]])
     paper.free(1).alloc(0, 1).kernel(0, writes=[1])
     assert [(fault.rule, fault.lines[0]) for fault in faults(paper)] == [("early-free", "p.py:9")]

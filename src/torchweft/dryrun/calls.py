@@ -24,7 +24,7 @@ ON_STREAM = ("kernel", "copy", "set", "host", "collective", "launch")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """Bytes of a tensor: runs of bytes at an address, repeated by counts and strides."""
 
     address: int
@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DeviceCall:
     """One call of one rank. `stream`, `event` and `graph` are numbers of that rank; 0: no graph."""
 
     rank: int
@@ -51,8 +51,8 @@ class Call:
     name: str = ""
     line: str = ""
     op: int = 0
-    reads: tuple[Span, ...] = ()
-    writes: tuple[Span, ...] = ()
+    reads: tuple[ByteSpan, ...] = ()
+    writes: tuple[ByteSpan, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,12 +62,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankCalls:
     """What one process asked for."""
 
     rank: int
     pid: int
-    calls: tuple[Call, ...]
+    calls: tuple[DeviceCall, ...]
     devices: int = 1
     events: str = "lazy"
 
@@ -103,7 +103,7 @@ def save_calls(path: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
     write_text(path, json.dumps({"version": VERSION, "ranks": ranks}))
 
 
-def load_calls(path: Path) -> tuple[Rank, ...]:
+def load_calls(path: Path) -> tuple[RankCalls, ...]:
     """The calls in a file that `save_calls` wrote. Raises `CallsError`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def load_calls(path: Path) -> tuple[Rank, ...]:
     return read_calls(data["ranks"])
 
 
-def read_calls(ranks: Iterable[Mapping[str, Any]]) -> tuple[Rank, ...]:
+def read_calls(ranks: Iterable[Mapping[str, Any]]) -> tuple[RankCalls, ...]:
     """The calls of plain records, ops joined with their kernels. Raises `CallsError`."""
     try:
         return tuple(_rank(data) for data in ranks)
@@ -122,17 +122,17 @@ def read_calls(ranks: Iterable[Mapping[str, Any]]) -> tuple[Rank, ...]:
         raise CallsError(f"calls: a record has a call that cannot be read: {cause!r}.") from None
 
 
-def _rank(data: Mapping[str, Any]) -> Rank:
+def _rank(data: Mapping[str, Any]) -> RankCalls:
     ops = {call["op"]: call for call in data["calls"] if call["call"] == "op"}
     calls = (_call(data["rank"], item, ops) for item in data["calls"] if item["call"] != "op")
     pid, devices = data.get("pid", 0), data.get("devices", 1)
-    return Rank(data["rank"], pid, tuple(calls), devices, data.get("events", "lazy"))
+    return RankCalls(data["rank"], pid, tuple(calls), devices, data.get("events", "lazy"))
 
 
 NONE: Mapping[str, Any] = {}
 
 
-def _call(rank: int, item: Mapping[str, Any], ops: Mapping[int, Mapping[str, Any]]) -> Call:
+def _call(rank: int, item: Mapping[str, Any], ops: Mapping[int, Mapping[str, Any]]) -> DeviceCall:
     kind, number = item["call"], item.get("op", 0)
     op = ops.get(number, NONE)
     source = op if kind == "kernel" else item  # copies and collectives know their own bytes
@@ -147,21 +147,21 @@ def _call(rank: int, item: Mapping[str, Any], ops: Mapping[int, Mapping[str, Any
         name = own
     line = item.get("line") or op.get("line", "")
     stream, event, graph = item.get("s", -1), item.get("e", 0), item.get("g", 0)
-    return Call(
+    return DeviceCall(
         rank, item["n"], kind, stream, event, graph, name, line, number, reads, writes, item
     )
 
 
-def _spans(items: Iterable[Sequence[Any]]) -> tuple[Span, ...]:
+def _spans(items: Iterable[Sequence[Any]]) -> tuple[ByteSpan, ...]:
     spans = []
     for address, run, *rest in items:
         if run:
             jumps = tuple((n, step) for n, step in rest[0]) if rest else ()
-            spans.append(Span(address, run, jumps, rest[1] if len(rest) > 1 else 0))
+            spans.append(ByteSpan(address, run, jumps, rest[1] if len(rest) > 1 else 0))
     return tuple(spans)
 
 
-def overlap(one: Span, other: Span) -> bool:
+def overlap(one: ByteSpan, other: ByteSpan) -> bool:
     """Whether two spans share a byte; of very scattered ones, whether their extents do."""
     if one.end <= other.address or other.end <= one.address:
         return False
@@ -184,7 +184,7 @@ def overlap(one: Span, other: Span) -> bool:
 MAX_RUNS = 1 << 14
 
 
-def _runs(span: Span) -> list[tuple[int, int]] | None:
+def _runs(span: ByteSpan) -> list[tuple[int, int]] | None:
     """The runs of a span in order of address; None if there are too many to list."""
     starts = [span.address]
     for count, step in span.jumps:

@@ -23,8 +23,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torchweft.dryrun.calls import Call, Rank, Span, overlap
-from torchweft.dryrun.order import Order, Step, Work, order, signature
+from torchweft.dryrun.calls import ByteSpan, DeviceCall, RankCalls, overlap
+from torchweft.dryrun.order import DeviceWork, IssueEntry, Order, order, signature
 
 PAGE = 1 << 20  # bytes; blocks are looked up by these
 MAX_BACK = 64  # kernels before a record that are looked at
@@ -49,14 +49,14 @@ class Fault:
         return f"{self.rule}: {self.text}" + (f" ({self.times} times)" if self.times > 1 else "")
 
 
-def check(ranks: Sequence[Rank], made: Order | None = None) -> list[Fault]:
+def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
     """All findings of a run, what is wrong first; the same one at the same lines once."""
     made = made or order(ranks)
     faults = [
         *_refused(ranks),
         *_collectives(made),
         *_empty_waits(made),
-        *(fault for steps in made.steps.values() for fault in _Memory(made).faults(steps)),
+        *(fault for steps in made.steps.values() for fault in _Lifetimes(made).faults(steps)),
         *_compute_streams(made),
         *_late_records(made),
         *_hidden(ranks),
@@ -70,7 +70,7 @@ def check(ranks: Sequence[Rank], made: Order | None = None) -> list[Fault]:
     return sorted(once, key=lambda fault: fault.is_advice)
 
 
-def _refused(ranks: Iterable[Rank]) -> Iterator[Fault]:
+def _refused(ranks: Iterable[RankCalls]) -> Iterator[Fault]:
     for rank in ranks:
         for call in rank.calls:
             name = call.data.get("name", "")
@@ -88,11 +88,11 @@ def _refused(ranks: Iterable[Rank]) -> Iterator[Fault]:
                 yield Fault("unmodelled", f"{name} is not modelled{_at(call)}.", _lines(call))
 
 
-def _at(call: Call) -> str:
+def _at(call: DeviceCall) -> str:
     return f" at {call.line}" if call.line else ""
 
 
-def _lines(*calls: Call) -> tuple[str, ...]:
+def _lines(*calls: DeviceCall) -> tuple[str, ...]:
     return tuple(call.line for call in calls if call.line)
 
 
@@ -141,7 +141,7 @@ def _collectives(made: Order) -> Iterator[Fault]:
         yield Fault("collectives", text, _lines(*talks))
 
 
-def _talk(call: Call) -> str:
+def _talk(call: DeviceCall) -> str:
     count = call.data["in"] or call.data["out"]
     return f"{call.name} of {count}{_at(call)}"
 
@@ -160,20 +160,20 @@ def _empty_waits(made: Order) -> Iterator[Fault]:
 
 @dataclass(slots=True)
 class _Access:
-    work: Work
-    span: Span
+    work: DeviceWork
+    span: ByteSpan
     is_write: bool
 
 
 @dataclass(slots=True)
 class _Freed:
-    call: Call
+    call: DeviceCall
     lane: int
     users: list[_Access]
     is_asked: bool = False  # memory was asked for on the lane since then
 
 
-class _Memory:
+class _Lifetimes:
     """Walks the steps of one rank, and knows who touched what since it was allocated."""
 
     def __init__(self, made: Order) -> None:
@@ -187,7 +187,7 @@ class _Memory:
         self.kept: dict[int, set[int]] = defaultdict(set)
         self.freed: list[_Freed] = []
 
-    def faults(self, steps: Iterable[Step]) -> Iterator[Fault]:
+    def faults(self, steps: Iterable[IssueEntry]) -> Iterator[Fault]:
         for step in steps:
             call = step.call
             if call.kind == "alloc":
@@ -207,7 +207,7 @@ class _Memory:
                 yield from self.reused(step.work)
                 yield from self.touch(step.work)
 
-    def free(self, call: Call) -> None:
+    def free(self, call: DeviceCall) -> None:
         """From now on the block may be handed out again, to whoever asks on its stream."""
         block = call.data["ptr"]
         users = self.forget(block)
@@ -221,7 +221,7 @@ class _Memory:
             if others:
                 self.freed.append(_Freed(call, lane, others))
 
-    def reused(self, work: Work) -> Iterator[Fault]:
+    def reused(self, work: DeviceWork) -> Iterator[Fault]:
         """Work on a stream whose memory was freed and asked for: it may be using that memory."""
         for item in list(self.freed):
             if item.lane != work.lane or not item.is_asked:
@@ -239,7 +239,7 @@ class _Memory:
                     _lines(user.call, item.call),
                 )
 
-    def touch(self, work: Work) -> Iterator[Fault]:
+    def touch(self, work: DeviceWork) -> Iterator[Fault]:
         accesses = [_Access(work, span, False) for span in work.call.reads]
         accesses += [_Access(work, span, True) for span in work.call.writes]
         for access in accesses:
@@ -269,7 +269,7 @@ class _Memory:
             _lines(second.call, first.call),
         )
 
-    def near(self, span: Span) -> list[int]:
+    def near(self, span: ByteSpan) -> list[int]:
         """Blocks whose touched bytes reach into a span."""
         pages = range(span.address // PAGE, (span.end - 1) // PAGE + 1)
         blocks = {block for page in pages for block in self.pages.get(page, ())}
@@ -330,7 +330,7 @@ def _compute_streams(made: Order) -> Iterator[Fault]:
 
 def _late_records(made: Order) -> Iterator[Fault]:
     """Events behind work that the waiting stream never touches, though it needs earlier work."""
-    lanes: dict[int, list[Work]] = defaultdict(list)
+    lanes: dict[int, list[DeviceWork]] = defaultdict(list)
     for work in made.works:
         lanes[work.lane].append(work)
     for call, lane, last in made.waits:
@@ -352,20 +352,20 @@ def _late_records(made: Order) -> Iterator[Fault]:
             yield Fault("late-record", text, _lines(first.call, work.call))
 
 
-def _feeds(one: Work, other: Work) -> bool:
+def _feeds(one: DeviceWork, other: DeviceWork) -> bool:
     return any(overlap(a, b) for a in one.call.writes for b in other.call.reads)
 
 
-def synchronisations(rank: Rank) -> list[Call]:
+def synchronisations(rank: RankCalls) -> list[DeviceCall]:
     """Where the host waited for the device; one a line of an op, though it may take two calls."""
-    calls: list[Call] = []
+    calls: list[DeviceCall] = []
     for call in rank.calls:
         if call.kind == "sync" and not (call.op and calls and calls[-1].op == call.op):
             calls.append(call)
     return calls
 
 
-def _hidden(ranks: Iterable[Rank]) -> Iterator[Fault]:
+def _hidden(ranks: Iterable[RankCalls]) -> Iterator[Fault]:
     for rank in ranks:
         for call in synchronisations(rank):
             if call.op:

@@ -18,17 +18,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchweft.dryrun.calls import ON_STREAM, Call, Rank
+from torchweft.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
 
 LEGACY, BLOCKING = 2, 1
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class DeviceWork:
     """A node: a call on a lane, and the nodes it comes directly behind."""
 
     index: int  # among all nodes
-    call: Call
+    call: DeviceCall
     lane: int
     place: int  # in its lane, from 1
     behind: list[int] = field(default_factory=list)
@@ -43,16 +43,16 @@ class Meeting:
 
     comm: str
     number: int
-    works: dict[int, Work]  # by rank of the communicator
+    works: dict[int, DeviceWork]  # by rank of the communicator
     size: int
 
 
 @dataclass(slots=True)
-class Step:
+class IssueEntry:
     """What a rank did, in order of issue: a node, or a call that only matters for lifetimes."""
 
-    call: Call
-    work: Work | None
+    call: DeviceCall
+    work: DeviceWork | None
     lanes: dict[int, int]  # lane of each stream then; streams of a graph have lanes of their own
 
 
@@ -60,21 +60,23 @@ class Step:
 class Order:
     """All nodes of a run, and which comes before which."""
 
-    works: list[Work]
-    steps: dict[int, list[Step]]  # by rank
+    works: list[DeviceWork]
+    steps: dict[int, list[IssueEntry]]  # by rank
     names: list[str]  # of the lanes
     meetings: list[Meeting]
-    empty_waits: list[Call]  # waits for an event that had not been recorded
-    waits: list[tuple[Call, int, Work]]  # a wait, its lane, and the last work before the record
-    stuck: list[Work] = field(default_factory=list)
+    empty_waits: list[DeviceCall]  # waits for an event that had not been recorded
+    waits: list[
+        tuple[DeviceCall, int, DeviceWork]
+    ]  # a wait, its lane, and the last work before the record
+    stuck: list[DeviceWork] = field(default_factory=list)
     clocks: list[array[int]] = field(default_factory=list)
 
-    def before(self, one: Work, other: Work) -> bool:
+    def before(self, one: DeviceWork, other: DeviceWork) -> bool:
         """Whether one has ended when the other begins, however long anything takes."""
         return self.clocks[other.index][one.lane] >= one.place
 
 
-def order(ranks: Sequence[Rank]) -> Order:
+def order(ranks: Sequence[RankCalls]) -> Order:
     """The order of all work in a run."""
     made = Order([], {}, [], [], [], [])
     for rank in ranks:
@@ -87,20 +89,20 @@ def order(ranks: Sequence[Rank]) -> Order:
 class _Walk:
     """Goes through the calls of one rank, and makes its nodes."""
 
-    def __init__(self, made: Order, rank: Rank) -> None:
+    def __init__(self, made: Order, rank: RankCalls) -> None:
         self.made, self.rank = made, rank
         self.lanes: dict[tuple[int, int], int] = {}  # (graph, stream) -> lane
-        self.last: dict[int, Work] = {}
+        self.last: dict[int, DeviceWork] = {}
         self.counts: dict[int, int] = defaultdict(int)
         self.gates: dict[int, Frontier] = defaultdict(dict)
         self.host: Frontier = {}
         self.events: dict[tuple[int, int], tuple[int, Frontier]] = {}  # of (graph, event): its lane
         self.flags: dict[int, tuple[int, int]] = {}  # stream -> device, blocking
-        self.graphs: dict[int, list[Call]] = {}
+        self.graphs: dict[int, list[DeviceCall]] = {}
         self.capturing: dict[int, int] = {}  # stream -> graph
-        self.steps: list[Step] = []
+        self.steps: list[IssueEntry] = []
 
-    def walk(self) -> list[Step]:
+    def walk(self) -> list[IssueEntry]:
         for call in self.rank.calls:
             if call.kind == "stream":
                 self.flags[call.stream] = (call.data["dev"], call.data["blocking"])
@@ -118,7 +120,7 @@ class _Walk:
                 self.take(call)
         return self.steps
 
-    def take(self, call: Call, inside: int = 0) -> None:
+    def take(self, call: DeviceCall, inside: int = 0) -> None:
         """One call, outside of graphs or in a launch of one."""
         if call.kind == "launch":
             self.launch(call)
@@ -142,11 +144,11 @@ class _Walk:
             self.made.names.append(f"rank {self.rank.rank} {where}stream {stream}")
         return self.lanes[key]
 
-    def step(self, call: Call, work: Work | None, inside: int) -> None:
+    def step(self, call: DeviceCall, work: DeviceWork | None, inside: int) -> None:
         lanes = {s: lane for (graph, s), lane in self.lanes.items() if graph == inside}
         if call.kind == "alloc":
             lanes[call.stream] = self.lane(inside, call.stream)
-        self.steps.append(Step(call, work, lanes if call.kind in ("alloc", "keep") else {}))
+        self.steps.append(IssueEntry(call, work, lanes if call.kind in ("alloc", "keep") else {}))
 
     def frontier(self, lane: int) -> Frontier:
         """What has ended when the lane has come so far."""
@@ -155,9 +157,9 @@ class _Walk:
             front[lane] = self.last[lane].index
         return front
 
-    def work(self, call: Call, lane: int) -> Work:
+    def work(self, call: DeviceCall, lane: int) -> DeviceWork:
         self.counts[lane] += 1
-        work = Work(len(self.made.works), call, lane, self.counts[lane])
+        work = DeviceWork(len(self.made.works), call, lane, self.counts[lane])
         self.legacy(call, lane)
         front = self.frontier(lane)
         _join(front, self.host)
@@ -167,7 +169,7 @@ class _Walk:
         self.made.works.append(work)
         return work
 
-    def legacy(self, call: Call, lane: int) -> None:
+    def legacy(self, call: DeviceCall, lane: int) -> None:
         """The legacy stream and blocking streams of its device wait for each other."""
         device, blocking = self.flags.get(call.stream, (0, 0))
         if blocking:
@@ -176,7 +178,7 @@ class _Walk:
                 if not graph and there == device and {kind, blocking} == {LEGACY, BLOCKING}:
                     _join(self.gates[lane], self.frontier(other))
 
-    def wait(self, call: Call, inside: int) -> None:
+    def wait(self, call: DeviceCall, inside: int) -> None:
         lane = self.lane(inside, call.stream)
         if (inside, call.event) not in self.events:
             self.made.empty_waits.append(call)
@@ -186,7 +188,7 @@ class _Walk:
             self.made.waits.append((call, lane, self.made.works[front[source]]))
         _join(self.gates[lane], front)
 
-    def sync(self, call: Call) -> None:
+    def sync(self, call: DeviceCall) -> None:
         if call.event:
             _join(self.host, self.events.get((0, call.event), (0, {}))[1])
             return
@@ -196,7 +198,7 @@ class _Walk:
             if not graph and (stream == call.stream if device is None else there == device):
                 _join(self.host, self.frontier(lane))
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: DeviceCall) -> None:
         """Put the calls of a graph on its own lanes, between two nodes on the launching stream."""
         graph = call.data["graph"]
         own = self.lane(0, call.stream)
@@ -231,13 +233,13 @@ def _groups(made: Order) -> list[int]:
             index = parent[index]
         return index
 
-    def unite(works: Sequence[Work]) -> None:
+    def unite(works: Sequence[DeviceWork]) -> None:
         for work in works[1:]:
             parent[root(work.index)] = root(works[0].index)
 
-    talks: dict[str, dict[int, list[Work]]] = defaultdict(lambda: defaultdict(list))
-    messages: dict[tuple[str, int, int, str], list[Work]] = defaultdict(list)
-    grouped: dict[tuple[int, int, int, int], list[Work]] = defaultdict(list)
+    talks: dict[str, dict[int, list[DeviceWork]]] = defaultdict(lambda: defaultdict(list))
+    messages: dict[tuple[str, int, int, str], list[DeviceWork]] = defaultdict(list)
+    grouped: dict[tuple[int, int, int, int], list[DeviceWork]] = defaultdict(list)
     launches: dict[int, int] = defaultdict(int)
     for work in made.works:
         call = work.call
@@ -273,7 +275,7 @@ def _groups(made: Order) -> list[int]:
     return [root(index) for index in range(len(parent))]
 
 
-def signature(call: Call) -> tuple[object, ...]:
+def signature(call: DeviceCall) -> tuple[object, ...]:
     """What must be the same on all ranks of a collective."""
     data = call.data
     count = data["out"] if data["kind"] in ("broadcast", "scatter") else data["in"]
@@ -283,7 +285,7 @@ def signature(call: Call) -> tuple[object, ...]:
 
 def _clocks(made: Order, groups: Sequence[int]) -> None:
     """The clock of each node, in an order in which the nodes can run; the rest is stuck."""
-    members: dict[int, list[Work]] = defaultdict(list)
+    members: dict[int, list[DeviceWork]] = defaultdict(list)
     behind: dict[int, set[int]] = defaultdict(set)
     after: dict[int, list[int]] = defaultdict(list)
     for work in made.works:

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from torchweft.dryrun.calls import ON_STREAM, Call, Rank
+from torchweft.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
 from torchweft.dryrun.check import Fault, synchronisations
 
 WIDTH = 30
 
 
-def report(ranks: Sequence[Rank], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
+def report(ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
     """The whole text. The timeline is that of the first rank, from its end, where it is steady."""
     lines = [f"dry run: {len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"]
     if ranks:
@@ -25,7 +25,7 @@ def report(ranks: Sequence[Rank], faults: Sequence[Fault], *, max_lines: int = 6
     return "\n".join(lines)
 
 
-def timeline(rank: Rank, *, max_lines: int = 60) -> Iterator[str]:
+def timeline(rank: RankCalls, *, max_lines: int = 60) -> Iterator[str]:
     """The streams of a rank as columns; equal calls in a row are one line."""
     shown = [c for c in rank.calls if c.kind in (*ON_STREAM, "record", "wait", "sync", "mark")]
     columns = {s: i for i, s in enumerate(_used(shown))}
@@ -43,12 +43,12 @@ def timeline(rank: Rank, *, max_lines: int = 60) -> Iterator[str]:
             yield "  ".join([" " * WIDTH] * column + [text])
 
 
-def _used(calls: Iterable[Call]) -> list[int]:
+def _used(calls: Iterable[DeviceCall]) -> list[int]:
     """Streams in the order of their first use."""
     return list(dict.fromkeys(call.stream for call in calls if call.stream >= 0))
 
 
-def _word(call: Call) -> str:
+def _word(call: DeviceCall) -> str:
     if call.kind == "record":
         return f"record {call.event}"
     if call.kind == "wait":
@@ -67,7 +67,7 @@ def _word(call: Call) -> str:
     )
 
 
-def _collectives(ranks: Sequence[Rank]) -> Iterator[str]:
+def _collectives(ranks: Sequence[RankCalls]) -> Iterator[str]:
     counts = Counter(
         (rank.rank, call.data["comm"][:6], call.stream, call.name)
         for rank in ranks
@@ -79,7 +79,7 @@ def _collectives(ranks: Sequence[Rank]) -> Iterator[str]:
         yield f"  rank {rank}  {comm}  stream {stream}  {name} x{times}"
 
 
-def _syncs(ranks: Sequence[Rank]) -> Iterator[str]:
+def _syncs(ranks: Sequence[RankCalls]) -> Iterator[str]:
     counts = Counter(
         (rank.rank, call.data["what"], call.name, call.line)
         for rank in ranks

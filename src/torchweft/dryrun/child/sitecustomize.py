@@ -16,7 +16,7 @@ from typing import Any
 HERE = str(Path(__file__).parent)
 
 
-class Watched(importlib.abc.Loader):
+class TorchLoader(importlib.abc.Loader):
     """Loads torch as its own loader does, and begins to watch."""
 
     def __init__(self, loader: Any) -> None:
@@ -39,7 +39,7 @@ class Watched(importlib.abc.Loader):
         watch.begin()
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class TorchFinder(importlib.abc.MetaPathFinder):
     """Finds torch, once, as the finders behind it do."""
 
     def find_spec(
@@ -51,11 +51,11 @@ class Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            spec.loader = Watched(spec.loader)
+            spec.loader = TorchLoader(spec.loader)
         return spec
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, TorchFinder())
 
 sys.path.remove(HERE)
 sys.modules.pop("sitecustomize", None)

@@ -102,7 +102,7 @@ def accesses(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[list[Any]
     return reads, writes
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op that runs; torch.compile goes on as if it were not there."""
 
     @classmethod
@@ -178,11 +178,11 @@ def begin() -> None:
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)
 
-    Watch().__enter__()  # type: ignore[no-untyped-call]
+    OpWatch().__enter__()  # type: ignore[no-untyped-call]
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def bootstrap(self: threading.Thread) -> None:
-        with Watch():  # type: ignore[no-untyped-call]  # torch keeps its modes by thread
+        with OpWatch():  # type: ignore[no-untyped-call]  # torch keeps its modes by thread
             start(self)
 
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
