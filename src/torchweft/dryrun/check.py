@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from torchweft.dryrun.calls import ByteSpan, DeviceCall, RankCalls, overlap
 from torchweft.dryrun.order import DeviceWork, IssueEntry, Order, order, signature
 
+OUT_OF_MEMORY = 2
 PAGE = 1 << 20  # bytes; blocks are looked up by these
 MAX_BACK = 64  # kernels before a record that are looked at
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
@@ -74,7 +75,7 @@ def _refused(ranks: Iterable[RankCalls]) -> Iterator[Fault]:
     for rank in ranks:
         for call in rank.calls:
             name = call.data.get("name", "")
-            if call.kind == "error":
+            if call.kind == "error" and call.data["code"] != OUT_OF_MEMORY:  # torch tries again
                 text = f"{name} was refused with {call.data['code']}{_at(call)}."
                 yield Fault("error", text, _lines(call))
             elif call.kind == "missing":

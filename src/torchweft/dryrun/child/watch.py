@@ -146,7 +146,12 @@ def stream_handle(stream: Any) -> int:
 
 
 def allocated(pointer: int) -> None:
-    """The caching allocator has handed out memory, on the current stream."""
+    """The caching allocator has handed out memory, on the current stream.
+
+    No kernel will write it, so what was there before is taken away: a count that a kernel would have
+    left is 0, and not what a copy once put there. Blocks have at least 512 bytes.
+    """
+    ctypes.memset(pointer, 0, 512)
     handle = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     note("alloc", ptr=pointer, s=library.weft_dryrun_stream(ctypes.c_void_p(handle)))
 

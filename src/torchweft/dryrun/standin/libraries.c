@@ -127,6 +127,17 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqu
 EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int size, int rank, int num_ids, ncclUniqueId *ids, ncclConfig_t *config) {
   return ncclCommInitRank(comm, size, ids[0], rank);
 }
+EXPORT ncclResult_t ncclCommInitAll(ncclComm_t *comms, int size, const int *devices) {
+  ncclUniqueId id;
+  int before = weft_device;
+  ncclGetUniqueId(&id);
+  for (int rank = 0; rank < size; rank++) {
+    weft_device = devices ? devices[rank] : rank;
+    ncclCommInitRank(comms + rank, size, id, rank);
+  }
+  weft_device = before;
+  return ncclSuccess;
+}
 /* Communicators stay: waits that come later still look at them. */
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) { return ncclSuccess; }
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) { return ncclSuccess; }
