@@ -95,8 +95,11 @@ def compute_stream() -> None:
 def objects() -> None:
     """Ranks agree on something through a collective: its data travels."""
     told = [None] * size
-    dist.all_gather_object(told, {"rank": rank})
-    assert [item["rank"] for item in told] == list(range(size)), told
+    dist.all_gather_object(told, "x" * (rank + 1))  # of unequal sizes
+    assert told == ["x" * (r + 1) for r in range(size)], told
+    heard = [{"rank": rank}]
+    dist.broadcast_object_list(heard, 0)
+    assert heard == [{"rank": 0}], heard
     sent = torch.tensor([rank + 1], device="cuda")
     dist.all_reduce(sent)
     assert sent.item() == size * (size + 1) // 2, sent

@@ -30,13 +30,18 @@ class TorchLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """As torch's own loader; then the watch begins."""
         self.loader.exec_module(module)
-        path = Path(HERE) / "watch.py"
-        spec = importlib.util.spec_from_file_location("weft_dryrun_watch", path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} cannot be loaded")
-        watch = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(watch)
-        watch.begin()
+        load("watch").begin(load("integers").compute)
+
+
+def load(name: str) -> Any:
+    """A module of this folder, which is on no path."""
+    path = Path(HERE) / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"weft_dryrun_{name}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class TorchFinder(importlib.abc.MetaPathFinder):

@@ -15,6 +15,7 @@ import json
 import sys
 import sysconfig
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,6 +106,10 @@ def accesses(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[list[Any]
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op that runs; torch.compile goes on as if it were not there."""
 
+    def __init__(self, compute: Callable[[Any, Any, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compute = compute
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compilers do not step aside."""
@@ -132,7 +137,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_talk = name.startswith(("c10d.", "_c10d_functional."))
         reads, writes = ([], []) if is_talk else accesses(func, args, kwargs, results)
         if reads or writes or is_talk:
-            line = line_of(sys._getframe(1))
+            line = line_of(sys._getframe())
+            if writes:
+                self.compute(func, args, kwargs, results)
             note("op", op=number, name=name, reads=reads, writes=writes, line=line)
         return results
 
@@ -148,8 +155,8 @@ def stream_handle(stream: Any) -> int:
 def allocated(pointer: int) -> None:
     """The caching allocator has handed out memory, on the current stream.
 
-    No kernel will write it, so what was there before is taken away: a count that a kernel would have
-    left is 0, and not what a copy once put there. Blocks have at least 512 bytes.
+    No kernel will write it, so what was there before is taken away: a count that a kernel would
+    have left is 0, and not what a copy once put there. Blocks have at least 512 bytes.
     """
     ctypes.memset(pointer, 0, 512)
     handle = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
@@ -158,11 +165,11 @@ def allocated(pointer: int) -> None:
 
 def freed(pointer: int) -> None:
     """The caching allocator has got memory back: the next that asks on its stream may have it."""
-    note("free", ptr=pointer, line=line_of(sys._getframe(1)))
+    note("free", ptr=pointer, line=line_of(sys._getframe()))
 
 
-def begin() -> None:
-    """Watch this process from now on."""
+def begin(compute: Callable[[Any, Any, Any, Any], None]) -> None:
+    """Watch this process from now on; `compute` does what small integers need."""
     from torch.cuda import _gpu_trace
 
     if not hasattr(library, "weft_dryrun_torch"):
@@ -173,7 +180,7 @@ def begin() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     tell = ctypes.CFUNCTYPE(None)(
-        lambda: library.weft_dryrun_line(json.dumps(line_of(sys._getframe(1)))[1:-1].encode())
+        lambda: library.weft_dryrun_line(json.dumps(line_of(sys._getframe()))[1:-1].encode())
     )
     library.weft_dryrun_callback(tell)
     atexit.register(library.weft_dryrun_callback, None)
@@ -183,11 +190,11 @@ def begin() -> None:
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)
 
-    OpWatch().__enter__()  # type: ignore[no-untyped-call]
+    OpWatch(compute).__enter__()  # type: ignore[no-untyped-call]
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def bootstrap(self: threading.Thread) -> None:
-        with OpWatch():  # type: ignore[no-untyped-call]  # torch keeps its modes by thread
+        with OpWatch(compute):  # torch keeps its modes by thread
             start(self)
 
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]

@@ -305,6 +305,8 @@ int weft_settle(const void *source, size_t bytes) {
   return is_good;
 }
 
+EXPORT int weft_dryrun_settle(const void *source, size_t bytes) { return weft_settle(source, bytes); }
+
 /* ---- NCCL: collectives --------------------------------------------------------------------- */
 
 static __thread int group_depth, group;
