@@ -158,6 +158,7 @@ def allocated(pointer: int) -> None:
     No kernel will write it, so what was there before is taken away: a count that a kernel would
     have left is 0, and not what a copy once put there. Blocks have at least 512 bytes.
     """
+    library.weft_dryrun_settle(ctypes.c_void_p(pointer), ctypes.c_size_t(512))
     ctypes.memset(pointer, 0, 512)
     handle = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     note("alloc", ptr=pointer, s=library.weft_dryrun_stream(ctypes.c_void_p(handle)))

@@ -726,7 +726,10 @@ static cudaError_t copy(const char *name, Stream *stream, void *dst, const void 
     weft_record("sync", ",\"what\":\"%s\",\"s\":%d%s", name, stream->id, weft_where(1));
     finish(&stream->clock);
   }
-  if (!graph && !weft_settle(src, src_pitch * (height - 1) + width)) return weft_fail(name, cudaErrorLaunchTimeout);
+  /* A collective whose result lies here or there comes first, in what it writes too. */
+  if (!graph && !(weft_settle(src, src_pitch * (height - 1) + width) &&
+                  weft_settle(dst, dst_pitch * (height - 1) + width)))
+    return weft_fail(name, cudaErrorLaunchTimeout);
   for (size_t row = 0; row < height; row++) {
     void *to_row = (char *)dst + row * dst_pitch;
     const void *from_row = (const char *)src + row * src_pitch;
@@ -757,7 +760,9 @@ EXPORT cudaError_t cudaMemsetAsync(void *dst, int value, size_t bytes, cudaStrea
   Stream *stream = weft_stream(handle);
   ISSUE(stream);
   weft_record("set", ",\"s\":%d,\"g\":%d,\"writes\":[[%lu,%lu]]%s", stream->id, graph, (uintptr_t)dst, bytes, weft_where(0));
-  if (!graph) memset(dst, value, bytes);
+  if (graph) return cudaSuccess;
+  if (!weft_settle(dst, bytes)) FAIL(cudaErrorLaunchTimeout);
+  memset(dst, value, bytes);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void *dst, int value, size_t bytes) { return cudaMemsetAsync(dst, value, bytes, 0); }
