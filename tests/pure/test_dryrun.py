@@ -251,6 +251,21 @@ def test_swapped_collectives_of_one_size_are_known_by_their_lines() -> None:
     assert not rules(first, Paper(1).talk(1, 1, line="p.py:8").talk(1, 2, line="p.py:9"))
 
 
+def test_swapped_collectives_of_one_line_are_known_by_what_made_their_bytes() -> None:
+    """As from a loop: one size, one line; the sums would be wrong without a word."""
+
+    def rank(number: int, order: list[int]) -> Paper:
+        paper = Paper(number).kernel(0, writes=[1]).kernel(0, writes=[2]).record(0, 1).wait(1, 1)
+        for buffer in order:
+            paper.talk(1, buffer, line="p.py:9")
+        return paper
+
+    assert "collectives" not in rules(rank(0, [1, 2]), rank(1, [1, 2]))
+    assert "collectives" in rules(rank(0, [1, 2]), rank(1, [2, 1]))
+    other = rank(1, [2, 1]).kernel(0, writes=[3])  # not the same program: nothing can be compared
+    assert "collectives" not in rules(rank(0, [1, 2]), other)
+
+
 def test_a_collective_that_one_rank_never_issues_is_found() -> None:
     (fault,) = faults(Paper(0).talk(1, 1).talk(1, 1), Paper(1).talk(1, 1))
     assert "never issued on rank 1" in fault.text

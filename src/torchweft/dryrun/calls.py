@@ -82,7 +82,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
     for path in folder.glob("calls-*.jsonl"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         calls = [data for data in map(_parse, lines) if data is not None]
-        if not any(call.get("call") in ON_STREAM for call in calls):
+        if not any(call.get("call") in (*ON_STREAM, "error", "unmodelled") for call in calls):
             continue  # a launcher that only looked at what there is
         head = calls[0]
         known = {key: head.get(key) for key in ("rank", "pid", "devices", "events")}

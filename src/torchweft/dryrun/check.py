@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchweft.dryrun.calls import ByteSpan, DeviceCall, RankCalls, overlap
@@ -53,11 +53,14 @@ class Fault:
 def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
     """All findings of a run, what is wrong first; the same one at the same lines once."""
     made = made or order(ranks)
+    memories = [_Lifetimes(made) for _ in made.steps]
+    pairs = zip(memories, made.steps.values(), strict=True)
+    touching = [fault for memory, steps in pairs for fault in memory.faults(steps)]
     faults = [
         *_refused(ranks),
-        *_collectives(made),
+        *_collectives(made, _makers(memories)),
         *_empty_waits(made),
-        *(fault for steps in made.steps.values() for fault in _Lifetimes(made).faults(steps)),
+        *touching,
         *_compute_streams(made),
         *_late_records(made),
         *_hidden(ranks),
@@ -100,7 +103,18 @@ def _lines(*calls: DeviceCall) -> tuple[str, ...]:
 # Ranks.
 
 
-def _collectives(made: Order) -> Iterator[Fault]:
+def _makers(memories: Sequence[_Lifetimes]) -> dict[int, int]:
+    """Which kernel of its rank made what a collective reads, if all ranks run the same kernels."""
+    if len({tuple(memory.kernels.values()) for memory in memories}) != 1:
+        return {}
+    makers = {}
+    for memory in memories:
+        numbers = {index: number for number, index in enumerate(memory.kernels)}
+        makers.update({talk: numbers.get(maker, -1) for talk, maker in memory.makers.items()})
+    return makers
+
+
+def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
     """The first collective of each communicator at which ranks part; circles."""
     parted = set()
     lines: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -113,9 +127,12 @@ def _collectives(made: Order) -> Iterator[Fault]:
         works = sorted(meeting.works.items())
         first = works[0][1].call
         for rank, work in works[1:]:
-            # Equal in kind and size, and yet swapped: each has the line of the other elsewhere.
+            # Equal in kind and size, and yet swapped: each has the line of the other elsewhere, or
+            # they are of one line and read what another kernel made.
             both = lines[meeting.comm, rank] & lines[meeting.comm, works[0][0]]
             is_swapped = work.call.line != first.line and {work.call.line, first.line} <= both
+            if work.call.line == first.line:
+                is_swapped = makers.get(work.index) != makers.get(works[0][1].index)
             if signature(work.call) != signature(first) or is_swapped:
                 parted.add(meeting.comm)
                 yield Fault(
@@ -187,6 +204,8 @@ class _Lifetimes:
         self.starts: list[int] = []  # of living blocks, rising
         self.kept: dict[int, set[int]] = defaultdict(set)
         self.freed: list[_Freed] = []
+        self.kernels: dict[int, str] = {}  # kernels so far, and their names
+        self.makers: dict[int, int] = {}  # collective -> the last that wrote what it reads
 
     def faults(self, steps: Iterable[IssueEntry]) -> Iterator[Fault]:
         for step in steps:
@@ -243,11 +262,20 @@ class _Lifetimes:
     def touch(self, work: DeviceWork) -> Iterator[Fault]:
         accesses = [_Access(work, span, False) for span in work.call.reads]
         accesses += [_Access(work, span, True) for span in work.call.writes]
+        if work.call.kind == "kernel":
+            self.kernels[work.index] = work.call.name
         for access in accesses:
             for block in self.near(access.span):
                 for other in self.blocks[block]:
                     if other.work is not work and self.is_race(other, access):
                         yield self.race(other, access)
+                    is_made = other.is_write and not access.is_write
+                    if (
+                        is_made
+                        and work.call.kind == "collective"
+                        and overlap(other.span, access.span)
+                    ):
+                        self.makers[work.index] = other.work.index
         for access in accesses:
             self.remember(access)
 

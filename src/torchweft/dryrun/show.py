@@ -18,7 +18,8 @@ WIDTH = 30
 
 def report(ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
     """The whole text. The timeline is that of the first rank, from its end, where it is steady."""
-    lines = [f"dry run: {len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"]
+    what = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"
+    lines = [f"dry run: {what if ranks else 'no process asked a device for work'}"]
     if ranks:
         lines += ["", *timeline(ranks[0], max_lines=max_lines)]
     lines += ["", *_collectives(ranks), "", *_syncs(ranks), "", *_faults(faults)]
