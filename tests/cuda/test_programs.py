@@ -16,6 +16,7 @@ PLANTED = {
     "late_record": "late-record",
     "hidden_sync": "hidden-sync",
     "graph_race": "race",
+    "replay": "race",
 }
 REFUSED = {"unjoined": 904, "sync_in_capture": 900}
 
@@ -35,6 +36,11 @@ def test_a_planted_bug_is_named_by_its_line(bugs: list[Fault], kind: str) -> Non
 
 def test_nothing_else_is_found(bugs: list[Fault]) -> None:
     assert sorted(fault.rule for fault in bugs) == sorted(PLANTED.values())
+
+
+def test_small_integers_are_computed_once(dry: Dry) -> None:
+    code, _ = dry("streams.py", "integers", "mended")
+    assert code == 0
 
 
 def test_mended_programs_pass(dry: Dry) -> None:

@@ -143,6 +143,16 @@ def test_the_work_of_a_graph_is_done_again_at_each_launch() -> None:
     assert not faults(ordered.record(0, 1).wait(1, 1).kernel(1, reads=[1]))
 
 
+@pytest.mark.parametrize(("waits", "wanted"), [(False, ["race"]), (True, [])])
+def test_a_replay_does_not_write_over_what_is_still_read(waits: bool, wanted: list[str]) -> None:
+    paper = Paper().put("capture", s=3, g=1).alloc(3, 1).kernel(3, writes=[1], g=1)
+    paper.put("captured", s=3, g=1).put("launch", s=0, graph=1, g=0)
+    paper.record(0, 1).wait(1, 1).kernel(1, reads=[1])
+    if waits:
+        paper.record(1, 2).wait(0, 2)
+    assert rules(paper.put("launch", s=0, graph=1, g=0)) == wanted
+
+
 def test_streams_inside_a_graph_race_too() -> None:
     paper = Paper().put("capture", s=3, g=1).record(3, 1, g=1).kernel(3, writes=[1], g=1)
     paper.wait(4, 1, g=1).kernel(4, reads=[1], g=1).record(4, 2, g=1).wait(3, 2, g=1)

@@ -114,10 +114,8 @@ class _Walk:
             elif call.graph:
                 self.capturing[call.stream] = call.graph
                 self.graphs.setdefault(call.graph, []).append(call)
-            elif call.kind in ("alloc", "keep") and call.stream in self.capturing:
-                self.graphs[self.capturing[call.stream]].append(call)
-            else:
-                self.take(call)
+            elif call.kind not in ("alloc", "keep") or call.stream not in self.capturing:
+                self.take(call)  # memory that a capture asks for stays the graph's own
         return self.steps
 
     def take(self, call: DeviceCall, inside: int = 0) -> None:

@@ -4,14 +4,34 @@ The line that a finding must name says "here".
 """
 
 import sys
+import threading
 
 import torch
+
+from torchweft.runtimes.modes import Modes
 
 kinds, is_bug = sys.argv[1].split(","), sys.argv[2] == "bug"
 torch.cuda.init()
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 x = torch.ones(64, 64, device="cuda")
 side.wait_stream(main)
+
+
+def integers() -> None:
+    """Small integers are really computed, and once: in a thread that took over our modes, too."""
+    counts, modes = [], Modes()
+
+    def count() -> None:
+        with modes:
+            numbers = torch.arange(4, device="cuda")
+            numbers.add_(1)
+            counts.append(numbers.sum().item())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+    count()
+    assert counts == [10, 10], counts
 
 
 def race() -> None:
@@ -125,6 +145,22 @@ def graph_race() -> None:
         side.wait_stream(main)
     with torch.cuda.stream(side):
         z = y * 2  # here: reads y
+    main.wait_stream(side)
+    z.sum()
+
+
+def replay() -> None:
+    """A replay writes over what a side stream still reads of the one before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+    graph.replay()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = y * 2  # here: reads y
+    if not is_bug:
+        main.wait_stream(side)
+    graph.replay()
     main.wait_stream(side)
     z.sum()
 

@@ -35,6 +35,7 @@ FOREIGN = (
 )
 SITE = sysconfig.get_paths()["purelib"]
 numbers = itertools.count(1)
+local = threading.local()  # .op: the op that this thread is in
 
 
 def line_of(frame: FrameType | None) -> str:
@@ -118,16 +119,18 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op under a number, and note what it touched."""
         kwargs = kwargs or {}
-        if FakeTensor in types:
+        # A thread may have taken over the modes of another: then there are two watches.
+        if FakeTensor in types or hasattr(local, "op"):
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a tensor that runs ops of its own: those are seen
-        number = next(numbers)
+        local.op = number = next(numbers)
         library.weft_dryrun_op(number)
         try:
             results = func(*args, **kwargs)
         finally:
             library.weft_dryrun_op(0)
+            del local.op
         name = str(func)
         if name.startswith("aten.record_stream"):
             stream = library.weft_dryrun_stream(ctypes.c_void_p(stream_handle(args[1])))

@@ -21,7 +21,8 @@ static void (*line_callback)(void);
 
 static int record_file = -1, is_lazy = 1, num_devices = 1;
 static uint64_t num_records, tick;
-static size_t device_bytes = (size_t)80 << 30, used_bytes[64];
+static const size_t device_bytes = (size_t)80 << 30;
+static size_t used_bytes[64];
 
 static const char *setting(const char *name, const char *otherwise) {
   const char *value = getenv(name);
@@ -33,8 +34,12 @@ static void forget_record(void) { record_file = -1; num_records = 0; }
 __attribute__((constructor)) static void start(void) {
   is_lazy = strcmp(setting("WEFT_DRYRUN_EVENTS", "lazy"), "eager") != 0;
   num_devices = atoi(setting("WEFT_DRYRUN_DEVICES", "1"));
-  device_bytes = (size_t)(atof(setting("WEFT_DRYRUN_MEMORY_GB", "80")) * (1 << 30));
   pthread_atfork(NULL, NULL, forget_record);
+}
+
+static void give_up(void) {
+  fprintf(stderr, "torchweft dryrun: the record cannot be written; is the disk full?\n");
+  _exit(70);
 }
 
 static void open_record(void) {
@@ -44,10 +49,7 @@ static void open_record(void) {
   int size = snprintf(head, sizeof head,
       "{\"n\":0,\"call\":\"process\",\"pid\":%d,\"rank\":%d,\"devices\":%d,\"events\":\"%s\"}\n",
       getpid(), atoi(setting("RANK", "0")), num_devices, is_lazy ? "lazy" : "eager");
-  if (record_file < 0 || write(record_file, head, size) != size) {
-    fprintf(stderr, "torchweft dryrun: the record %s cannot be written\n", name);
-    _exit(70);
-  }
+  if (record_file < 0 || write(record_file, head, size) != size) give_up();
 }
 
 void weft_record(const char *call, const char *format, ...) {
@@ -62,7 +64,7 @@ void weft_record(const char *call, const char *format, ...) {
   if (used > (int)sizeof line - 4) used = sizeof line - 4;
   line[used++] = '}';
   line[used++] = '\n';
-  if (write(record_file, line, used) != used) _exit(70);
+  if (write(record_file, line, used) != used) give_up();
   pthread_mutex_unlock(&weft_lock);
 }
 
@@ -81,7 +83,7 @@ EXPORT void weft_dryrun_note(const char *text, size_t size) {
   memcpy(line, head, used);
   memcpy(line + used, text, size);
   line[used + size] = '\n';
-  if (write(record_file, line, used + size + 1) < 0) _exit(70);
+  if (write(record_file, line, used + size + 1) < 0) give_up();
   free(line);
   pthread_mutex_unlock(&weft_lock);
 }
@@ -892,7 +894,7 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **f
     unsigned long long flags, enum cudaDriverEntryPointQueryResult *status) {
   *function = NULL;
   if (status) *status = cudaDriverEntryPointSymbolNotFound;
-  weft_record("driver", ",\"name\":\"%s\"", symbol);
+  weft_unmodelled(symbol, cudaErrorSymbolNotFound);
   return cudaSuccess;
 }
 
