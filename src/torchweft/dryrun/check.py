@@ -211,7 +211,7 @@ class _Lifetimes:
         for step in steps:
             call = step.call
             if call.kind == "alloc":
-                block, lane = call.data["ptr"], step.lanes[call.stream]
+                block, lane = call.data["ptr"], step.lane
                 if block not in self.homes:
                     insort(self.starts, block)
                 self.homes[block] = lane
@@ -220,7 +220,7 @@ class _Lifetimes:
                 for item in self.freed:
                     item.is_asked |= item.lane == lane
             elif call.kind == "keep":
-                self.kept[call.data["ptr"]].add(step.lanes.get(call.stream, -1))
+                self.kept[call.data["ptr"]].add(step.lane)
             elif call.kind == "free":
                 self.free(call)
             elif step.work is not None and step.work.index not in self.stuck:

@@ -53,7 +53,7 @@ class IssueEntry:
 
     call: DeviceCall
     work: DeviceWork | None
-    lanes: dict[int, int]  # lane of each stream then; streams of a graph have lanes of their own
+    lane: int  # that memory was asked for on, or is kept for; else -1
 
 
 @dataclass(slots=True)
@@ -143,10 +143,8 @@ class _Walk:
         return self.lanes[key]
 
     def step(self, call: DeviceCall, work: DeviceWork | None, inside: int) -> None:
-        lanes = {s: lane for (graph, s), lane in self.lanes.items() if graph == inside}
-        if call.kind == "alloc":
-            lanes[call.stream] = self.lane(inside, call.stream)
-        self.steps.append(IssueEntry(call, work, lanes if call.kind in ("alloc", "keep") else {}))
+        lane = self.lane(inside, call.stream) if call.kind in ("alloc", "keep") else -1
+        self.steps.append(IssueEntry(call, work, lane))
 
     def frontier(self, lane: int) -> Frontier:
         """What has ended when the lane has come so far."""

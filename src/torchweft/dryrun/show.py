@@ -69,27 +69,36 @@ def _word(call: DeviceCall) -> str:
 
 
 def _collectives(ranks: Sequence[RankCalls]) -> Iterator[str]:
-    counts = Counter(
-        (rank.rank, call.data["comm"][:6], call.stream, call.name)
-        for rank in ranks
-        for call in rank.calls
-        if call.kind == "collective"
-    )
-    yield "collectives by communicator and stream" if counts else "no collectives"
-    for (rank, comm, stream, name), times in sorted(counts.items()):
-        yield f"  rank {rank}  {comm}  stream {stream}  {name} x{times}"
+    def row(call: DeviceCall) -> str:
+        return f"{call.data['comm'][:6]}  stream {call.stream}  {call.name}"
+
+    talks = [[row(c) for c in rank.calls if c.kind == "collective"] for rank in ranks]
+    yield "collectives by communicator and stream" if any(talks) else "no collectives"
+    yield from _table(ranks, talks)
 
 
 def _syncs(ranks: Sequence[RankCalls]) -> Iterator[str]:
-    counts = Counter(
-        (rank.rank, call.data["what"], call.name, call.line)
-        for rank in ranks
-        for call in synchronisations(rank)
-    )
-    yield "where the host waited for the device" if counts else "the host never waited"
-    for (rank, what, name, line), times in counts.items():
-        by = "" if name == what else f" in {name}"
-        yield f"  rank {rank}  {what}{by} x{times}  {line or '(no Python line)'}"
+    def row(call: DeviceCall) -> str:
+        what = call.data["what"]
+        by = "" if call.name == what else f" in {call.name}"
+        return f"{what}{by}  {call.line or '(no Python line)'}"
+
+    waits = [[row(call) for call in synchronisations(rank)] for rank in ranks]
+    yield "where the host waited for the device" if any(waits) else "the host never waited"
+    yield from _table(ranks, waits)
+
+
+def _table(ranks: Sequence[RankCalls], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Equal rows once, with how often they come on a rank, and on which ranks."""
+    where: dict[tuple[str, int], list[int]] = {}
+    for rank, own in zip(ranks, rows, strict=True):
+        for row, times in Counter(own).items():
+            where.setdefault((row, times), []).append(rank.rank)
+    for (row, times), numbers in where.items():
+        first, last = numbers[0], numbers[-1]
+        is_run = len(numbers) > 2 and numbers == list(range(first, last + 1))
+        named = f"{first} to {last}" if is_run else ", ".join(map(str, numbers))
+        yield f"  rank {named}: {row} x{times}"
 
 
 def _faults(faults: Sequence[Fault]) -> Iterator[str]:
