@@ -1,4 +1,4 @@
-# make setup | demo | test | test-integrations | lint | plans | bench-setup.
+# make setup | demo | test | test-cuda | test-integrations | lint | plans | bench-setup.
 # Needs Python 3.11 and a package index.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
 # Each host has its tests/integrations/test_NAME*.py, and what they need in requirements/NAME.txt.
 HOSTS := transformers vllm
 
-.PHONY: setup demo test test-integrations hosts lint plans bench-setup clean
+.PHONY: setup demo test test-cuda cuda-setup test-integrations hosts lint plans bench-setup clean
 
 setup: $(STAMP)
 
@@ -30,7 +30,7 @@ demo: setup
 	@$(BIN)/torchweft demo --folder demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations --ignore tests/cuda
 
 lint: setup
 	$(BIN)/ruff check .
@@ -70,6 +70,23 @@ test-integrations: $(HOSTS:%=test-integrations-%)
 
 test-integrations-%: hosts
 	$(VENV)-$*/bin/python -m pytest --no-skips tests/integrations/test_$**.py
+
+# The CUDA build of torch, 5 GB with its libraries, outside the checkout: all checkouts share it.
+# `===` is this version and no local one of it, such as +cpu.
+CUDA_VENV ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/torchweft/cuda-2.13.0
+CUDA_STAMP := $(CUDA_VENV)/setup-$(shell cat requirements/cuda.txt | cksum | cut -d ' ' -f 1)
+
+cuda-setup: $(CUDA_STAMP)
+
+$(CUDA_STAMP):
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/$(PIP_IN) install -r requirements/cuda.txt
+	rm -f $(CUDA_VENV)/setup-*
+	touch $@
+
+# No device is needed: PyTorch's CUDA build on a stand-in that records. Needs gcc and g++.
+test-cuda: cuda-setup
+	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest --no-skips tests/cuda
 
 clean:
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

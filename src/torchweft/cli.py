@@ -25,6 +25,7 @@ import typer
 from torchweft import blueprint as blueprints
 from torchweft import cli_lab, cli_train
 from torchweft.cli_bench import BENCHES, run_bench
+from torchweft.cli_dryrun import dryrun
 from torchweft.cli_text import error_data, read_context, read_machine, read_pairs, say, say_json
 from torchweft.demo import story
 from torchweft.doctor import examine
@@ -43,6 +44,7 @@ from torchweft.write import write
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(cli_lab.app, name="lab")
 app.add_typer(cli_train.place, name="place")
+app.command(context_settings={"allow_interspersed_args": False})(dryrun)
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]

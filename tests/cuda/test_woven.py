@@ -1,0 +1,182 @@
+"""Weft's own plans on the dry run: no findings, no waits of the host when steady; the law."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from planted import Dry
+
+from torchweft.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
+from torchweft.dryrun.check import check
+
+ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
+SEVERAL = ["overlap", "overlap-graphs"]
+Runs = dict[int, tuple[RankCalls, ...]]
+
+
+@pytest.fixture(scope="module")
+def runs(dry: Dry) -> Runs:
+    made = {}
+    for size in (1, 2, 4):
+        code, made[size] = dry("woven.py", ",".join(ONE if size == 1 else SEVERAL), ranks=size)
+        assert code == 0
+    return made
+
+
+def steady(rank: RankCalls, kind: str) -> list[DeviceCall]:
+    """The calls between the marks of a kind."""
+    names = [call.name if call.kind == "mark" else "" for call in rank.calls]
+    return list(rank.calls[names.index(f"steady {kind}") : names.index(f"end {kind}")])
+
+
+CASES = [(1, kind) for kind in ONE] + [(size, kind) for size in (2, 4) for kind in SEVERAL]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nothing_is_wrong(runs: Runs, size: int) -> None:
+    assert len(runs[size]) == size
+    assert [str(fault) for fault in check(runs[size]) if not fault.is_advice] == []
+
+
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_a_steady_call_never_synchronises(runs: Runs, size: int, kind: str) -> None:
+    for rank in runs[size]:
+        calls = steady(rank, kind)
+        assert sum(call.kind in ON_STREAM for call in calls) >= 3
+        assert [call.place for call in calls if call.kind == "sync"] == []
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_run_beside_compute_and_inside_graphs(runs: Runs, size: int) -> None:
+    for rank in runs[size]:
+        calls = steady(rank, "overlap")
+        talking = {call.stream for call in calls if call.kind == "collective"}
+        assert talking and not talking & {c.stream for c in calls if c.kind == "kernel"}
+        assert any(call.kind == "collective" and call.graph for call in rank.calls)
+        launches = [c for c in steady(rank, "overlap-graphs") if c.kind == "launch"]
+        assert len(launches) == 3  # one a call
+
+
+# The law, by an oracle that walks edges and knows no clocks.
+
+
+def edges(calls: list[DeviceCall]) -> dict[int, list[int]]:
+    """For each piece of work, what it comes directly behind."""
+    behind: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    gates: dict[int, list[int]] = defaultdict(list)
+    events: dict[int, list[int]] = {}
+    for i, call in enumerate(calls):
+        front = [*gates[call.stream], *([last[call.stream]] if call.stream in last else [])]
+        if call.kind in ON_STREAM:
+            behind[i], gates[call.stream], last[call.stream] = front, [], i
+        elif call.kind == "record":
+            events[call.event] = front
+        elif call.kind == "wait":
+            gates[call.stream] += events.get(call.event, [])
+    return behind
+
+
+def is_ordered(calls: list[DeviceCall]) -> bool:
+    """Whether every two calls that touch the same bytes, one writing, are ordered."""
+    behind = edges(calls)
+    pairs = combinations(behind, 2)
+    return all(i in _before(j, behind) for i, j in pairs if _conflict(calls[i], calls[j]))
+
+
+def is_freed_early(calls: list[DeviceCall]) -> bool:
+    """Whether a stream goes on with fresh memory while another uses what was freed before."""
+    behind = edges(calls)
+    for at, free in enumerate(calls):
+        block = free.data.get("ptr")
+        mine = [i for i in range(at) if calls[i].data.get("ptr") == block]
+        born = max((i for i in mine if calls[i].kind == "alloc"), default=None)
+        if free.kind != "free" or born is None or any(calls[i].kind == "free" for i in mine[-1:]):
+            continue
+        home = calls[born].stream
+        kept = {calls[i].stream for i in mine if i > born and calls[i].kind == "keep"}
+        users = [
+            i
+            for i in range(born, at)
+            if i in behind
+            and calls[i].stream not in {home, *kept}
+            and block in {span.storage for span in (*calls[i].reads, *calls[i].writes)}
+        ]
+        later = range(at + 1, len(calls))
+        asked = next(
+            (i for i in later if (calls[i].kind, calls[i].stream) == ("alloc", home)), None
+        )
+        after = [i for i in behind if asked and i > asked and calls[i].stream == home]
+        first = min(after, default=None)
+        if first is not None and not set(users) <= _before(first, behind):
+            return True
+    return False
+
+
+def _before(start: int, behind: dict[int, list[int]]) -> set[int]:
+    seen: set[int] = set()
+    todo = [start]
+    while todo:
+        for i in behind[todo.pop()]:
+            if i not in seen:
+                seen.add(i)
+                todo.append(i)
+    return seen
+
+
+def _conflict(one: DeviceCall, other: DeviceCall) -> bool:
+    pairs = [(a, b) for a in one.writes for b in (*other.reads, *other.writes)]
+    return any(
+        overlap(a, b) for a, b in (*pairs, *((a, b) for a in one.reads for b in other.writes))
+    )
+
+
+def test_every_swapped_collective_is_found(runs: Runs) -> None:
+    """Those of the parts of a batch are equal in kind, size and line."""
+    ranks = [replace(rank, calls=tuple(steady(rank, "overlap"))) for rank in runs[2]]
+    assert "collectives" not in {fault.rule for fault in check(ranks)}
+    calls = list(ranks[1].calls)
+    talks = [i for i, call in enumerate(calls) if call.kind == "collective"]
+    for i, j in pairwise(talks):
+        swapped = [*calls]
+        swapped[i], swapped[j] = calls[j], calls[i]
+        faults = check([ranks[0], replace(ranks[1], calls=tuple(swapped))])
+        assert "collectives" in {fault.rule for fault in faults}
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "branches"), (2, "overlap")])
+def test_every_wait_taken_out_is_found(runs: Runs, size: int, kind: str) -> None:
+    """A wait is found missing exactly if nothing else orders what it ordered."""
+    rank = runs[size][0]
+    whole = [c for c in steady(rank, kind) if c.kind in (*ON_STREAM, "record", "wait")]
+    # One call of the model is enough: its addresses are its own.
+    assert is_ordered(whole)
+    num_found = 0
+    for i, call in enumerate(whole):
+        if call.kind != "wait":
+            continue
+        calls = whole[:i] + whole[i + 1 :]
+        missing = "race" in {f.rule for f in check([replace(rank, calls=tuple(calls))])}
+        assert missing == (not is_ordered(calls)), call
+        num_found += missing
+    assert num_found >= 3
+
+
+def test_every_early_free_is_found(runs: Runs) -> None:
+    """Without its note (record_stream), a value that another stream reads is freed too early."""
+    rank = runs[1][0]
+    whole = [c for c in steady(rank, "branches") if c.kind != "sync"]
+    assert not is_freed_early(whole)
+    for i, call in enumerate(whole):
+        if call.kind != "keep":
+            continue
+        calls = whole[:i] + whole[i + 1 :]
+        is_early = "early-free" in {f.rule for f in check([replace(rank, calls=tuple(calls))])}
+        assert is_early == is_freed_early(calls), call
+    # Notes for waits that come anyway are not missed; take the waits out as well.
+    bare = [call for call in whole if call.kind not in ("keep", "wait")]
+    assert "early-free" in {f.rule for f in check([replace(rank, calls=tuple(bare))])}
+    assert is_freed_early(bare)
