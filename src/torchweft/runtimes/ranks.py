@@ -268,8 +268,9 @@ class Channel:
             told = {self.world[r]: note for r, note in elsewhere.items()}
             stuck = "; ".join(f"rank {r} {note}" for r, note in told.items())
             return f"not all ranks came to {self.title}: {stuck}"
-        missing = [r for r in range(self.size) if r != self.rank and r not in waiting]
-        if late and missing:
+        others = [r for r in range(self.size) if r != self.rank]
+        missing = [r for r in others if r not in waiting] or others  # all came, but too late
+        if late:
             return (
                 f"no answer from rank {_listed(self.world[r] for r in missing)} for "
                 f"{self.watchdog_s:g} s in {self.title}: it is stopped, slow or busy with "
