@@ -244,3 +244,57 @@ def test_dynamos_own_exceptions_pass_and_failed_compilations_do_not():
     assert isinstance(failures.as_own(failed, "capture"), weft.WeftError)
     own = weft.StrategyError("mine: x")
     assert failures.as_own(own, "capture") is own
+
+
+class Counted(nn.Module):
+    """Behind a graph break, something that Dynamo can trace for one number of rows alone."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.norm, self.last, self.num_calls = nn.BatchNorm1d(3), last, 0
+
+    def forward(self, x):
+        x = self.norm(x)
+        self.num_calls += 1
+        torch._dynamo.graph_break()
+        return self.last(x * 1.5) * 2
+
+
+class Covariance(nn.Module):
+    def forward(self, x):
+        return torch.cov(x, aweights=x[0].abs()) + torch.cov(x.t(), aweights=x[:, 0].abs()).sum()
+
+
+LAST = {"its own weights": lambda: nn.LazyConv1d(5, 3), "covariance": Covariance}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LAST)
+def test_what_is_traced_for_one_number_of_rows_runs_once(name):
+    torch.manual_seed(0)
+    model = weft.compile(Counted(LAST[name]()), weft.strategies.overlap(parts=2))
+    plain = Counted(model.last)
+    for num_rows in (4, 4) if name == "its own weights" else (4, 6, 4):
+        x = torch.randn(num_rows, 3)
+        assert torch.allclose(model(x), plain(x), atol=1e-5), "the numbers are eager's"
+    assert model.num_calls == plain.num_calls, "what stands before the break runs once a call"
+    assert model.norm.num_batches_tracked == plain.norm.num_batches_tracked
+    assert torch.allclose(model.norm.running_var, plain.norm.running_var)
+
+
+def test_a_module_that_makes_its_weights_by_the_rows_is_captured():
+    torch.manual_seed(0)
+    model = weft.compile(Doubled(nn.LazyConv1d(5, 3)), weft.strategies.overlap(parts=2))
+    x = torch.randn(4, 3)
+    made = model(x)
+    assert torch.allclose(made, model.inner(x) * 2, atol=1e-6)
+    assert weft.report(model).fallbacks, "nothing was cut, and it is said"
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2

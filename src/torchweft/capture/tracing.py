@@ -27,7 +27,13 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    TorchDynamoException,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +50,10 @@ PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
 MAX_DEPTH = 4
 MAX_HELD = 10_000
 RECOMPILE_LIMIT = 128
-CHECK = "exceeds_recompile_limit"
+CHECK, COMPILE = "exceeds_recompile_limit", "_compile"
+FRAME = convert_frame._compile.__code__
+SOFT = (Unsupported, UserError)  # by these Dynamo says that a frame runs as it is
+NOT_TRACED = (TorchRuntimeError, InternalTorchDynamoError)
 AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
@@ -81,18 +90,10 @@ class Watch:
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
             _watch_limits()
-        token, held = _calling.set((self, (args, kwargs))), False
+            _watch_frames()
+        token = _calling.set((self, (args, kwargs)))
         try:
-            while True:
-                try:
-                    return compiled(*args, **kwargs)
-                except TorchDynamoException as error:
-                    if self.blocks is not None and self.blocks.refuse(error):
-                        continue
-                    if held or self.constant or not isinstance(error, TorchRuntimeError):
-                        self.constant = self.constant and not held
-                        raise
-                    held = self._hold_batch(error)
+            return compiled(*args, **kwargs)
         finally:
             _calling.reset(token)
             closed, self._closed = self._closed, []
@@ -108,6 +109,8 @@ class Watch:
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
+        if self.constant:  # another number of rows would make Dynamo try a symbol by itself
+            seen["automatic_dynamic_shapes"] = False
         self._settings.enter_context(torch._dynamo.config.patch(seen))
         try:
             make_dynamic(inputs, None if self.constant else self.dim)
@@ -134,9 +137,19 @@ class Watch:
             raise known
         self._limited.add(code)
 
-    def _hold_batch(self, error: TorchDynamoException) -> bool:
-        """Have the call traced once more for this number of rows alone: some operators of PyTorch
-        cannot be traced in any other way. A mistake of the user's shows again."""
+    def again(self, error: TorchDynamoException, constant: bool) -> bool:
+        """Whether a frame that Dynamo could not compile is to be compiled once more.
+
+        Without blocks, or for this number of rows alone: some operators of PyTorch cannot be traced
+        in any other way. A mistake of the user's shows again. constant: what it was at first.
+        """
+        if isinstance(error, SOFT):
+            return False
+        if self.blocks is not None and self.blocks.refuse(error):
+            return True
+        if self.constant or not isinstance(error, NOT_TRACED):
+            self.constant = constant
+            return False
         why = str(error).strip().splitlines()[0]
         self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
         self.constant = True
@@ -179,6 +192,28 @@ def _watch_limits() -> None:
     setattr(convert_frame, CHECK, exceeds)
 
 
+def _watch_frames() -> None:
+    """Have a frame that Dynamo could not compile tried again before anything of it has run.
+
+    To begin the whole call again would run once more what stands before a graph break.
+    """
+    stock: Callable[..., Any] = getattr(convert_frame, COMPILE)
+    if stock.__module__ == __name__:
+        return
+
+    def compile_frame(*given: Any, **named: Any) -> Any:
+        calling = _calling.get()
+        constant = calling is not None and calling[0].constant
+        while True:
+            try:
+                return stock(*given, **named)
+            except TorchDynamoException as error:
+                if calling is None or not calling[0].again(error, constant):
+                    raise
+
+    setattr(convert_frame, COMPILE, compile_frame)
+
+
 def _is_start() -> bool:
     """Whether Dynamo compiles what the user called, and not something that this has come to."""
     frame = sys._getframe()
@@ -208,7 +243,7 @@ def make_dynamic(inputs: Any, dim: int | None = 0) -> None:
     what was asked for.
     """
     if dim is None:
-        for leaf in _plain(inputs):
+        for leaf in _plain((inputs, _locals())):
             vars(leaf).pop(MARKED, None)
         return
     batches, got = _batches(inputs, dim), _locals()
@@ -251,7 +286,7 @@ def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
 def _locals() -> Mapping[str, Any]:
     """What the frame that Dynamo compiles has got."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not convert_frame._compile.__code__:
+    while frame is not None and frame.f_code is not FRAME:
         frame = frame.f_back
     return frame.f_locals["locals"] if frame is not None else {}
 
