@@ -43,6 +43,7 @@ from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
 from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.reference import run_reference
 from torchweft.capture.units import TORCH
+from torchweft.errors import WeftError
 from torchweft.marks import MarkRule, require_matched
 
 log = logging.getLogger("torchweft")
@@ -92,16 +93,21 @@ class Watch:
             _watch_limits()
             _watch_frames()
         token = _calling.set((self, (args, kwargs)))
+        self.failed = ""
         try:
-            return compiled(*args, **kwargs)
+            outputs = compiled(*args, **kwargs)
+        except WeftError:
+            if self.failed:  # perhaps the reason for the other
+                self.fall_back(self.failed)
+            raise
         finally:
             _calling.reset(token)
             closed, self._closed = self._closed, []
             for code in closed:  # so that the next call past the limit is noticed too
                 set_code_exec_strategy(code, AS_EVER)
-            if self.failed:
-                reason, self.failed = self.failed, ""
-                self.fall_back(reason)
+        if self.failed:
+            self.fall_back(self.failed)
+        return outputs
 
     def begin(self, inputs: Any) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
@@ -154,6 +160,17 @@ class Watch:
         self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
         self.constant = True
         return True
+
+    def leave(self, code: CodeType, error: TorchDynamoException) -> None:
+        """Have Dynamo run a frame as it is that cannot be traced; a mistake of the user's comes out
+        as in eager then. Returns if the error is of another kind."""
+        if not isinstance(error, NOT_TRACED):
+            return
+        self.failed = f"capture: {str(error).strip().splitlines()[0]}"
+        self._closed.append(code)
+        left = Unsupported("runs as it is")
+        left.frame_exec_strategy = ONLY_KNOWN
+        raise left from error
 
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
@@ -208,7 +225,10 @@ def _watch_frames() -> None:
             try:
                 return stock(*given, **named)
             except TorchDynamoException as error:
-                if calling is None or not calling[0].again(error, constant):
+                if calling is None:
+                    raise
+                if not calling[0].again(error, constant):
+                    calling[0].leave(named.get("code", given[0] if given else None), error)
                     raise
 
     setattr(convert_frame, COMPILE, compile_frame)
