@@ -76,11 +76,12 @@ class Blocks:
 
     def refuse(self, error: TorchDynamoException) -> bool:
         """Whether Dynamo failed because of the blocks, perhaps: from now on there are none."""
-        if self._tried:
+        tried, self._tried = self._tried, False
+        if tried:
             inner = getattr(error, "inner_exception", error)
             self.refused = " ".join(str(inner).split())[:MAX_TEXT]
             log.info("captured without blocks: %s", self.refused)
-        return self._tried
+        return tried
 
     def adopt(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
         """Take what Dynamo traced, and see that each block has its own weights.
