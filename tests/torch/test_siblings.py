@@ -565,3 +565,38 @@ def test_a_changed_global_is_seen(monkeypatch):
     own = compare(model, INPUT)
     monkeypatch.setitem(globals(), "LOUD", [2.0])
     assert torch.equal(own(INPUT), model(INPUT))
+
+
+class Counts(Given):
+    def forward(self, x, calls=[]):  # noqa: B006
+        calls.append(1)
+        return torch.tanh(self.up(x)) * len(calls)
+
+
+class AddsDefault(Given):
+    def forward(self, x, *, bias=SHARED[0]):
+        return torch.tanh(self.up(x)) + bias
+
+
+def counted():
+    num_calls = 0
+
+    class Counted(Given):
+        def forward(self, x):
+            nonlocal num_calls
+            num_calls += 1
+            return torch.tanh(self.up(x)) * num_calls
+
+    return Counted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: Counts, lambda: AddsDefault, counted])
+def test_what_a_forward_holds_is_read_and_written(make):
+    Counts.forward.__defaults__[0].clear()
+    wanted = [model(INPUT) for model in [stack_of(make())] for _ in range(3)]
+    Counts.forward.__defaults__[0].clear()
+    model = weft.compile(stack_of(make()))
+    for each in wanted:
+        assert torch.equal(model(INPUT), each)
+    assert "its forward holds" in weft.report(model).unblocked

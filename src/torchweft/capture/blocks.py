@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._guards import ChainedSource, Guard, GuardsSet, Source, TracingContext
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Guard, GuardsSet, Source, TracingContext
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 
-from torchweft.capture.likeness import Moves, ask_for_likeness
+from torchweft.capture.likeness import Moves, ask_for_likeness, chain
 from torchweft.errors import WeftError
 from torchweft.marks import MarkRule
 
@@ -91,8 +92,9 @@ class Blocks:
             return False
         guards = TracingContext.get().guards_context.dynamo_guards
         _forget_wrappers(guards, self._is_wrapper)
-        self.unwrap()
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._require_found_again(placeholders)
+        self.unwrap()
         given = {
             node: tensor
             for node, tensor in zip(placeholders, example_inputs, strict=True)
@@ -106,6 +108,17 @@ class Blocks:
             if first.setdefault(str(node.args[1]), call).names != call.names:
                 raise BlockError(f"block: {call} was given weights that are not its own.")
         return bool(nodes)
+
+    def _require_found_again(self, placeholders: Sequence[fx.Node]) -> None:
+        """Raise if a call would look behind a wrapper, which is gone by then, for what it needs."""
+        effects = InstructionTranslator.current_tx().output.side_effects
+        sources = [
+            *(node.meta["grapharg"].source for node in placeholders if "grapharg" in node.meta),
+            *(item.source for item in effects.id_to_variable.values() if effects.is_modified(item)),
+        ]
+        for source in sources:
+            if source is not None and _behind(source, self._is_wrapper):
+                raise BlockError(f"block: its forward holds what it reads or writes: {source.name}")
 
     def _is_wrapper(self, source: Source) -> bool:
         """Whether what Dynamo found there is a `forward` of ours, and not the user's own."""
@@ -226,12 +239,17 @@ def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) ->
     found = list(guards)
     guards.clear()
     for guard in found:
-        chain = [guard.originating_source]
-        while isinstance(chain[-1], ChainedSource):
-            chain.append(chain[-1].base)
-        for held, wrapper in zip(chain, chain[3:], strict=False):
-            is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
-            if is_cell and is_wrapper(wrapper):
-                source = Moves({held: wrapper})(chain[0])
-                guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
+        if moved := _behind(guard.originating_source, is_wrapper):
+            source = Moves(dict([moved]))(guard.originating_source)
+            guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
         guards.add(guard, collect_debug_stack=False)
+
+
+def _behind(source: Source, is_wrapper: Callable[[Source], bool]) -> tuple[Source, Source] | None:
+    """The `forward` that a wrapper holds, and the wrapper, if a source is found in there."""
+    links = list(chain(source))
+    for held, wrapper in zip(links, links[3:], strict=False):
+        is_cell = held.name == f"{wrapper.name}.__closure__[0].cell_contents"
+        if is_cell and is_wrapper(wrapper):
+            return held, wrapper
+    return None

@@ -88,7 +88,7 @@ class Likeness(InvokeSubgraphReuseCondition):
         known: dict[Source, Any] = {}
         tensors: list[tuple[Source, Tensor]] = []
         for source in self.read:
-            if gone.intersection(_chain(source)):
+            if gone.intersection(chain(source)):
                 return False  # read from an argument that nobody else can name
             place = moves(source)
             try:
@@ -287,7 +287,7 @@ def _is_private(source: Source | None) -> bool:
     """Whether a block can get hold of a tensor only by being given it: no weight, no global."""
     if source is None:
         return True
-    in_module = any(isinstance(each, NNModuleSource) for each in _chain(source))
+    in_module = any(isinstance(each, NNModuleSource) for each in chain(source))
     return is_from_local_source(source) and not in_module
 
 
@@ -347,7 +347,7 @@ def _moved(guard: Guard, move: Moves) -> Guard:
     return Guard(move(guard.originating_source), create, user_stack=guard.user_stack)
 
 
-def _chain(source: Source) -> Iterator[Source]:
+def chain(source: Source) -> Iterator[Source]:
     """A source, and what it is found in."""
     yield source
     while isinstance(source, ChainedSource):
@@ -371,12 +371,12 @@ def ask_for_likeness() -> Iterator[None]:
         inside = [
             guard
             for guard in tx.output.guards
-            if names & {each.name for each in _chain(guard.originating_source)}
+            if names & {each.name for each in chain(guard.originating_source)}
         ]
         twice = [guard for guard in inside if guard.create_fn_name() == "DUPLICATE_INPUT"]
         read = frozenset(traced).union(guard.originating_source for guard in inside)
         read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
-        roots_of_all = [list(_chain(guard.originating_source))[-1] for guard in tx.output.guards]
+        roots_of_all = [list(chain(guard.originating_source))[-1] for guard in tx.output.guards]
         read = read.union(each for each in roots_of_all if isinstance(each, GlobalSource))
         return Likeness(
             **vars(condition),
