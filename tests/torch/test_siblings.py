@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -600,3 +602,47 @@ def test_what_a_forward_holds_is_read_and_written(make):
     for each in wanted:
         assert torch.equal(model(INPUT), each)
     assert "its forward holds" in weft.report(model).unblocked
+
+
+class Chosen(Given):
+    """Reads from a class which of its kind are chosen; that class lies in a Python module."""
+
+    those = set()
+
+    def forward(self, x):
+        return torch.tanh(self.up(x)) * (5 if self in self.those else 1)
+
+
+class ChosenElsewhere(Given):
+    def forward(self, x):
+        return torch.tanh(self.up(x)) * (5 if self in Chosen.those else 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Chosen, ChosenElsewhere])
+def test_blocks_that_a_class_knows_are_told_apart(kind):
+    model = stack_of(kind, 4)
+    Chosen.those = {model.layers[1]}
+    weft.compile(model)
+    for layer in model.layers[1:3]:
+        Chosen.those.add(layer)
+        assert torch.equal(model(INPUT), model.forward(INPUT))
+    assert weft.report(model).unblocked == ""
+
+
+@torch.no_grad()
+def test_blocks_that_a_python_module_knows_are_told_apart(monkeypatch):
+    chosen = ModuleType("chosen")
+    monkeypatch.setitem(sys.modules, "chosen", chosen)
+    code = inspect.getsource(Given) + """
+class Known(Given):
+    def forward(self, x):
+        return torch.tanh(self.up(x)) * (5 if self in THOSE else 1)
+"""
+    vars(chosen).update(torch=torch, nn=nn, WIDTH=WIDTH, Plain=Plain, THOSE=set())
+    exec(code, vars(chosen))
+    model = stack_of(chosen.Known, 4)
+    weft.compile(model)
+    for layer in model.layers[1:3]:
+        chosen.THOSE.add(layer)
+        assert torch.equal(model(INPUT), model.forward(INPUT))

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 UNREAD = (int, float, bool, str)  # values in a module that may differ where nobody reads them
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+NOT_THEIRS = ("torch", "builtins")
 STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
 NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -84,7 +85,7 @@ class Likeness(InvokeSubgraphReuseCondition):
                 moves.made[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
                     moves.made[old.base] = new.base
-        scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+        scope = _scope(tx)
         known: dict[Source, Any] = {}
         tensors: list[tuple[Source, Tensor]] = []
         for source in self.read:
@@ -162,6 +163,7 @@ class Pairs:
                 self.shared.append(a)
             elif new_here:
                 self.kept.append(pair)
+                self.shared.append(type(a))
                 inside = self._inside(a, b)
                 if inside is None:
                     return False
@@ -245,13 +247,23 @@ def _reached(things: Iterable[Any]) -> set[int]:
             continue
         seen.add(id(thing))
         kept.append(thing)
-        if isinstance(thing, nn.Module):
+        waiting.append(type(thing))
+        if isinstance(thing, type):
+            waiting += _of_class(thing)
+        elif isinstance(thing, nn.Module):
             waiting += vars(thing).values()
         elif isinstance(thing, set | frozenset):
             waiting += thing
         elif not isinstance(thing, Tensor):
             waiting += _held(thing) or ()
     return seen
+
+
+def _of_class(kind: type) -> list[Any]:
+    """What a class of the user's holds for all its instances."""
+    theirs = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in NOT_THEIRS]
+    held = [item for each in theirs for item in vars(each).items()]
+    return [value for name, value in held if not name.startswith("__")]
 
 
 def _arguments(call: InputFingerprint) -> list[tuple[InputTag, Any, Source | None]]:
@@ -355,6 +367,20 @@ def chain(source: Source) -> Iterator[Source]:
         yield source
 
 
+def _scope(tx: Any) -> dict[str, Any]:
+    return {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+
+
+def _globals(tx: Any) -> Iterator[Source]:
+    """The globals that were read so far, by any block: those of Python modules too."""
+    scope, known = _scope(tx), dict[Source, Any]()
+    for source in {guard.originating_source: None for guard in tx.output.guards}:
+        links = list(chain(source))[::-1]
+        if isinstance(links[0], GlobalSource):
+            values = ((link, link.get_value(scope, {}, known)) for link in links)
+            yield next((link for link, it in values if not isinstance(it, types.ModuleType)), source)
+
+
 @contextlib.contextmanager
 def ask_for_likeness() -> Iterator[None]:
     """Let Dynamo stamp a region only where the calls are alike."""
@@ -376,8 +402,7 @@ def ask_for_likeness() -> Iterator[None]:
         twice = [guard for guard in inside if guard.create_fn_name() == "DUPLICATE_INPUT"]
         read = frozenset(traced).union(guard.originating_source for guard in inside)
         read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
-        roots_of_all = [list(chain(guard.originating_source))[-1] for guard in tx.output.guards]
-        read = read.union(each for each in roots_of_all if isinstance(each, GlobalSource))
+        read = read.union(_globals(tx))
         return Likeness(
             **vars(condition),
             first=first,
