@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -244,3 +246,38 @@ def test_dynamos_own_exceptions_pass_and_failed_compilations_do_not():
     assert isinstance(failures.as_own(failed, "capture"), weft.WeftError)
     own = weft.StrategyError("mine: x")
     assert failures.as_own(own, "capture") is own
+
+
+class Narrow(nn.Module):
+    """Counts its calls, and cannot take six rows, nor be traced with weights of any number."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.up, self.broken = nn.Linear(4, 4), broken
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls.add_(1)
+        y = self.up(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return torch.cov(y.T @ torch.ones(5 if len(x) == 6 else len(x), 4), aweights=x[0].abs())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_mistake_of_the_model_comes_out_as_it_is_and_nothing_runs_twice(broken: bool) -> None:
+    model = Narrow(broken)
+    own = weft.compile(copy.deepcopy(model))
+    for number, rows in enumerate((4, 6, 5, 6), 1):
+        x = torch.randn(rows, 4)
+        if rows == 6:
+            with pytest.raises(RuntimeError) as wanted:
+                model(x)
+            with pytest.raises(RuntimeError) as raised:
+                own(x)
+            assert raised.type is wanted.type
+            assert str(raised.value) == str(wanted.value)
+        else:
+            assert torch.equal(own(x), model(x))
+        assert own.num_calls == number

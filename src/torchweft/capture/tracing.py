@@ -74,6 +74,8 @@ class Watch:
         self.breaks: list[str] = []
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
+        self._at_start = True
+        self._left = contextlib.ExitStack()
 
     def __call__(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what `torch.compile` made."""
@@ -89,12 +91,15 @@ class Watch:
                 except TorchDynamoException as error:
                     if self.blocks is not None and self.blocks.refuse(error):
                         continue
-                    if held or self.constant or not isinstance(error, TorchRuntimeError):
-                        self.constant = self.constant and not held
+                    if not isinstance(error, TorchRuntimeError) or not self._at_start:
                         raise
+                    if held or self.constant:
+                        self.constant = self.constant and not held
+                        return self._run_as_it_is(compiled, args, kwargs, error)
                     held = self._hold_batch(error)
         finally:
             _calling.reset(token)
+            self._left.close()
             closed, self._closed = self._closed, []
             for code in closed:  # so that the next call past the limit is noticed too
                 set_code_exec_strategy(code, AS_EVER)
@@ -105,14 +110,14 @@ class Watch:
     def begin(self, inputs: Any) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
         self.news = True
-        self._num_breaks = num_breaks()
+        self._num_breaks, self._at_start = num_breaks(), _is_start()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
         self._settings.enter_context(torch._dynamo.config.patch(seen))
         try:
             make_dynamic(inputs, None if self.constant else self.dim)
             if self.blocks is not None:
-                self.blocks.wrap(at_start=_is_start())
+                self.blocks.wrap(at_start=self._at_start)
         except Exception as error:
             self.failed = first_line(as_own(error, "capture"))  # Dynamo would wrap what is raised
 
@@ -142,9 +147,27 @@ class Watch:
         self.constant = True
         return True
 
+    def _run_as_it_is(
+        self, compiled: Any, args: Any, kwargs: Any, error: TorchDynamoException
+    ) -> Any:
+        """Run a call that cannot be traced; a mistake of the user's comes out as it is."""
+        outputs = torch._dynamo.disable(compiled._torchdynamo_orig_callable)(*args, **kwargs)
+        self.fall_back(f"capture: {str(error).strip().splitlines()[0]}")
+        return outputs
+
+    def _leave_frame(self, error: TorchDynamoException) -> None:
+        """Have Dynamo run what is behind a break as it is, if it cannot be traced: what stands
+        before it has run, so the call cannot be begun again."""
+        self.failed = f"capture: {str(error).strip().splitlines()[0]}"
+        self._left.enter_context(torch._dynamo.config.patch(suppress_errors=True))
+        self._closed.append(_frame_locals()["code"])
+
     def end(self) -> None:
         """Dynamo has compiled, or failed to."""
         self._settings.close()
+        error = sys.exc_info()[1]
+        if isinstance(error, TorchRuntimeError) and not self._at_start:
+            self._leave_frame(error)
         try:
             if self.blocks is not None:
                 self.blocks.unwrap()
@@ -250,10 +273,15 @@ def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
 
 def _locals() -> Mapping[str, Any]:
     """What the frame that Dynamo compiles has got."""
+    return _frame_locals().get("locals", {})
+
+
+def _frame_locals() -> Mapping[str, Any]:
+    """What Dynamo knows of the frame that it compiles."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not convert_frame._compile.__code__:
         frame = frame.f_back
-    return frame.f_locals["locals"] if frame is not None else {}
+    return frame.f_locals if frame is not None else {}
 
 
 def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
