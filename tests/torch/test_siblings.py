@@ -9,6 +9,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -607,7 +608,7 @@ def test_what_a_forward_holds_is_read_and_written(make):
 class Chosen(Given):
     """Reads from a class which of its kind are chosen; that class lies in a Python module."""
 
-    those = set()
+    those: ClassVar = set()
 
     def forward(self, x):
         return torch.tanh(self.up(x)) * (5 if self in self.those else 1)
@@ -634,11 +635,14 @@ def test_blocks_that_a_class_knows_are_told_apart(kind):
 def test_blocks_that_a_python_module_knows_are_told_apart(monkeypatch):
     chosen = ModuleType("chosen")
     monkeypatch.setitem(sys.modules, "chosen", chosen)
-    code = inspect.getsource(Given) + """
+    code = (
+        inspect.getsource(Given)
+        + """
 class Known(Given):
     def forward(self, x):
         return torch.tanh(self.up(x)) * (5 if self in THOSE else 1)
 """
+    )
     vars(chosen).update(torch=torch, nn=nn, WIDTH=WIDTH, Plain=Plain, THOSE=set())
     exec(code, vars(chosen))
     model = stack_of(chosen.Known, 4)

@@ -377,8 +377,8 @@ def _globals(tx: Any) -> Iterator[Source]:
     for source in {guard.originating_source: None for guard in tx.output.guards}:
         links = list(chain(source))[::-1]
         if isinstance(links[0], GlobalSource):
-            values = ((link, link.get_value(scope, {}, known)) for link in links)
-            yield next((link for link, it in values if not isinstance(it, types.ModuleType)), source)
+            values = ((each, each.get_value(scope, {}, known)) for each in links)
+            yield next((at for at, it in values if not isinstance(it, types.ModuleType)), source)
 
 
 @contextlib.contextmanager
