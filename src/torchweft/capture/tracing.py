@@ -151,7 +151,8 @@ class Watch:
         self, compiled: Any, args: Any, kwargs: Any, error: TorchDynamoException
     ) -> Any:
         """Run a call that cannot be traced; a mistake of the user's comes out as it is."""
-        outputs = torch._dynamo.disable(compiled._torchdynamo_orig_callable)(*args, **kwargs)
+        plain: Any = torch.compiler.disable(compiled._torchdynamo_orig_callable)
+        outputs = plain(*args, **kwargs)
         self.fall_back(f"capture: {str(error).strip().splitlines()[0]}")
         return outputs
 
@@ -273,7 +274,8 @@ def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
 
 def _locals() -> Mapping[str, Any]:
     """What the frame that Dynamo compiles has got."""
-    return _frame_locals().get("locals", {})
+    found: Mapping[str, Any] = _frame_locals().get("locals", {})
+    return found
 
 
 def _frame_locals() -> Mapping[str, Any]:
