@@ -151,7 +151,7 @@ class Watch:
         self, compiled: Any, args: Any, kwargs: Any, error: TorchDynamoException
     ) -> Any:
         """Run a call that cannot be traced; a mistake of the user's comes out as it is."""
-        plain: Any = torch.compiler.disable(compiled._torchdynamo_orig_callable)
+        plain = torch.compiler.disable(compiled._torchdynamo_orig_callable)  # type: ignore[no-untyped-call]
         outputs = plain(*args, **kwargs)
         self.fall_back(f"capture: {str(error).strip().splitlines()[0]}")
         return outputs
