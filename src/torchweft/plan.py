@@ -41,7 +41,7 @@ from torchweft.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.sizes import Size
 
 VERSION = 1
-MAX_STEPS, MAX_LINE = 1_000_000, 100_000
+MAX_STEPS, MAX_LINE = 100_000, 100_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
 
