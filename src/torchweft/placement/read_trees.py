@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchweft.errors import PlacementError, clip
+from torchweft.files import check_length
 from torchweft.placement.problem import MAX_OPS
 from torchweft.placement.work import Work
 
@@ -25,6 +26,7 @@ Tree = list[list[int]]
 
 def read_trees(text: str) -> Iterator[Tree]:
     """All trees of a text, in order. Raises `PlacementError` with the line that is wrong."""
+    check_length(text, PlacementError, "trees")
     tree: Tree = []
     open_brackets: list[list[Any]] = []  # of each, the brackets in it, and how many words
     for token in TOKEN.finditer(text):

@@ -302,6 +302,7 @@ class Channel:
         try:
             self.group = self._connect(user)
         except LostError as error:
+            self.tell(f"gave up: {error}")
             self.dead, error.channel = str(error), self
             raise
 
@@ -313,6 +314,9 @@ class Channel:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", own_identity())
             self._meet()
+            if notes := self._notes():
+                told = (f"rank {self.world[rank]} {note}" for rank, note in notes.items())
+                raise LostError("; ".join(told))
             before = threads()
             backend = dist.ProcessGroupGloo(
                 self.store, self.rank, self.size, timedelta(seconds=CONNECT_S)
@@ -320,9 +324,7 @@ class Channel:
             be_polite(threads() - before)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            raise LostError(
-                f"the store or a rank is gone, its process has ended ({why})"
-            ) from error
+            raise LostError(f"the store or a rank is gone ({why})") from error
         backend._set_default_timeout(timedelta(seconds=self.watchdog_s))
         group = dist.ProcessGroup(self.store, self.rank, self.size)
         kind = dist.ProcessGroup.BackendType.GLOO

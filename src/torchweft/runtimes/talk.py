@@ -45,7 +45,7 @@ def digests(
             told = lines.setdefault(op.collective.communicator, [])
             if op.collective.peer is not None:
                 continue
-            told.append(op.collective.kind)
+            told += [op.collective.kind, *(graph.value[read].dtype for read in op.reads)]
             if step.by is not None:
                 kernel = plan.kernels.get(step.by)
                 told.append(f"by {step.by if kernel is None else stable_name(kernel)}")
