@@ -1,4 +1,4 @@
-"""Four ranks, on groups that overlap: what one group's ranks learn must reach those of the others."""
+"""Four ranks on groups that overlap: what the ranks of one learn must reach those of the others."""
 
 from __future__ import annotations
 
@@ -69,8 +69,26 @@ def swapped_in_one_group(rank):
         check(model)
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return funcol.all_reduce((x * 3).to(self.dtype), "sum", dist.group.WORLD)
+
+
+def unlike_dtypes(rank):
+    """Sizes in bytes are equal, numbers are not."""
+    model = woven(Cast(torch.int32 if rank == 2 else torch.float32))
+    with pytest.raises(PlanError, match="do not plan the same collectives"):
+        model(X)
+
+
 ROWS, COLUMNS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
-CASES = {"ring": ring, "swapped in one group": swapped_in_one_group}
+CASES = {
+    "ring": ring, "swapped in one group": swapped_in_one_group, "unlike dtypes": unlike_dtypes,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

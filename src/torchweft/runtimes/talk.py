@@ -223,7 +223,9 @@ class Talk:
         story = error.story if error is not None else ""
         made = RunError(text, story=story, lane=error.lane if error is not None else None)
         made.step = at
-        made.rule = SEQUENCE if any(found.mends == SEQUENCE for found in self.channels) else made.rule
+        made.rule = (
+            SEQUENCE if any(found.mends == SEQUENCE for found in self.channels) else made.rule
+        )
         return made
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:

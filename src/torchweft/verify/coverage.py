@@ -16,6 +16,7 @@ from torchweft.verify.finding import Finding
 
 MAX_FINDINGS = 1000
 
+
 def static_findings(plan: Plan, graph: Graph) -> list[Finding]:
     """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
     found = list(islice(_illegal(plan, graph), MAX_FINDINGS))
