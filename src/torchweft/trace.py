@@ -29,7 +29,7 @@ from torchweft.plan import Range
 VERSION = 1
 SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
-MAX_SPANS = 50_000
+MAX_SPANS = 25_000
 MAX_FLIGHTS = 16  # rows of one lane in a timeline
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
 _EDGE = {"█": "▐", "▓": "▐", "═": "╞", "─": "╟"}

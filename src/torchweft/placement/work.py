@@ -22,7 +22,7 @@ from torchweft.placement.graph_problem import links
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS, Edge, Hold, Matrix, Problem
 
 KINDS = ("cpu", "accelerator")
-GIB, MAX_EDGES = 2**30, 300_000
+GIB, MAX_EDGES = 2**30, 200_000
 
 
 class Spot(NamedTuple):
