@@ -293,7 +293,7 @@ class Channel:
 
     def is_over(self, user: dist.ProcessGroup) -> bool:
         """Whether another channel takes the place of this one at the next call."""
-        return self.user() is not user or (bool(self.dead) and self.mends)
+        return self.user() is not user or bool(self.dead and self.mends)
 
     # Connecting.
 
