@@ -19,7 +19,7 @@ from typing import Any
 
 from torchweft.errors import WeftError, clip
 
-MAX_BYTES = 32 * 1024 * 1024
+MAX_BYTES, MAX_TEXT = 32 * 1024 * 1024, 8 * 1024 * 1024
 MAX_LISTS, MAX_ITEMS, MAX_DIGITS = 500_000, 4_000_000, 40
 
 
@@ -41,6 +41,12 @@ def read_bytes(path: str | Path, error: type[WeftError], what: str) -> bytes:
     if len(found) > MAX_BYTES:
         raise error(f"file: {where} is larger than {MAX_BYTES // 2**20} MiB.")
     return found
+
+
+def check_length(text: str, error: type[WeftError], what: str) -> None:
+    """Raise `error` for more text than a reader of lines gets through in a moment."""
+    if len(text) > MAX_TEXT:
+        raise error(f"file: {what} of more than {MAX_TEXT} characters.", rule="file")
 
 
 def read_text(path: str | Path, error: type[WeftError], what: str) -> str:

@@ -35,13 +35,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchweft.cut import Cut
 from torchweft.errors import PlanError, WeftError, clip, excerpt
-from torchweft.files import read_text, write_text
+from torchweft.files import check_length, read_text, write_text
 from torchweft.graph import NAME, Graph
 from torchweft.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.sizes import Size
 
 VERSION = 1
-MAX_STEPS, MAX_LINE = 1_000_000, 100_000
+MAX_STEPS, MAX_LINE, MAX_MEMORY = 100_000, 100_000, 10_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
 
@@ -252,6 +252,7 @@ class _Parser:
     """Reads a plan's text line by line and knows where it is when something is wrong."""
 
     def __init__(self, text: str) -> None:
+        check_length(text, PlanError, "a plan")
         self.lines = text.splitlines()
         self.at = 0
 
@@ -280,6 +281,8 @@ class _Parser:
         while self.here() != "steps":
             head[self.word()].append(self.head_line())
             self.at += 1
+            if len(head["buffer"]) + len(head["place"]) > MAX_MEMORY:
+                self.fail("syntax", f"a plan has at most {MAX_MEMORY} buffers and places.")
         self.at += 1
         steps = []
         while self.here() != "end":

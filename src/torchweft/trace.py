@@ -29,6 +29,7 @@ from torchweft.plan import Range
 VERSION = 1
 SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
+MAX_SPANS = 25_000
 MAX_FLIGHTS = 16  # rows of one lane in a timeline
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
 _EDGE = {"█": "▐", "▓": "▐", "═": "╞", "─": "╟"}
@@ -230,6 +231,8 @@ def from_data(found: object) -> Trace:
     if not isinstance(found, Mapping) or found.get("version") != VERSION:
         raise WeftError(f"file: this is not a Weft trace of version {VERSION}.", rule="file")
     try:
+        if len(found["spans"]) > MAX_SPANS:
+            raise ValueError(f"it has more than {MAX_SPANS} spans")
         spans = tuple(map(_span, found["spans"]))
         lanes = tuple((str(lane), str(device)) for lane, device in found["lanes"])
         memory = tuple((_number(at_s), int(_number(live))) for at_s, live in found["memory"])

@@ -1,4 +1,4 @@
-"""Two gloo ranks for tests: started once, they run many cases; failures come back by case.
+"""Gloo ranks for tests, two or more: started once, they run many cases; failures come back by case.
 
     results = run_cases(folder, {"all reduce": case, ...})     results["all reduce"] == "" if fine
     results = run_once(tmp_path_factory, __name__, make)       make(folder) gives the cases
@@ -47,12 +47,12 @@ def fork_server() -> ForkServerContext:
 
 
 def run_cases(
-    folder: Path, cases: Mapping[str, Case], *, patience_s: int = PATIENCE_S
+    folder: Path, cases: Mapping[str, Case], *, patience_s: int = PATIENCE_S, size: int = 2
 ) -> dict[str, str]:
-    """What went wrong in each case, on either rank; no process outlives this."""
+    """What went wrong in each case, on any rank; no process outlives this."""
     fork_server()
-    told = (str(folder), dict(cases))
-    context = mp.start_processes(rank_main, told, 2, join=False, start_method="forkserver")
+    told = (size, str(folder), dict(cases))
+    context = mp.start_processes(rank_main, told, size, join=False, start_method="forkserver")
     assert context is not None
     try:
         left = patience_s
@@ -64,13 +64,17 @@ def run_cases(
                 process.kill()
     found = {}
     for name in cases:
-        said = [folder / f"{name} {rank}" for rank in range(2)]
+        said = [folder / f"{name} {rank}" for rank in range(size)]
         found[name] = "".join(f.read_text() if f.exists() else "it was not run" for f in said)
     return found
 
 
 def run_once(
-    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Mapping[str, Case]]
+    factory: pytest.TempPathFactory,
+    name: str,
+    make: Callable[[Path], Mapping[str, Case]],
+    *,
+    size: int = 2,
 ) -> dict[str, str]:
     """The results of the cases that `make` gives: run by the first worker that asks, for all of
     them. Workers steal tests from each other, and each would run all cases of a file again."""
@@ -81,16 +85,16 @@ def run_once(
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not results.exists():
-            results.write_text(json.dumps(run_cases(folder, make(folder))))
+            results.write_text(json.dumps(run_cases(folder, make(folder), size=size)))
     found: dict[str, str] = json.loads(results.read_text())
     return found
 
 
-def rank_main(rank: int, folder: str, cases: dict[str, Case]) -> None:
+def rank_main(rank: int, size: int, folder: str, cases: dict[str, Case]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
     store.set_timeout(LIMIT)
     for name, case in cases.items():
         torch._dynamo.reset()
@@ -104,7 +108,7 @@ def rank_main(rank: int, folder: str, cases: dict[str, Case]) -> None:
             text = f"rank {rank}: {traceback.format_exc()}"
         (Path(folder) / f"{name} {rank}").write_text(text)
         store.set(f"{name} {rank}", "bad" if text else "fine")
-        if (store.get(f"{name} {1 - rank}") == b"bad") is not bool(text):
+        if len({store.get(f"{name} {other}") for other in range(size)}) > 1:
             break
     dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ from torchweft.errors import CaptureError, WeftError
 
 Message = dict[str, Any]
 SMALL_BYTES, WORD = 1 << 14, 16
-MAX_HEAD = 1 << 30
+MAX_HEAD, MAX_TEXT = 1 << 30, 1 << 26
 
 
 class ChannelError(WeftError):
@@ -56,7 +56,8 @@ class Channel:
         try:
             message, rows = read_head(self.connection.recv_bytes(MAX_HEAD))
             for row in large(rows):
-                self.connection.recv_bytes_into(bytes_of(row))
+                if (size := self.connection.recv_bytes_into(bytes_of(row))) != row.nbytes:
+                    raise EOFError(f"{size} of {row.nbytes} bytes of a tensor")
         except (OSError, EOFError, TypeError, BufferTooShort) as cause:
             raise ChannelError(f"the other side is gone: {cause!r}") from cause
         return message, rows
@@ -93,7 +94,8 @@ def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
 
 
 def _read_head(head: bytes) -> tuple[Message, list[Tensor]]:
-    length = int.from_bytes(head[:WORD], "little")
+    if (length := int.from_bytes(head[:WORD], "little")) > MAX_TEXT:
+        raise ValueError(f"its text has more than {MAX_TEXT} bytes")
     found = json.loads(head[WORD : WORD + length])
     message, specs = found["message"], [spec_named(*each) for each in found["tensors"]]
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

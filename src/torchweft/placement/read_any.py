@@ -96,12 +96,14 @@ def _from_json(path: str | Path, name: str, wanted: Wanted) -> Problem:
 
 
 def _from_trees(text: str, name: str, wanted: Wanted) -> Problem:
-    trees = list(read_trees(text))
-    if not 0 <= wanted.tree < len(trees):
-        known = f"it has {len(trees)}, from 0"
+    count, chosen = 0, None
+    for tree in read_trees(text):  # all are checked, one is kept
+        chosen, count = tree if count == wanted.tree else chosen, count + 1
+    if chosen is None:
+        known = f"it has {count}, from 0"
         raise PlacementError(f"tree: the file has no tree number {wanted.tree}: {known}.")
     pool = _pool(wanted, TREE_SLOWNESS)
-    work = tree_work(trees[wanted.tree], f"{name}.{wanted.tree}", 0.0)
+    work = tree_work(chosen, f"{name}.{wanted.tree}", 0.0)
     ratio = 0.3 if wanted.ratio is None else wanted.ratio
     return on_pool(_with_ratio(work, pool, ratio), pool, objective=wanted.objective)
 

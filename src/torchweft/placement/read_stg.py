@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple, NoReturn
 
 from torchweft.errors import PlacementError, excerpt
+from torchweft.files import check_length
 from torchweft.placement.problem import MAX_DEVICES, MAX_OPS
 from torchweft.placement.work import Work
 
@@ -40,6 +41,7 @@ class _Reader:
     """Reads line by line and knows where it is when something is wrong."""
 
     def __init__(self, text: str) -> None:
+        check_length(text, PlacementError, "an STG graph")
         self.lines = text.splitlines()
         self.words = [line.partition("#")[0].split() for line in self.lines]
         self.at = -1

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchweft.errors import PlacementError, clip
+from torchweft.files import check_length
 from torchweft.placement.problem import MAX_OPS
 from torchweft.placement.work import Work
 
 LEAF_S, INNER_S = 0.4, 1.0
+MAX_BRACKETS = 500_000
 TOKEN = re.compile(r"[()]|[^\s()]+")
 Tree = list[list[int]]
 """For each bracket the brackets in it, by number; a bracket stands behind those in it."""
@@ -25,6 +27,9 @@ Tree = list[list[int]]
 
 def read_trees(text: str) -> Iterator[Tree]:
     """All trees of a text, in order. Raises `PlacementError` with the line that is wrong."""
+    check_length(text, PlacementError, "trees")
+    if text.count("(") > MAX_BRACKETS:
+        raise PlacementError(f"file: trees of more than {MAX_BRACKETS} brackets.", rule="file")
     tree: Tree = []
     open_brackets: list[list[Any]] = []  # of each, the brackets in it, and how many words
     for token in TOKEN.finditer(text):

@@ -22,7 +22,7 @@ from torchweft.placement.graph_problem import links
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS, Edge, Hold, Matrix, Problem
 
 KINDS = ("cpu", "accelerator")
-GIB = 2**30
+GIB, MAX_EDGES = 2**30, 200_000
 
 
 class Spot(NamedTuple):
@@ -142,6 +142,8 @@ def in_order(ops: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[int]:
     """
     if len(ops) > MAX_OPS:
         raise PlacementError(f"size: {len(ops)} ops; at most {MAX_OPS} can be placed.")
+    if len(pairs) > MAX_EDGES:
+        raise PlacementError(f"size: {len(pairs)} edges; at most {MAX_EDGES} can be placed.")
     waiting, behind = [0] * len(ops), [list[int]() for _ in ops]
     for source, target in pairs:
         waiting[target] += 1

@@ -14,6 +14,7 @@ rank that fails can take the group down: its peers wake at once, with an error.
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import time
 import weakref
@@ -36,8 +37,8 @@ NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER = 0, 1
 """Digests of calls without a plan: one that cannot be done, one that runs the model as it is."""
-MENDS, WAITS = "mends: ", "waits in "
-NUM_LETTERS = 200
+MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
+RANKS, NUM_LETTERS = "ranks", 200
 Found = TypeVar("Found")
 
 
@@ -83,7 +84,8 @@ class Channel:
         self.peers: dict[int, str] = {}
         self.num_calls = 0
         self.dead = ""
-        self.mends = False  # dead, but a new one is opened at the next call
+        self.mends = ""  # if dead, the rule by which a new one is opened at the next call
+        self.differs = False  # whether all its ranks know that they do not agree on this call
         self.last = ""
         self._busy = threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
@@ -115,7 +117,7 @@ class Channel:
                 f"run: group {self.name!r} is in another call; with collectives there is one "
                 "caller at a time, for ranks could not tell whose turn it is."
             )
-        self.num_calls += 1
+        self.num_calls, self.differs = self.num_calls + 1, False
         self._speaker, self._text = speaker, f"call {self.num_calls}, {text}"
         speaker.settle(self.roles)
         with torch.inference_mode(False):
@@ -161,18 +163,21 @@ class Channel:
 
     def _disagree(self, kind: type[PlanError], what: str) -> PlanError:
         """The error of ranks that cannot talk, with what each of them was about to do."""
-        letters = self._text.encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
+        role = self.roles.get(self._speaker) if self._speaker is not None else None
+        text = f"{self._text} ({f'model {role}' if role else 'new'} of this group)"
+        letters = text.encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
         texts = self._gather(torch.frombuffer(bytearray(letters), dtype=torch.uint8))
         lines = [
             f"  rank {self.world[rank]}: {bytes(text.tolist()).decode(errors='replace').strip()}"
             for rank, text in enumerate(texts.view(self.size, -1))
         ]
+        self.differs = True
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
             + "\n  Every rank must call the same models in the same order; compile on each rank "
             "only the models that it calls.",
-            rule="ranks",
+            rule=RANKS,
         )
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
@@ -218,17 +223,17 @@ class Channel:
         if self._busy.locked():
             self._busy.release()
 
-    def fail(self, why: str, *, note: str = "", mends: bool = False) -> None:
+    def fail(self, why: str, *, note: str = "", mends: str = "") -> None:
         """Take the group down: peers that wait wake up, later calls are told.
 
-        note: what the others should hear of it. mends: only the call has failed; the next one
-        opens the group anew, on every rank.
+        note: what the others should hear of it. mends: by this rule only the call has failed; the
+        next one opens the group anew, on every rank.
         """
         if self.dead:
             return
         self.dead, self.mends = why, self.mends or mends
         if note:
-            self.tell((MENDS if mends else "") + note)
+            self.tell((f"mends {self.mends}: " if self.mends else "") + note)
         self.close()
         if self._busy.locked():
             self._busy.release()
@@ -259,8 +264,9 @@ class Channel:
             notes = self._notes()
             waiting = {r: note for r, note in notes.items() if note.startswith(WAITS)}
             if told := {r: note for r, note in notes.items() if r not in waiting}:
-                self.mends = all(note.startswith(MENDS) for note in told.values())
-                told = {self.world[r]: note.removeprefix(MENDS) for r, note in told.items()}
+                rules = [rule[1] if (rule := MENDS.match(n)) else "" for n in told.values()]
+                self.mends = min(rules)
+                told = {self.world[r]: MENDS.sub("", note, count=1) for r, note in told.items()}
                 return "; ".join(f"rank {r} {note}" for r, note in told.items())
             time.sleep(0.05)
         elsewhere = {r: note for r, note in waiting.items() if note != WAITS + self.title}
@@ -288,7 +294,7 @@ class Channel:
 
     def is_over(self, user: dist.ProcessGroup) -> bool:
         """Whether another channel takes the place of this one at the next call."""
-        return self.user() is not user or (bool(self.dead) and self.mends)
+        return self.user() is not user or bool(self.dead and self.mends)
 
     # Connecting.
 
@@ -297,6 +303,7 @@ class Channel:
         try:
             self.group = self._connect(user)
         except LostError as error:
+            self.tell(f"gave up: {error}")
             self.dead, error.channel = str(error), self
             raise
 
@@ -308,6 +315,9 @@ class Channel:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", own_identity())
             self._meet()
+            if notes := self._notes():
+                told = (f"rank {self.world[rank]} {note}" for rank, note in notes.items())
+                raise LostError("; ".join(told))
             before = threads()
             backend = dist.ProcessGroupGloo(
                 self.store, self.rank, self.size, timedelta(seconds=CONNECT_S)
@@ -315,9 +325,7 @@ class Channel:
             be_polite(threads() - before)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            raise LostError(
-                f"the store or a rank is gone, its process has ended ({why})"
-            ) from error
+            raise LostError(f"the store or a rank is gone ({why})") from error
         backend._set_default_timeout(timedelta(seconds=self.watchdog_s))
         group = dist.ProcessGroup(self.store, self.rank, self.size)
         kind = dist.ProcessGroup.BackendType.GLOO

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.graph import Graph
 from torchweft.plan import Plan, Step
-from torchweft.runtimes.ranks import EAGER, WAITS, Channel, LostError, channel
+from torchweft.runtimes.ranks import EAGER, RANKS, WAITS, Channel, LostError, channel
 from torchweft.runtimes.speakers import Speaker, number_of, stable_name
 from torchweft.runtimes.stops import SEQUENCE
 
@@ -45,7 +45,7 @@ def digests(
             told = lines.setdefault(op.collective.communicator, [])
             if op.collective.peer is not None:
                 continue
-            told.append(op.collective.kind)
+            told += [op.collective.kind, *(graph.value[read].dtype for read in op.reads)]
             if step.by is not None:
                 kernel = plan.kernels.get(step.by)
                 told.append(f"by {step.by if kernel is None else stable_name(kernel)}")
@@ -125,13 +125,12 @@ class Talk:
     def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
         try:
-            for name, digest in self.told.items():
-                self._begin(name, digest)
+            for name in sorted(self.told):  # opened in one order everywhere, no two wait crosswise
+                self._begin(name, self.told[name])
         except LostError as error:
             raise self._lost(error, None) from error
-        except RunError:
-            for found in self.channels:
-                found.leave()
+        except RunError as error:
+            self._give_up(error, RANKS)
             raise
         return self
 
@@ -163,25 +162,31 @@ class Talk:
             for found in self.channels:
                 found.end(self.last.removeprefix("complete "))
             return
-        if isinstance(error, PlanError) and error.rule == "ranks":
-            for found in self.channels:
-                found.leave()
-            return
         _let_go(error)
+        if isinstance(error, PlanError) and error.rule == RANKS:
+            self._give_up(error, RANKS)
+            return
         if isinstance(error, LostError):
             raise self._lost(error, None) from error
         lost = error.__cause__
         if isinstance(error, RunError) and isinstance(lost, LostError):
             raise self._lost(lost, error) from lost
-        mends = isinstance(error, RunError) and error.rule == SEQUENCE
+        mends = SEQUENCE if isinstance(error, RunError) and error.rule == SEQUENCE else ""
         at = error.step if isinstance(error, RunError) else None
         if mends and at is not None and not self._owes(at):
             for found in self.channels:
                 found.end(self.last.removeprefix("complete "))
             return
+        self._give_up(error, mends)
+
+    def _give_up(self, error: BaseException, mends: str) -> None:
+        """Leave the groups that do not agree; take down the others, which may wait for us."""
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
         for found in self.channels:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            found.fail(why, note=f"raised: {why}", mends=mends)
+            if found.differs:
+                found.leave()
+            else:
+                found.fail(why, note=f"raised: {why}", mends=mends)
 
     def _owes(self, at: int) -> bool:
         """Whether the other ranks wait for a collective that is not issued yet at step `at`.
@@ -213,11 +218,14 @@ class Talk:
             f"ranks finished: {last}."
         )
         for found in {*self.channels, *([failed] if failed is not None else [])}:
-            found.fail(why.rstrip("."), note=f"gave up: {why}")
+            mends = failed.mends if failed is not None else ""
+            found.fail(why.rstrip("."), note=f"gave up: {why}", mends=mends)
         story = error.story if error is not None else ""
         made = RunError(text, story=story, lane=error.lane if error is not None else None)
         made.step = at
-        made.rule = SEQUENCE if any(found.mends for found in self.channels) else made.rule
+        made.rule = (
+            SEQUENCE if any(found.mends == SEQUENCE for found in self.channels) else made.rule
+        )
         return made
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:

@@ -6,6 +6,7 @@ Nothing here looks at order; that is the walk's business. Findings come in step 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from torchweft.errors import unknown
 from torchweft.graph import USES, Graph
@@ -13,14 +14,23 @@ from torchweft.machine import Lane
 from torchweft.plan import Plan, Step, bracket
 from torchweft.verify.finding import Finding
 
+MAX_FINDINGS = 1000
+
 
 def static_findings(plan: Plan, graph: Graph) -> list[Finding]:
-    """Everything that is wrong with a plan whatever the order of its steps."""
-    found = [Finding("legality", text) for text in _lanes(plan)]
-    found += [Finding("memory", text) for text in _places(plan, graph)]
+    """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
+    found = list(islice(_illegal(plan, graph), MAX_FINDINGS))
+    return found or list(islice(_coverage(plan, graph), MAX_FINDINGS))
+
+
+def _illegal(plan: Plan, graph: Graph) -> Iterator[Finding]:
+    for text in _lanes(plan):
+        yield Finding("legality", text)
+    for text in _places(plan, graph):
+        yield Finding("memory", text)
     for index, step in enumerate(plan.steps):
-        found += [Finding("legality", text, index) for text in _step(plan, graph, step)]
-    return found or list(_coverage(plan, graph))
+        for text in _step(plan, graph, step):
+            yield Finding("legality", text, index)
 
 
 def _lanes(plan: Plan) -> Iterator[str]:
