@@ -218,17 +218,17 @@ def _watch_frames() -> None:
     if stock.__module__ == __name__:
         return
 
-    def compile_frame(*given: Any, **named: Any) -> Any:
+    def compile_frame(code: CodeType, *given: Any, **named: Any) -> Any:
         calling = _calling.get()
         constant = calling is not None and calling[0].constant
         while True:
             try:
-                return stock(*given, **named)
+                return stock(code, *given, **named)
             except TorchDynamoException as error:
                 if calling is None:
                     raise
                 if not calling[0].again(error, constant):
-                    calling[0].leave(named.get("code", given[0] if given else None), error)
+                    calling[0].leave(code, error)
                     raise
 
     setattr(convert_frame, COMPILE, compile_frame)
