@@ -325,7 +325,8 @@ class Channel:
             be_polite(threads() - before)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            raise LostError(f"the store or a rank is gone ({why})") from error
+            gone = "the store or a rank is gone: it has ended, or has closed the group"
+            raise LostError(f"{gone} ({why})") from error
         backend._set_default_timeout(timedelta(seconds=self.watchdog_s))
         group = dist.ProcessGroup(self.store, self.rank, self.size)
         kind = dist.ProcessGroup.BackendType.GLOO
