@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -335,3 +336,73 @@ def test_a_mistake_of_the_model_comes_out_as_it_is_and_nothing_runs_twice(broken
         else:
             assert torch.equal(own(x), model(x))
         assert own.num_calls == number
+
+
+class Untraceable(nn.Module):
+    """Dynamo cannot trace it whatever the rows are; eager can run it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cov(x.T @ torch.ones(len(x), 4), aweights=x[0].abs())
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Every compilation fails, with what is said here; the list has one entry a try."""
+    tries: list[str] = []
+
+    def fail(code, *args, **kwargs):
+        tries.append(code.co_name)
+        raise exc.TorchRuntimeError("no shape fits")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(tracing.convert_frame, tracing.COMPILE, fail)
+    return tries
+
+
+@torch.no_grad()
+def test_a_frame_that_is_never_traced_is_tried_ever_less_and_counted_every_time(untraced):
+    model, x = weft.compile(Untraceable()), torch.randn(4, 4)
+    wanted = Untraceable()(x)
+    for _ in range(32):
+        assert torch.equal(model(x), wanted)
+    ((reason, count),) = weft.report(model).fallbacks
+    assert "no shape fits" in reason and count == 32
+    assert len(untraced) == 2 * 6, "with a symbol and without, at calls 1, 2, 3, 5, 9 and 17"
+    assert not weft.report(model).breaks, "a try that failed was no success for one number of rows"
+
+
+@torch.no_grad()
+def test_a_frame_that_can_be_traced_again_is(untraced, monkeypatch):
+    model, x = weft.compile(Doubled(nn.Linear(4, 4)), weft.overlap(parts=2)), torch.randn(4, 4)
+    model(x)
+    monkeypatch.undo()
+    model(x)
+    assert weft.plans(model)[0].num_parts == 2
+
+
+@torch.no_grad()
+def test_threads_that_fail_at_once_are_each_counted(untraced):
+    model, x = weft.compile(Untraceable()), torch.randn(4, 4)
+    gate = threading.Barrier(4)
+
+    def work():
+        for _ in range(8):
+            gate.wait()
+            model(x)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(count for _, count in weft.report(model).fallbacks) == 32
+
+
+@torch.no_grad()
+def test_one_frame_for_one_number_of_rows_leaves_the_others_their_batch():
+    model = weft.compile(Counted(Covariance()).eval(), weft.overlap(parts=2))
+    for num_rows in (4, 6, 8):
+        model(torch.randn(num_rows, 3))
+    assert any(plan.num_parts == 2 for plan in weft.plans(model)), "the frame before the break"
+    (line,) = [text for text in weft.report(model).breaks if "one number of rows" in text]
+    assert "nothing is split" in line

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -59,7 +60,17 @@ AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
 
-_calling: ContextVar[tuple[Watch, Any] | None] = ContextVar("weft calling", default=None)
+class _Call:
+    """One call of a model: what Dynamo compiles for it, and what went wrong."""
+
+    def __init__(self, watch: Watch, inputs: Any) -> None:
+        self.watch, self.inputs = watch, inputs
+        self.failures: dict[str, None] = {}
+        self.closed: list[CodeType] = []  # code that is not to be compiled again in this call
+        self.constant = False  # whether Dynamo is told to take the number of rows for a constant
+
+
+_calling: ContextVar[_Call | None] = ContextVar("weft calling", default=None)
 
 
 class Watch:
@@ -77,11 +88,11 @@ class Watch:
     ) -> None:
         self.dim, self.blocks, self.fall_back = dim, blocks, fall_back
         self.news = True
-        self.failed = ""
-        self._limited: set[CodeType] = set()
-        self._closed: list[CodeType] = []
-        self.constant = False  # whether Dynamo is told to take the number of rows for a constant
         self.breaks: list[str] = []
+        self._limited: set[CodeType] = set()
+        self._constant: set[CodeType] = set()  # traced for one number of rows at a time
+        self._untraced: Counter[CodeType] = Counter()  # compilations asked for since the last good
+        self._reasons: dict[CodeType, str] = {}
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
 
@@ -92,45 +103,44 @@ class Watch:
             callback_handler.register_end_callback(_end)
             _watch_limits()
             _watch_frames()
-        token = _calling.set((self, (args, kwargs)))
-        self.failed = ""
+        call = _Call(self, (args, kwargs))
+        token = _calling.set(call)
         try:
             outputs = compiled(*args, **kwargs)
         except WeftError:
-            if self.failed:  # perhaps the reason for the other
-                self.fall_back(self.failed)
+            for reason in call.failures:  # perhaps the reason for the other
+                self.fall_back(reason)
             raise
         finally:
             _calling.reset(token)
-            closed, self._closed = self._closed, []
-            for code in closed:  # so that the next call past the limit is noticed too
+            for code in call.closed:  # so that the next call past the limit is noticed too
                 set_code_exec_strategy(code, AS_EVER)
-        if self.failed:
-            self.fall_back(self.failed)
+        for reason in call.failures:
+            self.fall_back(reason)
         return outputs
 
-    def begin(self, inputs: Any) -> None:
+    def begin(self, call: _Call) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
         self.news = True
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
-        if self.constant:  # another number of rows would make Dynamo try a symbol by itself
+        if call.constant:  # another number of rows would make Dynamo try a symbol by itself
             seen["automatic_dynamic_shapes"] = False
         self._settings.enter_context(torch._dynamo.config.patch(seen))
         try:
-            make_dynamic(inputs, None if self.constant else self.dim)
+            make_dynamic(call.inputs, None if call.constant else self.dim)
             if self.blocks is not None:
                 self.blocks.wrap(at_start=_is_start())
-        except Exception as error:
-            self.failed = first_line(as_own(error, "capture"))  # Dynamo would wrap what is raised
+        except Exception as error:  # Dynamo would wrap what is raised
+            call.failures[first_line(as_own(error, "capture"))] = None
 
-    def limit(self, code: CodeType, number: int) -> None:
+    def limit(self, call: _Call, code: CodeType, number: int) -> None:
         """A call past a limit of Dynamo: this frame of it runs without plans.
 
         Dynamo warns of it; once will do, so from then on we end its attempt as it does itself.
         """
-        self._closed.append(code)
+        call.closed.append(code)
         where = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         self.fall_back(
             f"recompile limit: Dynamo has compiled {where} {number} times, for its guards differ "
@@ -138,41 +148,54 @@ class Watch:
             "guards: give what changes as a tensor, or keep it."
         )
         if code in self._limited and not torch._dynamo.config.fail_on_recompile_limit_hit:
-            known = Unsupported("recompile limit")
-            known.frame_exec_strategy = ONLY_KNOWN
-            raise known
+            raise _as_it_is("recompile limit")
         self._limited.add(code)
 
-    def again(self, error: TorchDynamoException, constant: bool) -> bool:
-        """Whether a frame that Dynamo could not compile is to be compiled once more.
+    def compile_frame(self, call: _Call, code: CodeType, trace: Callable[[], Any]) -> Any:
+        """Compile a frame. What cannot be compiled is tried without blocks, then for this number of
+        rows alone: some operators of PyTorch cannot be traced in any other way.
 
-        Without blocks, or for this number of rows alone: some operators of PyTorch cannot be traced
-        in any other way. A mistake of the user's shows again. constant: what it was at first.
+        A frame that fails all the same runs as it is, so that a mistake of the user's comes out as
+        in eager. Perhaps it can be traced later: it is tried at its 1st, 2nd, 3rd, 5th, 9th call.
         """
-        if isinstance(error, SOFT):
-            return False
-        if self.blocks is not None and self.blocks.refuse(error):
-            return True
-        if self.constant or not isinstance(error, NOT_TRACED):
-            self.constant = constant
-            return False
-        why = str(error).strip().splitlines()[0]
-        self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
-        self.constant = True
-        return True
+        tries = self._untraced[code]
+        if tries & (tries - 1):
+            self._leave(call, code)
+        call.constant = code in self._constant
+        why = ""
+        while True:
+            try:
+                made = trace()
+            except TorchDynamoException as error:
+                if isinstance(error, SOFT):
+                    raise
+                if self.blocks is not None and self.blocks.refuse(error):
+                    continue
+                if not isinstance(error, NOT_TRACED):
+                    raise
+                why = why or str(error).strip().splitlines()[0]
+                if call.constant:
+                    self._reasons[code] = f"capture: {why}"
+                    self._leave(call, code, error)
+                call.constant = True
+            else:
+                break
+        self._untraced.pop(code, None)
+        if why:
+            self._constant.add(code)
+            self.breaks.append(f"traced for one number of rows, so nothing is split: {why}")
+        return made
 
-    def leave(self, code: CodeType, error: TorchDynamoException) -> None:
-        """Have Dynamo run a frame as it is that cannot be traced; a mistake of the user's comes out
-        as in eager then. Returns if the error is of another kind."""
-        if not isinstance(error, NOT_TRACED):
-            return
-        self.failed = f"capture: {str(error).strip().splitlines()[0]}"
-        self._closed.append(code)
-        left = Unsupported("runs as it is")
-        left.frame_exec_strategy = ONLY_KNOWN
-        raise left from error
+    def _leave(
+        self, call: _Call, code: CodeType, error: TorchDynamoException | None = None
+    ) -> NoReturn:
+        """Have Dynamo run a frame as it is, counted with the reason why it cannot be traced."""
+        self._untraced[code] += 1
+        call.failures[self._reasons[code]] = None
+        call.closed.append(code)
+        raise _as_it_is("runs as it is") from error
 
-    def end(self) -> None:
+    def end(self, call: _Call) -> None:
         """Dynamo has compiled, or failed to."""
         self._settings.close()
         try:
@@ -180,17 +203,24 @@ class Watch:
                 self.blocks.unwrap()
             self.breaks += breaks_since(self._num_breaks)
         except Exception as error:
-            self.failed = first_line(as_own(error, "capture"))
+            call.failures[first_line(as_own(error, "capture"))] = None
+
+
+def _as_it_is(why: str) -> Unsupported:
+    """What tells Dynamo to run a frame as it is, or as it has been compiled before."""
+    known = Unsupported(why)
+    known.frame_exec_strategy = ONLY_KNOWN
+    return known
 
 
 def _begin(_: CallbackArgs) -> None:
-    if (calling := _calling.get()) is not None:
-        calling[0].begin(calling[1])
+    if (call := _calling.get()) is not None:
+        call.watch.begin(call)
 
 
 def _end(_: CallbackArgs) -> None:
-    if (calling := _calling.get()) is not None:
-        calling[0].end()
+    if (call := _calling.get()) is not None:
+        call.watch.end(call)
 
 
 def _watch_limits() -> None:
@@ -201,9 +231,9 @@ def _watch_limits() -> None:
 
     def exceeds(*given: Any) -> tuple[bool, str]:
         exceeded, limit = stock(*given)
-        if exceeded and (calling := _calling.get()) is not None:
+        if exceeded and (call := _calling.get()) is not None:
             code = sys._getframe(1).f_locals["code"]
-            calling[0].limit(code, getattr(torch._dynamo.config, limit))
+            call.watch.limit(call, code, getattr(torch._dynamo.config, limit))
         return exceeded, limit
 
     setattr(convert_frame, CHECK, exceeds)
@@ -219,17 +249,9 @@ def _watch_frames() -> None:
         return
 
     def compile_frame(code: CodeType, *given: Any, **named: Any) -> Any:
-        calling = _calling.get()
-        constant = calling is not None and calling[0].constant
-        while True:
-            try:
-                return stock(code, *given, **named)
-            except TorchDynamoException as error:
-                if calling is None:
-                    raise
-                if not calling[0].again(error, constant):
-                    calling[0].leave(code, error)
-                    raise
+        if (call := _calling.get()) is None:
+            return stock(code, *given, **named)
+        return call.watch.compile_frame(call, code, partial(stock, code, *given, **named))
 
     setattr(convert_frame, COMPILE, compile_frame)
 
