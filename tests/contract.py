@@ -6,14 +6,14 @@ import random
 
 import torch
 
-from torchweft.context import Context
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import cpu
-from torchweft.sizes import Size
-from torchweft.strategies import branches, overlap, sequential
-from torchweft.verify import verify
-from torchweft.write import write
+from torchweft.plan.context import Context
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import cpu
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import branches, overlap, sequential
+from torchweft.plan.verify import verify
+from torchweft.plan.write.write import write
 
 ROWS, WIDE = 24, 16
 

@@ -25,7 +25,7 @@ def test_code_runs_and_prints_what_the_readme_shows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The README's own strategy stays out of the registry that other tests list.
-    registry = import_module("torchweft.strategy")
+    registry = import_module("torchweft.plan.write.strategy")
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     names: dict[str, Any] = {"__name__": "readme"}
     found = blocks()
@@ -67,7 +67,7 @@ dist.destroy_process_group()
 def test_commands_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchweft import cli
+    from torchweft.cli import app as cli
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.py").write_text(

@@ -10,11 +10,8 @@ What needs torch is loaded when it is first asked for: looking at graphs and pla
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# These modules share their name with a function of ours: the module comes first, then the function.
-import torchweft.context
-import torchweft.dynamic
-import torchweft.strategy
-import torchweft.trace  # noqa: F401
+import torchweft.dynamic  # noqa: F401  # the room comes first, then the function of its name
+from torchweft._moved import install
 from torchweft.errors import (
     CaptureError,
     GraphError,
@@ -29,25 +26,32 @@ from torchweft.errors import (
     StrategyError,
     WeftError,
 )
-from torchweft.graph import Graph
-from torchweft.machine import Machine, accelerator, cpu
-from torchweft.plan import Plan
-from torchweft.strategies import branches, overlap, sequential
-from torchweft.strategy import Strategy, get_strategy, strategy, strategy_names
-from torchweft.trace import Trace
+from torchweft.plan.graph import Graph
+from torchweft.plan.machine import Machine, accelerator, cpu
+from torchweft.plan.plan import Plan
+from torchweft.plan.strategies import branches, overlap, sequential
+from torchweft.plan.trace import Trace
+from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
 if TYPE_CHECKING:
-    from torchweft import lab
     from torchweft.api import check, compile, plans, report, warmup
+    from torchweft.capture.marks import (
+        mark,
+        mark_function,
+        mark_module,
+        mark_op,
+        mark_path,
+        row_wise,
+    )
+    from torchweft.capture.splitters import Splitter, by_requests, by_rows, shared
     from torchweft.dynamic.pool import Spot
-    from torchweft.marks import mark, mark_function, mark_module, mark_op, mark_path, row_wise
-    from torchweft.splitters import Splitter, by_requests, by_rows, shared
+    from torchweft_tools import lab
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "warmup"),
     "dynamic.pool": ("Spot",),
-    "marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
-    "splitters": ("Splitter", "by_requests", "by_rows", "shared"),
+    "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
+    "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
 __all__ = [
     "CaptureError",
@@ -97,9 +101,12 @@ __all__ = [
 ]  # fmt: skip
 
 
+install()
+
+
 def context(**told: Any) -> Any:
-    """What the host knows of the calls inside, beyond their shapes; see `session.context`."""
-    return import_module("torchweft.session").context(**told)
+    """What the host knows of the calls inside, beyond their shapes; see `serve.session.context`."""
+    return import_module("torchweft.serve.session").context(**told)
 
 
 def dynamic(model: Any, **options: Any) -> Any:
@@ -115,7 +122,7 @@ def trace(model: Any, *args: Any, **kwargs: Any) -> Trace:
 
 def __getattr__(name: str) -> Any:
     if name == "lab":
-        return import_module("torchweft.lab")
+        return import_module("torchweft_tools.lab")
     for home, names in _LAZY.items():
         if name in names:
             return getattr(import_module(f"torchweft.{home}"), name)

@@ -25,21 +25,21 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 
-from torchweft.boundary import Boundary
-from torchweft.capture.blocks import Blocks
+from torchweft.capture.blocks.blocks import Blocks
+from torchweft.capture.marks import MarkRule
+from torchweft.capture.splitters import Splitter
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
-from torchweft.gate import Check, compare, run_copy
-from torchweft.machine import Machine
-from torchweft.marks import MarkRule
-from torchweft.plan import Plan
-from torchweft.reporting import Report, report_of
-from torchweft.runtimes.ranks import WATCHDOG_S
-from torchweft.runtimes.speakers import Speaker, stable_name
-from torchweft.session import Session
-from torchweft.splitters import Splitter
-from torchweft.strategy import Strategy
-from torchweft.trace import Trace
+from torchweft.plan.machine import Machine
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
+from torchweft.plan.write.strategy import Strategy
+from torchweft.ranks.ranks import WATCHDOG_S
+from torchweft.ranks.speakers import Speaker, stable_name
+from torchweft.serve.boundary import Boundary
+from torchweft.serve.gate import Check, compare, run_copy
+from torchweft.serve.reporting import Report, report_of
+from torchweft.serve.session import Session
 
 if TYPE_CHECKING:
     from torchweft.dynamic.model import Dynamic

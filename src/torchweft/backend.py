@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from torchweft.errors import StrategyError, unknown
-from torchweft.session import Session
+from torchweft.serve.session import Session
 
 
 def check_options(given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -14,19 +14,19 @@ from dataclasses import replace
 import torch
 from device import KIND
 
-from torchweft.bench.random_plans import random_plan
-from torchweft.capture.outs import Into, Room
-from torchweft.context import Context
+from torchweft.capture.bodies.outs import Into, Room
 from torchweft.errors import PlanError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import accelerator
-from torchweft.runtimes.dispatch import Dispatch
-from torchweft.runtimes.writer import compile_program
-from torchweft.sizes import Size
-from torchweft.strategies import branches, overlap
-from torchweft.verify import verify
-from torchweft.write import write
+from torchweft.plan.context import Context
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import accelerator
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import branches, overlap
+from torchweft.plan.verify import verify
+from torchweft.plan.write.write import write
+from torchweft.run.accelerator.dispatch import Dispatch
+from torchweft.run.writer import compile_program
+from torchweft_tools.bench.random_plans import random_plan
 
 ROWS, WIDE = 12, 4
 

@@ -13,16 +13,16 @@ from double import NUM_SMS, torch_like
 from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan
 
 from torchweft.errors import RunError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.machine import Lane, accelerator
-from torchweft.plan import Step
-from torchweft.runtimes.accelerator import Accelerator, Runtime
-from torchweft.runtimes.cuda import Cuda
-from torchweft.runtimes.dispatch import dispatch, in_host_order
-from torchweft.runtimes.streams import compile_streams
-from torchweft.sizes import Size
-from torchweft.strategies import overlap, sequential
-from torchweft.verify import verify
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.machine import Lane, accelerator
+from torchweft.plan.plan import Step
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import overlap, sequential
+from torchweft.plan.verify import verify
+from torchweft.run.accelerator.accelerator import Accelerator, Runtime
+from torchweft.run.accelerator.cuda import Cuda
+from torchweft.run.accelerator.dispatch import dispatch, in_host_order
+from torchweft.run.accelerator.streams import compile_streams
 
 
 @pytest.fixture

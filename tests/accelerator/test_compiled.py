@@ -12,9 +12,9 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.errors import StrategyError
-from torchweft.machine import accelerator
-from torchweft.runtimes.accelerator import Accelerator, Runtime, device_of, runtime_of
-from torchweft.runtimes.graphs import Graphs
+from torchweft.plan.machine import accelerator
+from torchweft.run.accelerator.accelerator import Accelerator, Runtime, device_of, runtime_of
+from torchweft.run.accelerator.graphs import Graphs
 
 HARDWARE = torch.accelerator.is_available()
 
@@ -83,7 +83,7 @@ def made(monkeypatch):
         runtimes.append(Lifted(device, fall_back, graphs))
         return runtimes[-1]
 
-    monkeypatch.setattr("torchweft.piece.runtime_of", lift)
+    monkeypatch.setattr("torchweft.serve.piece.runtime_of", lift)
     yield runtimes
     device.close()
     torch._dynamo.reset()

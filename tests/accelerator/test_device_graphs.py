@@ -10,15 +10,15 @@ from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
 from queues import RuleError
 
 from torchweft.errors import RunError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.machine import accelerator
-from torchweft.runtimes.accelerator import Accelerator, Runtime
-from torchweft.runtimes.cuda import Cuda
-from torchweft.runtimes.dispatch import dispatch
-from torchweft.runtimes.graphs import ALIAS, MAX_CAPTURES, MOVES, OPAQUE, Graphs
-from torchweft.runtimes.streams import write_streams
-from torchweft.sizes import Size
-from torchweft.strategies import sequential
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.machine import accelerator
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import sequential
+from torchweft.run.accelerator.accelerator import Accelerator, Runtime
+from torchweft.run.accelerator.cuda import Cuda
+from torchweft.run.accelerator.dispatch import dispatch
+from torchweft.run.accelerator.graphs import ALIAS, MAX_CAPTURES, MOVES, OPAQUE, Graphs
+from torchweft.run.accelerator.streams import write_streams
 
 
 @pytest.fixture(params=[Accelerator, Cuda])

@@ -8,9 +8,9 @@ from double import torch_like
 from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
 
 from torchweft.errors import RunError
-from torchweft.runtimes.accelerator import Accelerator, Runtime
-from torchweft.runtimes.dispatch import dispatch
-from torchweft.runtimes.streams import write_streams
+from torchweft.run.accelerator.accelerator import Accelerator, Runtime
+from torchweft.run.accelerator.dispatch import dispatch
+from torchweft.run.accelerator.streams import write_streams
 
 SEEDS = range(16)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from planted import PROGRAMS, Dry
 
-from torchweft.dryrun.calls import RankCalls, read_calls
-from torchweft.dryrun.run import Outcome, run
+from torchweft_tools.dryrun.calls import RankCalls, read_calls
+from torchweft_tools.dryrun.run import Outcome, run
 
 ROOT = Path(__file__).parents[2]
 

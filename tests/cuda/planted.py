@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from torchweft.dryrun.calls import RankCalls
+from torchweft_tools.dryrun.calls import RankCalls
 
 PROGRAMS = Path(__file__).with_name("programs")
 Dry = Callable[..., tuple[int, tuple[RankCalls, ...]]]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planted import PROGRAMS, here
 
-from torchweft.dryrun.calls import load_calls
+from torchweft_tools.dryrun.calls import load_calls
 
 
 def torchweft(*words: str) -> subprocess.CompletedProcess[str]:

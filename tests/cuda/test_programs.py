@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planted import Dry, here
 
-from torchweft.dryrun.check import Fault, check
+from torchweft_tools.dryrun.check import Fault, check
 
 # What each bug is found as. Torch issues no wait for an event that was never recorded.
 PLANTED = {

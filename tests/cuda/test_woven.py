@@ -9,8 +9,8 @@ from itertools import combinations, pairwise
 import pytest
 from planted import Dry
 
-from torchweft.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
-from torchweft.dryrun.check import check
+from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
+from torchweft_tools.dryrun.check import check
 
 ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
 SEVERAL = ["overlap", "overlap-graphs"]

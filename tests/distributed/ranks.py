@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.plan import Plan
+from torchweft.plan.plan import Plan
 
 PATIENCE_S = 180
 LIMIT = datetime.timedelta(seconds=60)

@@ -12,8 +12,8 @@ from ranks import run_once
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
-from torchweft import piece as piece_module
-from torchweft import session as session_module
+from torchweft.serve import piece as piece_module
+from torchweft.serve import session as session_module
 
 STAGES = {
     "capture": (session_module, "capture"),

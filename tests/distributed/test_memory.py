@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchweft.bench import memory
+from torchweft_tools.bench import memory
 
 
 def test_models_on_two_ranks_copy_nothing_in_parts() -> None:

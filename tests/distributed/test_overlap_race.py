@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.bench import overlap
-from torchweft.bench.overlap_rows import MAX_DIFF, row
+from torchweft_tools.bench import overlap
+from torchweft_tools.bench.overlap_rows import MAX_DIFF, row
 
 NAMES = (
     *(

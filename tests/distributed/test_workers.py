@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from torchweft.bench.dynamic import drawn_trees
-from torchweft.bench.dynamic_models import BinaryTreeLSTM, Routed
-from torchweft.bench.dynamic_placed import ByNodes
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Pool
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
 from torchweft.placement import Problem, placed
-from torchweft.placement.learner import Learner, Pace
-from torchweft.placement.policy import Policy
-from torchweft.placement.served import Served
-from torchweft.plan import Plan
-from torchweft.runtimes.processes import started_at
-from torchweft.verify import verify
+from torchweft.placement.learn.learner import Learner, Pace
+from torchweft.placement.learn.policy import Policy
+from torchweft.placement.learn.served import Served
+from torchweft.plan.plan import Plan
+from torchweft.plan.verify import verify
+from torchweft.ranks.processes import started_at
+from torchweft_tools.bench.dynamic import drawn_trees
+from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Routed
+from torchweft_tools.bench.dynamic_placed import ByNodes
 
 TOLERANCE = 1e-5
 LOST_S, CALM_S = 8.0, 60.0  # a loaded machine starves workers for seconds

@@ -15,8 +15,8 @@ from transformers.models.llama import modeling_llama
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.bench.hosts import HOSTS
 from torchweft.integrations.transformers import kind_of, warm, weave
+from torchweft_tools.bench.hosts import HOSTS
 
 MAX_LINES = 75
 SENTENCES = (

@@ -22,8 +22,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from torchweft.bench.hosts import HOSTS
 from torchweft.errors import StrategyError, WeftError
+from torchweft_tools.bench.hosts import HOSTS
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from torchweft import cli, cli_bench
-from torchweft.blueprint import transformer
-from torchweft.cli_text import printable, read_literal, read_pairs
+from torchweft.cli import app as cli
+from torchweft.cli import bench as cli_bench
+from torchweft.cli.text import printable, read_literal, read_pairs
 from torchweft.errors import WeftError
 from torchweft.files import write_json
-from torchweft.graph_file import save_graph
-from torchweft.machine import cpu, to_data
-from torchweft.plan import Plan
-from torchweft.strategies import overlap
-from torchweft.trace import Trace
-from torchweft.verify import verify
-from torchweft.write import write
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.graph_file import save_graph
+from torchweft.plan.machine import cpu, to_data
+from torchweft.plan.plan import Plan
+from torchweft.plan.strategies import overlap
+from torchweft.plan.trace import Trace
+from torchweft.plan.verify import verify
+from torchweft.plan.write.write import write
 
 Capture = pytest.CaptureFixture[str]
 
@@ -198,7 +199,7 @@ def fake_bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         progress(1, 2)
         return [{"kind": "a\nb", "n": 1}, {"kind": "[red]", "n": 2.5}], {"plans": num_plans}
 
-    from torchweft.bench import verify as module
+    from torchweft_tools.bench import verify as module
 
     monkeypatch.setattr(module, "run", run)
     return called
@@ -338,13 +339,13 @@ def test_values_of_options_are_literals_or_text() -> None:
 
 def test_every_bench_has_a_module_with_a_run() -> None:
     for name in cli_bench.BENCHES:
-        module = __import__(f"torchweft.bench.{name}", fromlist=["run"])
+        module = __import__(f"torchweft_tools.bench.{name}", fromlist=["run"])
         assert cli_bench.read_options(module.run, []) == {}
 
 
 def test_command_starts_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from torchweft import cli; code = cli.run(['strategies']);"
+        "import sys; from torchweft.cli import app; code = app.run(['strategies']);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
@@ -352,7 +353,13 @@ def test_command_starts_without_torch(tmp_path: Path) -> None:
 
 def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     save_graph(transformer(200), tmp_path / "graph.json")
-    words = [sys.executable, "-c", "from torchweft.cli import main; main()", "show", "graph.json"]
+    words = [
+        sys.executable,
+        "-c",
+        "from torchweft.cli.app import main; main()",
+        "show",
+        "graph.json",
+    ]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=dict(os.environ)
     ) as command:

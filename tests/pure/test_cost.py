@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.cost import Costs, CostTable
 from torchweft.errors import MachineError
-from torchweft.graph import Batch, Collective, Graph, Op, Value
-from torchweft.machine import Device, Lane, Link, Machine, cpu
-from torchweft.sizes import Size
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
+from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
+from torchweft.plan.sizes import Size
 
 S0 = Size.of("s0")
 ROWS = Batch(0)

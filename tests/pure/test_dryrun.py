@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.dryrun.build import include_folders_of, stubs
-from torchweft.dryrun.calls import (
+from torchweft.errors import MachineError
+from torchweft_tools.dryrun.build import include_folders_of, stubs
+from torchweft_tools.dryrun.calls import (
     ByteSpan,
     CallsError,
     RankCalls,
@@ -22,10 +23,9 @@ from torchweft.dryrun.calls import (
     read_calls,
     save_calls,
 )
-from torchweft.dryrun.check import Fault, check
-from torchweft.dryrun.run import run
-from torchweft.dryrun.show import report
-from torchweft.errors import MachineError
+from torchweft_tools.dryrun.check import Fault, check
+from torchweft_tools.dryrun.run import run
+from torchweft_tools.dryrun.show import report
 
 SIZE = 512
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.bench.fuzz_files import CONTEXT, chain
 from torchweft.errors import PlacementError, PlanError, WeftError
 from torchweft.files import MAX_TEXT
-from torchweft.lower import lower
-from torchweft.machine import cpu
-from torchweft.placement.read_any import read_problem
-from torchweft.placement.read_trees import MAX_BRACKETS
-from torchweft.placement.work import MAX_EDGES
-from torchweft.plan import MAX_MEMORY, Plan
-from torchweft.strategies import get_strategy
-from torchweft.trace import MAX_SPANS, from_data
-from torchweft.verify import findings
-from torchweft.verify.coverage import MAX_FINDINGS
-from torchweft.write import write
+from torchweft.placement.files.read_any import read_problem
+from torchweft.placement.files.read_trees import MAX_BRACKETS
+from torchweft.placement.files.work import MAX_EDGES
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import cpu
+from torchweft.plan.plan import MAX_MEMORY, Plan
+from torchweft.plan.strategies import get_strategy
+from torchweft.plan.trace import MAX_SPANS, from_data
+from torchweft.plan.verify import findings
+from torchweft.plan.verify.coverage import MAX_FINDINGS
+from torchweft.plan.write.write import write
+from torchweft_tools.bench.fuzz_files import CONTEXT, chain
 
 GRAPH = chain(4)
 HEAD, _, STEPS = str(

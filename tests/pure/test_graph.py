@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
 from torchweft.errors import GraphError
 from torchweft.files import MAX_BYTES
-from torchweft.graph import Batch, Collective, Graph, Op, Value
-from torchweft.graph_file import graph_data, load_graph, read_graph, save_graph
-from torchweft.sizes import Size
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
+from torchweft.plan.graph_file import graph_data, load_graph, read_graph, save_graph
+from torchweft.plan.sizes import Size
 
 GRAPH = transformer(2, kv_cache=True)
 DATA: dict[str, Any] = json.loads(json.dumps(graph_data(GRAPH)))

@@ -18,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchweft as weft
-from torchweft import cli, doctor, lab
+from torchweft import lab
+from torchweft.cli import app as cli
+from torchweft.cli import doctor
 from torchweft.errors import MachineError, WeftError
-from torchweft.lab import command as command_file
-from torchweft.lab.link import MAX_BITS_PER_S, MIN_BITS_PER_S
+from torchweft_tools.lab import command as command_file
+from torchweft_tools.lab.link import MAX_BITS_PER_S, MIN_BITS_PER_S
 
 REASON = lab.check() or lab.check("1gbit full")
 limited = pytest.mark.skipif(bool(REASON), reason=f"links cannot be limited here: {REASON}")
@@ -121,7 +123,9 @@ def test_bad_duplex_lists_the_choices() -> None:
 
 def test_the_lab_is_reached_lazily_and_without_torch() -> None:
     assert weft.lab is lab
-    code = "import sys, torchweft; assert 'torchweft.lab' not in sys.modules; torchweft.lab.Link()"
+    code = (
+        "import sys, torchweft; assert 'torchweft_tools' not in sys.modules; torchweft.lab.Link()"
+    )
     code += "; assert not {'torch', 'typer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
@@ -162,7 +166,7 @@ def test_exit_code_is_that_of_the_command(link: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_streams_pass_through(link: str) -> None:
-    code = "from torchweft.cli import main; main()"
+    code = "from torchweft.cli.app import main; main()"
     words = ["lab", "run", "--link", link, "--", "sh", "-c", "cat; echo wrong >&2; exit 5"]
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -288,8 +292,9 @@ def until(reached: Callable[[], bool]) -> None:
 
 
 def run_in_lab(link: str, words: list[str]) -> subprocess.Popen[str]:
-    """A lab in a process of its own, with Ctrl-C as Python has it."""
+    """A lab in a process of its own, with signals as Python has them, even under nohup."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
     code += "from torchweft import lab; sys.exit(lab.run(sys.argv[2:], link=sys.argv[1]))"
     words = [sys.executable, "-c", code, link, *words]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -403,7 +408,7 @@ def test_the_doctor_says_what_the_lab_says() -> None:
 )
 def test_kernel_that_forbids_namespaces(kind: str, label: str) -> None:
     """In a user namespace the kernel's own limits can be set; as root, another way is found."""
-    code = "import sys; from torchweft.cli import main; main()"
+    code = "import sys; from torchweft.cli.app import main; main()"
     words = [sys.executable, "-c", code, "lab", "run", "--", "sh", "-c", 'echo "$WEFT_LINK"']
     script = f'echo 0 > /proc/sys/user/max_{kind}_namespaces && exec "$@"'
     done = subprocess.run(

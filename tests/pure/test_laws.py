@@ -9,20 +9,20 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from torchweft.bench.oracle import is_safe
-from torchweft.bench.random_graphs import random_graph
-from torchweft.bench.random_plans import random_plan
-from torchweft.context import Context
 from torchweft.errors import GraphError, MemoryPlanError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import Device, Lane, Link, Machine, cpu
-from torchweft.plan import Plan
-from torchweft.runtimes.simulator import simulate
-from torchweft.sizes import Size
-from torchweft.strategies import branches, overlap, sequential
-from torchweft.verify import findings, verify
-from torchweft.write import write
+from torchweft.plan.context import Context
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import branches, overlap, sequential
+from torchweft.plan.verify import findings, verify
+from torchweft.plan.write.write import write
+from torchweft_tools.bench.oracle import is_safe
+from torchweft_tools.bench.random_graphs import random_graph
+from torchweft_tools.bench.random_plans import random_plan
 
 SETTINGS = settings(max_examples=150, deadline=None)
 CHOICES = [

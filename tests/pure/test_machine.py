@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
 from torchweft.errors import MachineError
 from torchweft.files import write_json
-from torchweft.lower import lower
-from torchweft.machine import (
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import (
     LANE,
     Device,
     Lane,
@@ -28,10 +28,10 @@ from torchweft.machine import (
     make_lane,
     to_data,
 )
-from torchweft.plan import Plan
-from torchweft.runtimes.simulator import simulate
-from torchweft.strategies import overlap
-from torchweft.write import write
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.strategies import overlap
+from torchweft.plan.write.write import write
 
 TWO = Machine(
     "two",

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchweft.bench import verify as bench
-from torchweft.bench.mutations import MUTATIONS
-from torchweft.bench.oracle import by_closure, by_interleavings, is_safe
-from torchweft.bench.oracle.overlap import Span, overlap, overlap_at
-from torchweft.bench.random_graphs import random_graph
-from torchweft.bench.random_plans import random_pair, random_plan
-from torchweft.graph import Batch, Collective, Graph, Op, Value
-from torchweft.plan import Plan
-from torchweft.sizes import Size
+from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
+from torchweft.plan.plan import Plan
+from torchweft.plan.sizes import Size
+from torchweft_tools.bench import verify as bench
+from torchweft_tools.bench.mutations import MUTATIONS
+from torchweft_tools.bench.oracle import by_closure, by_interleavings, is_safe
+from torchweft_tools.bench.oracle.overlap import Span, overlap, overlap_at
+from torchweft_tools.bench.random_graphs import random_graph
+from torchweft_tools.bench.random_plans import random_pair, random_plan
 
 ROWS = Batch(0)
 LANES = "lane A on cpu uses compute,network\nlane B on cpu uses compute,network"
@@ -252,5 +252,5 @@ def test_half_of_the_cases_are_safe_and_every_mutation_occurs() -> None:
 
 
 def test_rows_do_not_depend_on_the_number_of_workers() -> None:
-    pytest.importorskip("torchweft.verify")
+    pytest.importorskip("torchweft.plan.verify")
     assert list(bench._judged(200, 5, 1)) == list(bench._judged(200, 5, 2))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from torchweft import cli
-from torchweft.bench import placement as bench
-from torchweft.blueprint import transformer
+from torchweft.cli import app as cli
 from torchweft.files import write_json
-from torchweft.graph_file import load_graph, save_graph
-from torchweft.machine import Device, Lane, Link, Machine, to_data
 from torchweft.placement import Placement, planner_names
-from torchweft.placement.learned import POLICIES
-from torchweft.plan import Plan
-from torchweft.trace import Trace
-from torchweft.verify import verify
+from torchweft.placement.learn.learned import POLICIES
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.graph_file import load_graph, save_graph
+from torchweft.plan.machine import Device, Lane, Link, Machine, to_data
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
+from torchweft.plan.verify import verify
+from torchweft_tools.bench import placement as bench
 
 Capture = pytest.CaptureFixture[str]
 TREE = (

@@ -12,21 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
 from torchweft.errors import PlacementError
-from torchweft.machine import Device, Lane, Link, Machine
 from torchweft.placement import (
     Draft,
     Edge,
     Hold,
     Placement,
     Problem,
-    annealing,
     as_plan,
     bound_s,
     check,
-    cp_sat,
     faults,
     finished,
     graph_problem,
@@ -34,20 +29,23 @@ from torchweft.placement import (
     plan,
     planner_names,
     replay,
-    stages,
     stand_in,
 )
 from torchweft.placement.bounds import heads, tails
-from torchweft.placement.cases import MACHINES, case, random_dag, random_tree
 from torchweft.placement.draft import period_s
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.lists import heft
-from torchweft.placement.loads import Loads
-from torchweft.placement.ticks import in_ticks
-from torchweft.placement.tree_dp import fits
-from torchweft.plan import Plan
-from torchweft.runtimes.simulator import simulate
-from torchweft.verify import verify
+from torchweft.placement.learn.cases import MACHINES, case, random_dag, random_tree
+from torchweft.placement.planners import annealing, cp_sat, stages
+from torchweft.placement.planners.lists import heft
+from torchweft.placement.planners.loads import Loads
+from torchweft.placement.planners.ticks import in_ticks
+from torchweft.placement.planners.tree_dp import fits
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.verify import verify
 
 INF = math.inf
 EXACT = ("exhaustive", "cp-sat", "tree-dp")

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
 from torchweft.errors import PlacementError, WeftError
-from torchweft.graph_file import graph_data
-from torchweft.machine import Device, Lane, Link, Machine
 from torchweft.placement import plan
-from torchweft.placement.read_any import Wanted, read_problem
-from torchweft.placement.read_dnn import read_dnn
-from torchweft.placement.read_stg import read_stg
-from torchweft.placement.read_trees import read_trees
+from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.files.read_dnn import read_dnn
+from torchweft.placement.files.read_stg import read_stg
+from torchweft.placement.files.read_trees import read_trees
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.graph_file import graph_data
+from torchweft.plan.machine import Device, Lane, Link, Machine
 
 STG = """          4
           0          0          0

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
 from torchweft.errors import PlanError, WeftError
 from torchweft.files import MAX_BYTES
-from torchweft.lower import lower
-from torchweft.machine import cpu
-from torchweft.plan import MAX_STEPS, Plan, Step
-from torchweft.runtimes.simulator import simulate
-from torchweft.strategies import overlap
-from torchweft.verify import findings, verify
-from torchweft.write import write
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import cpu
+from torchweft.plan.plan import MAX_STEPS, Plan, Step
+from torchweft.plan.simulator import simulate
+from torchweft.plan.strategies import overlap
+from torchweft.plan.verify import findings, verify
+from torchweft.plan.write.write import write
 
 GRAPH = transformer(2, kv_cache=True)
 CONTEXT = Context(batch=16)

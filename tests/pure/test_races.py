@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.bench import races
-from torchweft.bench.oracle import by_closure, by_interleavings
-from torchweft.bench.races import RACES
-from torchweft.bench.races.known_race import KnownRace, read_graph
-from torchweft.lower import lower
-from torchweft.plan import Plan
-from torchweft.verify import findings, findings_ranks
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.plan import Plan
+from torchweft.plan.verify import findings, findings_ranks
+from torchweft_tools.bench import races
+from torchweft_tools.bench.oracle import by_closure, by_interleavings
+from torchweft_tools.bench.races import RACES
+from torchweft_tools.bench.races.known_race import KnownRace, read_graph
 
 PAGE = Path(__file__).parents[2] / "docs" / "races.md"
 REBUILT = [race for race in RACES if race.broken]

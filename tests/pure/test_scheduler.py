@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
-from torchweft.cut import Cut
 from torchweft.errors import StrategyError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import Lane, cpu
-from torchweft.plan import Plan
-from torchweft.scheduler import Scheduler
-from torchweft.sizes import Size
-from torchweft.verify import verify
-from torchweft.write import write
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Lane, cpu
+from torchweft.plan.plan import Plan
+from torchweft.plan.sizes import Size
+from torchweft.plan.verify import verify
+from torchweft.plan.write.scheduler import Scheduler
+from torchweft.plan.write.write import write
 
 GRAPH = transformer(1)
 CONTEXT = Context(batch=16)

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
-from torchweft.cost import Costs, CostTable
-from torchweft.cut import Cut
 from torchweft.errors import MachineError, PlanError, StrategyError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import Device, Lane, Link, Machine, cpu
-from torchweft.plan import Buffer, Place, Plan, Step
-from torchweft.runtimes.simulator import simulate
-from torchweft.sizes import Size
-from torchweft.strategies.overlap import overlap
-from torchweft.strategies.sequential import sequential
-from torchweft.trace import Trace
-from torchweft.write import write
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
+from torchweft.plan.plan import Buffer, Place, Plan, Step
+from torchweft.plan.simulator import simulate
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies.overlap import overlap
+from torchweft.plan.strategies.sequential import sequential
+from torchweft.plan.trace import Trace
+from torchweft.plan.write.write import write
 
 S0, ROWS = Size.of("s0"), Batch(0)
 MiB = 2**20

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import SizeError
-from torchweft.sizes import MAX_TEXT, Size
+from torchweft.plan.sizes import MAX_TEXT, Size
 
 READS = {
     "4096*s0 + 8": {"s0": 16},

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.blueprint import transformer
-from torchweft.context import Context
 from torchweft.errors import StrategyError
-from torchweft.graph import Batch, Graph, Op, Value
-from torchweft.lower import lower
-from torchweft.machine import Machine, cpu
-from torchweft.plan import Plan
-from torchweft.runtimes.simulator import simulate
-from torchweft.sizes import Size
-from torchweft.strategies import branches, get_strategy, overlap, sequential, strategy_names
-from torchweft.strategy import Strategy, strategy
-from torchweft.verify import verify
-from torchweft.write import write
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Machine, cpu
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import branches, get_strategy, overlap, sequential, strategy_names
+from torchweft.plan.verify import verify
+from torchweft.plan.write.strategy import Strategy, strategy
+from torchweft.plan.write.write import write
 
 PLANS = Path(__file__).parents[1] / "plans"
 CONTEXT = Context(batch=512)

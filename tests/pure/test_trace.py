@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import WeftError
-from torchweft.trace import SPANS, Span, Trace, format_s, from_data, to_data
+from torchweft.plan.trace import SPANS, Span, Trace, format_s, from_data, to_data
 
 
 def span(kind: str, label: str, lane: str, start_s: float, end_s: float, **more: Any) -> Span:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.bench import overlap
-from torchweft.bench.overlap_candidates import TABLES
-from torchweft.bench.overlap_rows import finalists, row, summary
 from torchweft.errors import WeftError
+from torchweft_tools.bench import overlap
+from torchweft_tools.bench.overlap_candidates import TABLES
+from torchweft_tools.bench.overlap_rows import finalists, row, summary
 
 KINDS = {each.name: each.kind for each in TABLES["race"]}
 PARTS = {each.name: each.parts for each in TABLES["race"]}

@@ -14,9 +14,9 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.bench.depth_model import Layer, Model
-from torchweft.capture.blocks import Blocks, find_blocks
+from torchweft.capture.blocks.blocks import Blocks, find_blocks
 from torchweft.capture.tracing import Watch, compile_by
+from torchweft_tools.bench.depth_model import Layer, Model
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ class ByInstance(Blocks):
 
 @torch.no_grad()
 def test_weights_of_another_block_are_refused(monkeypatch):
-    monkeypatch.setattr("torchweft.capture.blocks.ask_for_likeness", nullcontext)
+    monkeypatch.setattr("torchweft.capture.blocks.blocks.ask_for_likeness", nullcontext)
     torch.manual_seed(0)
     model, x = Stack().eval(), torch.randn(4, 8)
     wanted = model(x)

@@ -273,7 +273,7 @@ def test_the_torch_state_of_a_part_is_its_own():
 
 
 def test_context_variables_are_seen_in_parts():
-    from torchweft.context import TOLD
+    from torchweft.plan.context import TOLD
 
     model = boundary(Told(TOLD.get), rules=[])
     for _ in range(3):
@@ -443,7 +443,7 @@ def test_a_dict_that_the_model_changes_is_the_callers():
 
 
 def test_calls_of_ever_new_forms_run_as_they_are(monkeypatch):
-    monkeypatch.setattr("torchweft.boundary.MAX_FORMS", 2)
+    monkeypatch.setattr("torchweft.serve.boundary.MAX_FORMS", 2)
     model = boundary(nn.Sequential(Block()).eval())
     for number in range(5):
         x = inputs().view(8, WIDE, *[1] * number).movedim(1, -1)
@@ -586,7 +586,9 @@ def test_io_of_one_part_runs_beside_compute_of_another():
 
 
 def test_a_merged_run_is_refused(monkeypatch):
-    module = importlib.import_module("torchweft.strategy")  # the name in weft is the decorator
+    module = importlib.import_module(
+        "torchweft.plan.write.strategy"
+    )  # the name in weft is the decorator
     monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
 
     @weft.strategy
@@ -656,7 +658,7 @@ class Attends(Net):
 
 
 def test_side_state_is_cut_by_splitters():
-    splitters = pytest.importorskip("torchweft.splitters")
+    splitters = pytest.importorskip("torchweft.capture.splitters")
     fields = {"bias": splitters.by_rows, "scale": splitters.shared}
     side = splitters.Splitter(
         "forward", "attend", lambda: Host.state, lambda state: setattr(Host, "state", state), fields

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from torchweft import cli
-from torchweft.bench.pairs import measure, ratio
-from torchweft.doctor import examine
+from torchweft.cli import app as cli
+from torchweft.cli.doctor import examine
+from torchweft_tools.bench.pairs import measure, ratio
 
 MODEL = """
 import torch

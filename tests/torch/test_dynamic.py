@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchweft as weft
-from torchweft.bench import dynamic_models as models
-from torchweft.bench.dynamic import read_trees
-from torchweft.bench.dynamic_models import Tree
-from torchweft.bench.dynpartition_nodes import per_node
 from torchweft.dynamic.cell import Cell
 from torchweft.dynamic.channel import Channel
 from torchweft.errors import CaptureError
+from torchweft_tools.bench import dynamic_models as models
+from torchweft_tools.bench.dynamic import read_trees
+from torchweft_tools.bench.dynamic_models import Tree
+from torchweft_tools.bench.dynpartition_nodes import per_node
 
 TOLERANCE = 1e-5
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch._dynamo import exc
 
 import torchweft as weft
-from torchweft import boundary as boundary_module
-from torchweft import piece as piece_module
-from torchweft import session as session_module
-from torchweft.capture import aten as aten_module
 from torchweft.capture import failures, tracing
+from torchweft.capture.aten import aten as aten_module
+from torchweft.serve import boundary as boundary_module
+from torchweft.serve import piece as piece_module
+from torchweft.serve import session as session_module
 
 STAGES = {
     "capture": (session_module, "capture"),
@@ -275,7 +275,7 @@ LAST = {"its own weights": lambda: nn.LazyConv1d(5, 3), "covariance": Covariance
 @pytest.mark.parametrize("name", LAST)
 def test_what_is_traced_for_one_number_of_rows_runs_once(name):
     torch.manual_seed(0)
-    model = weft.compile(Counted(LAST[name]()), weft.strategies.overlap(parts=2))
+    model = weft.compile(Counted(LAST[name]()), weft.overlap(parts=2))
     plain = Counted(model.last)
     for num_rows in (4, 4) if name == "its own weights" else (4, 6, 4):
         x = torch.randn(num_rows, 3)
@@ -287,7 +287,7 @@ def test_what_is_traced_for_one_number_of_rows_runs_once(name):
 
 def test_a_module_that_makes_its_weights_by_the_rows_is_captured():
     torch.manual_seed(0)
-    model = weft.compile(Doubled(nn.LazyConv1d(5, 3)), weft.strategies.overlap(parts=2))
+    model = weft.compile(Doubled(nn.LazyConv1d(5, 3)), weft.overlap(parts=2))
     x = torch.randn(4, 3)
     made = model(x)
     assert torch.allclose(made, model.inner(x) * 2, atol=1e-6)

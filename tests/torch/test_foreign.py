@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import torchweft as weft
 from torchweft.capture.foreign import reduce_by_torch
-from torchweft.session import Session
+from torchweft.serve.session import Session
 
 
 @torch.library.custom_op("toy_foreign::all_reduce", mutates_args=())

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from torchweft.bench import fuzz
-from torchweft.bench.fuzz_files import PAIR, chain, formats
-from torchweft.cost import CostTable
 from torchweft.errors import GraphError, WeftError
-from torchweft.graph import Graph, Op, Value
-from torchweft.graph_file import load_graph
-from torchweft.machine import load_machine
 from torchweft.placement import Placement
-from torchweft.placement.checkpoint import POLICY, RUN, load_run
-from torchweft.placement.policy import Policy
-from torchweft.placement.read_any import read_problem
-from torchweft.placement.read_trees import read_trees
-from torchweft.placement.served import Served
-from torchweft.plan import Plan
-from torchweft.trace import Trace
+from torchweft.placement.files.read_any import read_problem
+from torchweft.placement.files.read_trees import read_trees
+from torchweft.placement.learn.checkpoint import POLICY, RUN, load_run
+from torchweft.placement.learn.policy import Policy
+from torchweft.placement.learn.served import Served
+from torchweft.plan.cost import CostTable
+from torchweft.plan.graph import Graph, Op, Value
+from torchweft.plan.graph_file import load_graph
+from torchweft.plan.machine import load_machine
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
+from torchweft_tools.bench import fuzz
+from torchweft_tools.bench.fuzz_files import PAIR, chain, formats
 
 READERS: dict[str, Callable[[Path], object]] = {
     "graph": load_graph, "plan": Plan.load, "costs": CostTable.load, "trace": Trace.load,

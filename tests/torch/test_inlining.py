@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture import twins
+from torchweft.capture.blocks import twins
 
 WIDE = 8
 

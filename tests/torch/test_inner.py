@@ -8,8 +8,8 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture import inner
-from torchweft.capture.inductor import order_of
+from torchweft.capture.bodies import inner
+from torchweft.capture.bodies.inductor import order_of
 from torchweft.errors import CaptureError, RunError, StrategyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
@@ -296,7 +296,7 @@ def test_an_operator_that_lies_about_its_shape_is_caught_before_a_kernel_runs():
 
 @torch.no_grad()
 def test_sizes_are_looked_at_once_where_torch_vouches_for_them():
-    from torchweft.capture.inductor import Structure
+    from torchweft.capture.bodies.inductor import Structure
 
     class Both(nn.Module):
         def forward(self, x):

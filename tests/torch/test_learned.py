@@ -12,15 +12,15 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 
-from torchweft import cli
+from torchweft.cli import app as cli
 from torchweft.errors import PlacementError
-from torchweft.placement import check, plan, training
-from torchweft.placement.cases import case, draw_case, random_dag, random_tree
-from torchweft.placement.checkpoint import load_run, picture, save_run
+from torchweft.placement import check, plan
 from torchweft.placement.draft import run
-from torchweft.placement.dynpartition import Bandit, in_order, train
-from torchweft.placement.environment import FORBIDDEN, PlacementEnv
-from torchweft.placement.learned import (
+from torchweft.placement.learn import training
+from torchweft.placement.learn.cases import case, draw_case, random_dag, random_tree
+from torchweft.placement.learn.checkpoint import load_run, picture, save_run
+from torchweft.placement.learn.environment import FORBIDDEN, PlacementEnv
+from torchweft.placement.learn.learned import (
     POLICIES,
     SEEDS,
     guarded,
@@ -30,13 +30,14 @@ from torchweft.placement.learned import (
     planner_of,
     trained_policy,
 )
-from torchweft.placement.lists import heft, peft
-from torchweft.placement.numbers import numbers_of
-from torchweft.placement.policy import Policy, Scorer
+from torchweft.placement.learn.numbers import numbers_of
+from torchweft.placement.learn.policy import Policy, Scorer
+from torchweft.placement.learn.rollout import Rollout
+from torchweft.placement.learn.training import Settings, Trainer, fine_tune, held_out
+from torchweft.placement.planners.lists import heft, peft
+from torchweft.placement.planners.simple import single
 from torchweft.placement.problem import Edge, Hold, Problem
-from torchweft.placement.rollout import Rollout
-from torchweft.placement.simple import single
-from torchweft.placement.training import Settings, Trainer, fine_tune, held_out
+from torchweft_tools.bench.dynpartition import Bandit, in_order, train
 
 
 def problems(num, **options):

@@ -12,23 +12,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchweft.bench.recovery import Kept, intervals, policy_of, recovered, simulated
-from torchweft.cli import app
-from torchweft.cost import CostTable
+from torchweft.cli.app import app
 from torchweft.dynamic.drift import Drift
 from torchweft.errors import PlacementError, WeftError
-from torchweft.graph import Graph, Op, Value
-from torchweft.machine import Device, Lane, Link, Machine
 from torchweft.placement import Problem, check, plan
-from torchweft.placement.cases import case, draw_case, random_tree
-from torchweft.placement.learned import learned
-from torchweft.placement.learner import Learner, Pace, one_thread
-from torchweft.placement.lists import heft
-from torchweft.placement.policy import Policy
-from torchweft.placement.portfolio import GUARD
-from torchweft.placement.served import Served, problems_in
-from torchweft.sizes import Size
-from torchweft.trace import Span, Trace
+from torchweft.placement.learn.cases import case, draw_case, random_tree
+from torchweft.placement.learn.learned import learned
+from torchweft.placement.learn.learner import Learner, Pace, one_thread
+from torchweft.placement.learn.policy import Policy
+from torchweft.placement.learn.served import Served, problems_in
+from torchweft.placement.planners.lists import heft
+from torchweft.placement.planners.portfolio import GUARD
+from torchweft.plan.cost import CostTable
+from torchweft.plan.graph import Graph, Op, Value
+from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.plan.sizes import Size
+from torchweft.plan.trace import Span, Trace
+from torchweft_tools.bench.recovery import Kept, intervals, policy_of, recovered, simulated
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)
 

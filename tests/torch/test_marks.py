@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from torchweft.capture import Captured, probe, run_reference
-from torchweft.capture.tracing import Tracer
-from torchweft.errors import CaptureError
-from torchweft.marks import (
+from torchweft.capture.marks import (
     MarkRule,
     mark,
     mark_function,
@@ -19,6 +17,8 @@ from torchweft.marks import (
     mark_op,
     mark_path,
 )
+from torchweft.capture.tracing import Tracer
+from torchweft.errors import CaptureError
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_a_rule_that_matched_nothing_raises(rule: MarkRule) -> None:
 
 
 def test_a_name_that_nothing_is_marked_with_lists_the_names() -> None:
-    from torchweft.marks import require_matched
+    from torchweft.capture.marks import require_matched
 
     with pytest.raises(CaptureError, match="Did you mean 'attention'"):
         require_matched(["atention"], [], ["attention"])

@@ -14,12 +14,12 @@ from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchweft as weft
-from torchweft.bench import ops
-from torchweft.capture import rows_math
-from torchweft.capture.aten_call import RowRule
-from torchweft.capture.rows_shape import unmoved
-from torchweft.gate import compare
-from torchweft.reporting import Report
+from torchweft.capture.rows import math as rows_math
+from torchweft.capture.rows.aten_call import RowRule
+from torchweft.capture.rows.shape import unmoved
+from torchweft.serve.gate import compare
+from torchweft.serve.reporting import Report
+from torchweft_tools.bench import ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROWS = 7
@@ -257,13 +257,13 @@ def test_inputs_that_are_one_batch_are_one_in_its_guards() -> None:
 @pytest.fixture(scope="module")
 def infos() -> Any:
     pytest.importorskip("expecttest", reason="PyTorch's database of operators needs it")
-    from torchweft.bench.op_cases import op_infos
+    from torchweft_tools.bench.op_cases import op_infos
 
     return op_infos()
 
 
 def test_a_wrong_rule_is_seen(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchweft.capture.rows.rule_for", lambda func: RowRule(unmoved))
+    monkeypatch.setattr("torchweft.capture.rows.rows.rule_for", lambda func: RowRule(unmoved))
     assert ops.look(infos["cumsum"], quick=True).verdict == "wrong"
 
 
@@ -271,7 +271,7 @@ def test_a_failing_rule_keeps_the_op_whole(infos: Any, monkeypatch: pytest.Monke
     def broken(call: Any) -> Any:
         return rows_math.along({}["no such argument"])
 
-    monkeypatch.setattr("torchweft.capture.rows.rule_for", lambda func: RowRule(broken))
+    monkeypatch.setattr("torchweft.capture.rows.rows.rule_for", lambda func: RowRule(broken))
     row = ops.look(infos["cumsum"], quick=True)
     assert row.verdict == "right_whole" and "its row rule failed (KeyError" in row.whole[0]
 

@@ -13,10 +13,10 @@ import torch
 from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, spread
 
 from torchweft.errors import RunError
-from torchweft.runtimes.cpu import LINGER_S, Lanes, run, run_traced
-from torchweft.runtimes.writer import compile_program
-from torchweft.strategies import overlap
-from torchweft.verify import findings
+from torchweft.plan.strategies import overlap
+from torchweft.plan.verify import findings
+from torchweft.run.cpu import LINGER_S, Lanes, run, run_traced
+from torchweft.run.writer import compile_program
 
 
 @pytest.fixture

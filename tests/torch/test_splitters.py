@@ -13,9 +13,7 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.context import Context
-from torchweft.errors import RefusedError, StateError, StrategyError, WeftError
-from torchweft.splitters import (
+from torchweft.capture.splitters import (
     Parts,
     Splitter,
     blocks_touched,
@@ -26,6 +24,8 @@ from torchweft.splitters import (
     shared,
     switch_for,
 )
+from torchweft.errors import RefusedError, StateError, StrategyError, WeftError
+from torchweft.plan.context import Context
 
 HIDDEN = 4
 

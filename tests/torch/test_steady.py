@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.bench import dispatch, stream
 from torchweft.capture.guards import Guards
 from torchweft.errors import WeftError
+from torchweft_tools.bench import dispatch, stream
 
 
 @pytest.fixture(autouse=True)

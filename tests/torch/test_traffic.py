@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from torchweft.bench.dynamic_placed import Runs
 from torchweft.dynamic.cell import Spec
 from torchweft.dynamic.program import Task
 from torchweft.dynamic.traffic import Traffic
+from torchweft_tools.bench.dynamic_placed import Runs
 
 ROW = Spec((2,), torch.float32)  # 8 bytes
 BLOCKS = dict.fromkeys(("c", "h", "x", "y"), (ROW, 0, 1))

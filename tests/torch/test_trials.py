@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import torchweft as weft
-from torchweft import trials
 from torchweft.api import session_of
-from torchweft.context import TOLD
 from torchweft.errors import StrategyError
-from torchweft.trials import GAIN, Phases, Trials, wanted_by
+from torchweft.plan.context import TOLD
+from torchweft.serve import trials
+from torchweft.serve.trials import GAIN, Phases, Trials, wanted_by
 
 
 class Clock:

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.bench import memory
-from torchweft.bench.meter import Meter
-from torchweft.capture.outs import Into, Room
-from torchweft.graph import Graph, Op
-from torchweft.machine import cpu
-from torchweft.runtimes.cpu import Lanes, run
-from torchweft.runtimes.writer import compile_program
+from torchweft.capture.bodies.outs import Into, Room
+from torchweft.plan.graph import Graph, Op
+from torchweft.plan.machine import cpu
+from torchweft.run.cpu import Lanes, run
+from torchweft.run.writer import compile_program
+from torchweft_tools.bench import memory
+from torchweft_tools.bench.meter import Meter
 
 WIDE = 8
 

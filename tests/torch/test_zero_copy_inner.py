@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.bench import memory
-from torchweft.bench.kernels import bare_stores, hidden_copies, plain_copies
-from torchweft.bench.meter import Allocations, Meter
-from torchweft.capture import epilogue
+from torchweft.capture.bodies import epilogue
 from torchweft.errors import CaptureError, StrategyError
+from torchweft_tools.bench import memory
+from torchweft_tools.bench.kernels import bare_stores, hidden_copies, plain_copies
+from torchweft_tools.bench.meter import Allocations, Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.bench import zoo
 from torchweft.errors import WeftError
+from torchweft_tools.bench import zoo
 
 
 @pytest.mark.parametrize(("name", "library"), [("llama", "transformers"), ("unet", "diffusers")])

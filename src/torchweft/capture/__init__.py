@@ -3,7 +3,7 @@
 Dynamo's graph --rows--> kinds --units, regions--> ops --assembly--> Captured
 """
 
-from torchweft.capture.bodies import Body
+from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.dynamo import Captured, capture
 from torchweft.capture.probe import probe
 from torchweft.capture.reference import run_reference

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 from torch._dynamo.utils import graph_break_reasons
 
-from torchweft.capture.units import is_users
+from torchweft.capture.ops.units import is_users
 
 
 def break_of(gm: fx.GraphModule) -> str:

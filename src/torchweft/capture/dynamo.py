@@ -23,20 +23,20 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from torchweft.capture.assembly import RNG, Assembly, value_name
-from torchweft.capture.axes import SYMBOLIC, Axis, Symbols, exact, size_of
-from torchweft.capture.bodies import Body
+from torchweft.capture.blocks.inlining import inline
+from torchweft.capture.blocks.templates import assemble
+from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.breaks import break_of
-from torchweft.capture.buffers import drop_buffers
-from torchweft.capture.inlining import inline
-from torchweft.capture.rows import Rows
-from torchweft.capture.templates import assemble
-from torchweft.capture.units import source_of
+from torchweft.capture.marks import MarkRule
+from torchweft.capture.ops.assembly import RNG, Assembly, value_name
+from torchweft.capture.ops.buffers import drop_buffers
+from torchweft.capture.ops.units import source_of
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, exact, size_of
+from torchweft.capture.rows.rows import Rows
+from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
-from torchweft.graph import Graph
-from torchweft.marks import MarkRule
-from torchweft.sizes import ONE, Size
-from torchweft.splitters import STATE
+from torchweft.plan.graph import Graph
+from torchweft.plan.sizes import ONE, Size
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from torchweft.marks import target_name
+from torchweft.capture.marks import target_name
 
 
 def reduce_by_torch(gm: fx.GraphModule, places: Mapping[str, int], group: str) -> fx.GraphModule:

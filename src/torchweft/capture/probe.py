@@ -21,7 +21,7 @@ import torch
 
 from torchweft.capture.dynamo import Captured
 from torchweft.capture.reference import merge, permute_rows, take_rows
-from torchweft.graph import Op
+from torchweft.plan.graph import Op
 
 MIN_ROWS = 4
 TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.dynamo import Captured
-from torchweft.graph import Batch, Op
+from torchweft.plan.graph import Batch, Op
 
 
 def run_reference(

@@ -38,14 +38,14 @@ from torch._dynamo.exc import (
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves
 
-from torchweft.capture.blocks import Blocks
+from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
 from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
 from torchweft.capture.failures import as_own, first_line
+from torchweft.capture.marks import MarkRule, require_matched
+from torchweft.capture.ops.units import TORCH
 from torchweft.capture.reference import run_reference
-from torchweft.capture.units import TORCH
 from torchweft.errors import WeftError
-from torchweft.marks import MarkRule, require_matched
 
 log = logging.getLogger("torchweft")
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)

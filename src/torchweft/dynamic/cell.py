@@ -28,7 +28,7 @@ import torch
 
 from torchweft.dynamic.operators import operator_of
 from torchweft.errors import CaptureError, WeftError, clip, unknown
-from torchweft.graph import check_name
+from torchweft.plan.graph import check_name
 
 Call = tuple[str, list[Any], dict[str, Any], int]
 KINDS = ("calls", "pack", "unpack")

@@ -29,8 +29,8 @@ from torchweft.dynamic.recorded import Recorded
 from torchweft.dynamic.store import Store
 from torchweft.dynamic.traffic import Traffic
 from torchweft.errors import RunError, WeftError
-from torchweft.plan import Plan
-from torchweft.trace import Span, Trace
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Span, Trace
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices

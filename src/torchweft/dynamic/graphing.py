@@ -17,8 +17,8 @@ import torch
 from torchweft.dynamic.cell import Spec
 from torchweft.dynamic.channel import bytes_of
 from torchweft.dynamic.grouping import Group
-from torchweft.graph import Graph, Op, Value
-from torchweft.sizes import Size
+from torchweft.plan.graph import Graph, Op, Value
+from torchweft.plan.sizes import Size
 
 HOME = "home"
 Block = tuple[Spec, int, int]  # first row, rows

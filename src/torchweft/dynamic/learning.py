@@ -18,8 +18,8 @@ from functools import partial
 
 from torchweft.dynamic.executor import Job
 from torchweft.dynamic.placing import Placer
-from torchweft.placement.learner import Learner
-from torchweft.trace import format_s
+from torchweft.placement.learn.learner import Learner
+from torchweft.plan.trace import format_s
 
 log = logging.getLogger("torchweft")
 

@@ -41,10 +41,10 @@ from torchweft.dynamic.reporting import DynamicReport
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
-from torchweft.placement.learner import Learner
-from torchweft.placement.served import Served
-from torchweft.plan import Plan
-from torchweft.trace import Trace
+from torchweft.placement.learn.learner import Learner
+from torchweft.placement.learn.served import Served
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there

@@ -26,10 +26,10 @@ from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.rehearsal import rehearse
 from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
-from torchweft.placement.served import Served
-from torchweft.plan import Plan
-from torchweft.trace import Trace
-from torchweft.verify import verify
+from torchweft.placement.learn.served import Served
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
+from torchweft.plan.verify import verify
 
 MAX_PLANS = 256
 

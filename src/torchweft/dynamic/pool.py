@@ -31,7 +31,7 @@ from torch import Tensor
 from torchweft.dynamic.channel import Channel, ChannelError, Message
 from torchweft.dynamic.graphing import HOME
 from torchweft.errors import MachineError, RunError
-from torchweft.graph import check_name
+from torchweft.plan.graph import check_name
 
 log = logging.getLogger("torchweft")
 START_S = 60.0

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.cost import Costs, CostTable
 from torchweft.dynamic.cell import Cell
 from torchweft.dynamic.drift import FOLLOW, FROM, Drift
 from torchweft.dynamic.graphing import HOME, Drawing, body_of
 from torchweft.dynamic.pool import Pool
-from torchweft.machine import Device, Lane, Link, Machine
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.machine import Device, Lane, Link, Machine
 
 ROWS = (1, 2, 8, 64)  # one row takes other kernels than two
 REPEATS, NUM_JITTER = 5, 200

@@ -19,7 +19,7 @@ from torchweft.dynamic.cell import ROOM, Cell, Spec, count_of, reading, spec_nam
 from torchweft.dynamic.graphing import Drawing
 from torchweft.dynamic.grouping import Group
 from torchweft.errors import CaptureError
-from torchweft.plan import Plan
+from torchweft.plan.plan import Plan
 
 
 @dataclass(eq=False)

@@ -25,8 +25,8 @@ from torchweft.dynamic.drift import FROM
 from torchweft.dynamic.graphing import HOME, Drawing
 from torchweft.dynamic.prices import Prices
 from torchweft.placement.problem import Problem
-from torchweft.plan import Plan
-from torchweft.trace import Span, Trace
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Span, Trace
 
 NUM_DRAWN = 15
 Message = tuple[int, int]  # the op that sends it, the device that gets it

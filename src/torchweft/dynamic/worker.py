@@ -38,7 +38,7 @@ from torchweft.dynamic.recorded import Unfolded
 from torchweft.dynamic.store import Prepared, Store
 from torchweft.dynamic.throttle import Throttle
 from torchweft.errors import CaptureError, clip, unknown
-from torchweft.graph import check_name
+from torchweft.plan.graph import check_name
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from torchweft.api import compile, session_of
-from torchweft.strategies import overlap, sequential
-from torchweft.trials import Trials, Wanted
+from torchweft.plan.strategies import overlap, sequential
+from torchweft.serve.trials import Trials, Wanted
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Kind = tuple[str, int, int]

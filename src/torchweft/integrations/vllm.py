@@ -28,17 +28,17 @@ from typing import Any
 
 from torch import distributed, fx, nn
 
-from torchweft import splitters
 from torchweft.backend import check_options
-from torchweft.boundary import Boundary
+from torchweft.capture import splitters
 from torchweft.capture.foreign import reduce_by_torch
+from torchweft.capture.marks import row_wise
+from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
-from torchweft.marks import row_wise
-from torchweft.reporting import report_of
-from torchweft.session import Session
-from torchweft.splitters import Parts, Splitter, by_rows
-from torchweft.strategies import overlap
-from torchweft.trials import Phases, wanted_by
+from torchweft.plan.strategies import overlap
+from torchweft.serve.boundary import Boundary
+from torchweft.serve.reporting import report_of
+from torchweft.serve.session import Session
+from torchweft.serve.trials import Phases, wanted_by
 
 KEY = "weft"
 PARTS = (None, overlap(parts=2), overlap(parts=4))

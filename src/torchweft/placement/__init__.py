@@ -12,7 +12,7 @@ from torchweft.placement.check import check, faults
 from torchweft.placement.draft import Draft
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.placement import Placement, finished, placed, replay
-from torchweft.placement.planners import Planner, plan, planner_names
+from torchweft.placement.planners.planner import Planner, plan, planner_names
 from torchweft.placement.problem import Edge, Hold, Problem
 
 __all__ = [

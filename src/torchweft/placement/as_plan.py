@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchweft.cost import Costs, CostTable
-from torchweft.cut import Cut
-from torchweft.graph import Graph, Op, Value
-from torchweft.machine import MAX_RATE, Device, Lane, Link, Machine
-from torchweft.memory import add_frees
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
-from torchweft.plan import Plan, Step, one_line
-from torchweft.sizes import Size
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import Graph, Op, Value
+from torchweft.plan.lower.memory import add_frees
+from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine
+from torchweft.plan.plan import Plan, Step, one_line
+from torchweft.plan.sizes import Size
 
 _INPUT = -1
 

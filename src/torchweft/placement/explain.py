@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchweft.placement.as_plan import link_lanes, transfers
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import Problem
-from torchweft.trace import Span, Trace
+from torchweft.plan.trace import Span, Trace
 
 
 class Reason(NamedTuple):

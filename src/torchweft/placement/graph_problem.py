@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from torchweft.context import Context
-from torchweft.cost import Costs
 from torchweft.errors import MachineError, PlacementError, unknown
-from torchweft.graph import Graph, Op
-from torchweft.machine import Machine
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
-from torchweft.precedence import precedence
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs
+from torchweft.plan.graph import Graph, Op
+from torchweft.plan.machine import Machine
+from torchweft.plan.precedence import precedence
 
 
 def graph_problem(

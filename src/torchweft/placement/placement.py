@@ -19,10 +19,10 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip, unknown
 from torchweft.files import Reader, read_json, write_json
-from torchweft.graph import check_name
 from torchweft.placement.draft import Draft, period_s, run
 from torchweft.placement.problem import OBJECTIVES, Problem
-from torchweft.trace import format_s
+from torchweft.plan.graph import check_name
+from torchweft.plan.trace import format_s
 
 VERSION = 1
 PROVEN = 1e-6  # a score this close to its bound, relatively, is optimal

@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchweft.errors import PlacementError, clip, unknown
-from torchweft.graph import Graph, check_name
+from torchweft.plan.graph import Graph, check_name
 
 OBJECTIVES = ("latency", "throughput")
 MAX_OPS, MAX_DEVICES = 20_000, 256

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from torchweft.runtimes.modes import Modes
+from torchweft.run.modes import Modes
 
 kinds, is_bug = sys.argv[1].split(","), sys.argv[2] == "bug"
 torch.cuda.init()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchweft as weft
-from torchweft.dryrun import mark
+from torchweft_tools.dryrun import mark
 
 size = int(os.environ.get("WORLD_SIZE", "1"))
 if size > 1:

@@ -1,0 +1,1 @@
+"""The aten level: the forward and backward graphs of AOTAutograd."""

@@ -1,0 +1,237 @@
+"""The aten level: Dynamo's graph goes through AOTAutograd, each graph that comes out is captured.
+
+    gm --AOTAutograd--> inference                                   no gradients wanted
+                    \\-> forward --saved values--> backward          gradients wanted
+
+Wanted where the torch level would be blind (tensor subclasses such as DTensor hide their
+collectives) or would have no backward graph to cut. Forward and backward agree on the symbol of the
+batch, and the backward graph takes the rows of saved values from the forward graph: the shape
+`[5*s0, H]` alone does not tell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.aten.passes import prepare
+from torchweft.capture.breaks import break_of
+from torchweft.capture.dynamo import Captured, analyse, candidates
+from torchweft.capture.marks import MarkRule
+from torchweft.capture.rows.axes import Axis, Symbols
+from torchweft.capture.rows.rows import Rows
+from torchweft.errors import RunError, StrategyError, unknown
+
+LEVELS = ("torch", "aten")
+Make = Callable[[fx.GraphModule, Callable[[], Captured]], Callable[..., Any]]
+"""(graph, how to capture it) -> what runs in its place."""
+
+
+def check_level(level: str | None) -> str | None:
+    """`level` itself if there is such a level, or None. Raises `StrategyError` if not."""
+    if level is not None and level not in LEVELS:
+        raise StrategyError(f"level: {unknown('level', level, LEVELS)}", rule="option")
+    return level
+
+
+def level_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """The level that a graph of Dynamo needs: "aten" for subclasses and gradients, else "torch"."""
+    tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
+    if any(is_traceable_wrapper_subclass(value) for value in [*tensors, *values]):
+        return "aten"
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return "aten" if wanted else "torch"
+
+
+def run_aten(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    make: Make,
+    *,
+    rules: Sequence[MarkRule] = (),
+    batch: int | str | Sequence[str] | None = None,
+    name: str = "graph",
+) -> Callable[..., Any]:
+    """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
+    tried = candidates(gm, example_inputs, batch)
+    pair = _Pair(make, rules, tried, batch if isinstance(batch, int) else 0, name)
+    pair.broken = break_of(gm)
+    backend = aot_autograd(
+        fw_compiler=pair.forward,
+        bw_compiler=pair.backward,
+        inference_compiler=pair.inference,
+        partition_fn=pair.partition,
+        keep_inference_input_mutations=True,
+    )
+    run = backend(gm, example_inputs)
+    return _once_differentiable(run) if pair.has_gradients else run
+
+
+def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but who asks for the gradient of a gradient is told by us, and not by torch."""
+    told = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal told
+        outputs = run(*inputs)
+        for leaf in () if told else tree_leaves(outputs):
+            node = getattr(leaf, "grad_fn", None)
+            while node is not None and not hasattr(node, "_forward_cls"):  # of a view
+                node = node.next_functions[0][0] if node.next_functions else None
+            compiled: Any = getattr(node, "_forward_cls", None)
+            if stock := getattr(compiled, "_double_backward", None):
+                compiled._double_backward = partial(_tell, stock)
+                told = True
+                break
+        return outputs
+
+    return call
+
+
+def _tell(stock: Callable[..., Any], *args: Any) -> Any:
+    return FirstGradient.apply(*stock(*args))  # type: ignore[no-untyped-call]
+
+
+class FirstGradient(torch.autograd.Function):
+    """Gradients that were asked for with `create_graph=True`; they have none of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients themselves."""
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Raise `RunError`."""
+        raise RunError(
+            "backward: the gradient of a gradient was asked for, and compiled graphs have none. "
+            "Call model.forward(...) there: that is the model as it is."
+        )
+
+
+class _Pair:
+    """The graphs that come of one graph of Dynamo, captured as they come."""
+
+    def __init__(
+        self,
+        make: Make,
+        rules: Sequence[MarkRule],
+        tried: Sequence[Symbols],
+        dim: int,
+        name: str,
+    ) -> None:
+        self.make, self.rules, self.tried, self.dim, self.name = make, rules, tried, dim, name
+        self.num_outputs, self.broken, self.has_gradients = 0, "", False
+        self.saved: dict[str, Axis | None] = {}
+        self.shown: list[tuple[Any, Axis | None]] = []
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        """How AOTAutograd cuts forward from backward; here we learn how many outputs are asked."""
+        self.num_outputs, self.has_gradients = options["num_fwd_outputs"], True
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+    def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of a call without gradients."""
+
+        def capture() -> Captured:
+            _, notes = prepare(gm)
+            captured, _ = self._analyse(gm, "inference", None)
+            return replace(captured, notes=tuple(notes), broken=self.broken)
+
+        return make_boxed_func(self.make(gm, capture))
+
+    def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of a call that keeps what the backward graph needs."""
+        _keep_saved()
+
+        def capture() -> Captured:
+            names, notes = prepare(gm)
+            captured, rows = self._analyse(gm, "forward", {})
+            self._remember(gm, names, rows)
+            return replace(captured, notes=tuple(notes), broken=self.broken)
+
+        return make_boxed_func(self.make(gm, capture))
+
+    def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph of gradients: saved values and tangents in, gradients out."""
+        _keep_saved()
+
+        def capture() -> Captured:
+            prepare(gm)
+            given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
+            return self._analyse(gm, "backward", given)[0]
+
+        return make_boxed_func(self.make(gm, capture))
+
+    def _analyse(
+        self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None
+    ) -> tuple[Captured, Rows]:
+        name = f"{self.name}.{kind}"
+        if kind != "backward":
+            self.tried = self._known(gm)
+        return analyse(gm, self.tried, rules=self.rules, name=name, level="aten", given=given)
+
+    def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
+        """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""
+        sizes = [
+            size.node.expr
+            for node in gm.graph.nodes
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+            for size in node.meta["val"].shape
+            if isinstance(size, torch.SymInt)
+        ]
+        known = set().union(*(expr.free_symbols for expr in sizes)) if sizes else set()
+        found = [symbols for symbols in self.tried if symbols.batch in known]
+        return found or candidates(gm, (), self.dim)
+
+    def _remember(self, gm: fx.GraphModule, names: Sequence[str], rows: Rows) -> None:
+        """Note the symbol of the batch, and where the rows of each output are."""
+        self.tried = [rows.symbols]
+        output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+        for number, (item, name) in enumerate(zip(output.args[0], names, strict=True)):
+            value = rows.value(item) if isinstance(item, fx.Node) else None
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.saved[name] = rows.axis(value)
+            if number < self.num_outputs:
+                self.shown.append((rows.symbols.shape(value), rows.axis(value)))
+
+    def _rows_of(self, node: fx.Node) -> Axis | None:
+        """Where the rows of an input of the backward graph are; None if that is not certain."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        if node.name in self.saved:
+            return self.saved[node.name]
+        symbols = self.tried[0]
+        plain = symbols.uniform(value)
+        if plain is not None and plain.inner == 1:
+            return plain
+        shape = symbols.shape(value)
+        found = {axis for shown, axis in self.shown if shown == shape}
+        return found.pop() if len(found) == 1 else None
+
+
+def _keep_saved() -> None:
+    """Tell AOTAutograd that nothing writes into saved values: backward may run again.
+
+    It asks a list that graphs of tensor subclasses share; so the list is emptied, not replaced.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        donated = context.fw_metadata.bw_donated_idxs
+        if donated:
+            donated.clear()

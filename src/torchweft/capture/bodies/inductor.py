@@ -1,0 +1,388 @@
+"""The `Structure`: one body on reads of certain shapes, compiled by Inductor, with no guards.
+
+    call = Structure(body, reads, ...).call       # body.function, but with Inductor's kernels
+    call(x, weight, bias, *sizes)
+
+Inductor gets the body's own graph, on fake tensors whose sizes are symbols. What it takes for
+granted is one look-up away, and Dynamo is not asked: reads lie in memory without gaps, in the
+order of their dims, and have known shapes (weights are looked at once a call, for all ops: see
+`trusted`). What is new leads to another *variant*: dims in another order, sizes that break what the
+variants so far took for granted. A read with gaps is copied. Where Inductor fails, or a copy would
+hide a write, the body runs eagerly; the report names what Inductor failed at.
+
+The form of a body that writes where it is told is a structure of its own, compiled when a plan
+first runs it. Its last arguments are slices of rooms, whose layout we know (see `epilogue`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from torchweft.capture.bodies.bodies import Body
+from torchweft.capture.bodies.outs import Room
+from torchweft.capture.guards import Guards
+from torchweft.capture.marks import target_name
+from torchweft.capture.rows.rows import id_of
+from torchweft.errors import RunError
+from torchweft.plan.graph import ITEM_BYTES, Value
+from torchweft.plan.sizes import Size
+
+log = logging.getLogger("torchweft")
+MAX_VARIANTS = 8
+MAX_SIZES = 4096
+VOUCHED = ("torch", "aten", "prims", "_operator")
+Function = Callable[..., Any]
+Order = tuple[int, ...]
+"""The dims of a tensor, from the outermost in memory to the innermost."""
+Place = tuple[str, int, int | None, int]
+"""A symbol is found in argument, dim (None: the argument is a number), divided by a factor."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What Inductor made for one layout, and the sizes for which it is right.
+
+    `source` is the code that Inductor wrote.
+    """
+
+    function: Function
+    orders: tuple[Order, ...]
+    guards: Guards
+    source: str = ""
+
+
+class Structure:
+    """A body on reads of certain shapes; `call` takes reads, sizes and slices and gives makes."""
+
+    def __init__(
+        self,
+        name: str,
+        body: Body,
+        reads: Sequence[Value],
+        guarded: Set[int],
+        *,
+        writes: bool,
+        rooms: tuple[Room, ...] = (),
+    ) -> None:
+        self.name, self.body, self.eager = name, body, body.function
+        self.reads, self.writes, self.rooms = reads, writes, rooms
+        self.orders = [_order_of_fake(fake) for fake in body.examples]
+        self.checked = [
+            n for n, order in enumerate(self.orders) if n not in guarded or order is None
+        ]
+        self.told = sorted({*self.checked, *(n for n, v in enumerate(reads) if _is_symbolic(v))})
+        self.is_vouched = _is_vouched(body.code)
+        self.places = _places(reads, body)
+        self.variants: list[Variant] = []
+        self.refused = self._refusal()
+        self._lock = threading.Lock()
+        self.call = self.eager if self.refused else self._steady()
+
+    def _refusal(self) -> str:
+        """Why the body is none for Inductor; empty if it is."""
+        if self.body.switches_grad:
+            return "it switches gradients on or off"
+        if any(value.dtype not in ITEM_BYTES for value in self.reads):
+            return "a read is no plain tensor"
+        wanted = {s for value in self.reads for size in value.shape for s in size.symbols}
+        wanted |= {s for size in self.body.sizes for s in size.symbols}
+        wanted |= {s for room in self.rooms for size in room.shape for s in size.symbols}
+        if wanted - {place[0] for place in self.places}:
+            return "a size cannot be told from its reads"
+        return ""
+
+    def _steady(self) -> Function:
+        """The call itself: a look-up, then the kernels."""
+        known = dict[object, Function]()
+        first, num_sizes = len(self.reads), len(self.body.sizes)
+        key_of = _key_of(self.checked, self.told, slice(first, first + num_sizes))
+
+        def call(*arguments: Any) -> Any:
+            key = key_of(arguments)
+            function = known.get(key)
+            if function is None:
+                if key is None:
+                    return self._unusual(list(arguments))
+                if len(known) >= MAX_SIZES:
+                    known.clear()
+                function = known[key] = self._find(self._orders(arguments), arguments)
+            return function(list(arguments))
+
+        def careful(*arguments: Any) -> Any:
+            """For a body that writes: Inductor was told that no read shares the bytes."""
+            tensors = arguments[: len(self.reads)]
+            shared = len({id_of(tensor) for tensor in tensors}) < len(tensors)
+            return self.eager(*arguments) if shared else call(*arguments)
+
+        return careful if self.writes else call
+
+    def _unusual(self, arguments: list[Any]) -> Any:
+        """A call with a read whose dims lie in another order, or with gaps."""
+        for place in self.checked:
+            if order_of(arguments[place]) is None:
+                if self.writes:  # a copy would hide the write
+                    return self.eager(*arguments)
+                arguments[place] = arguments[place].contiguous()
+        return self._find(self._orders(arguments), arguments)(arguments)
+
+    def _orders(self, arguments: Sequence[Any]) -> tuple[Order, ...]:
+        found = list(self.orders)
+        for place in self.checked:
+            found[place] = order_of(arguments[place])
+        return tuple(order or () for order in found)
+
+    def _find(self, orders: tuple[Order, ...], arguments: Sequence[Any]) -> Function:
+        """A variant that is right for these reads, compiled if there is none."""
+        env = {place[0]: _number(arguments, place) for place in self.places}
+        self._require_shapes(arguments, env)
+        with self._lock:
+            for variant in self.variants:
+                if variant.orders == orders and not variant.guards.refuse(env):
+                    return variant.function
+            if len(self.variants) == MAX_VARIANTS:
+                self.refused = f"for layouts beyond the first {MAX_VARIANTS}"
+            if all(env.values()) and not self.refused:
+                try:
+                    self.variants.append(self._compile(orders, env))
+                    return self.variants[-1].function
+                except Exception as error:  # whatever Inductor raises: eager is right, and told
+                    text = (str(error).strip().splitlines() or [""])[0]
+                    self.refused = f"Inductor failed: {type(error).__name__}: {text[:200]}"
+                    log.warning("%s runs eagerly: %s", self.name, self.refused)
+        return lambda given: self.eager(*given)
+
+    def _require_shapes(self, arguments: Sequence[Any], env: Mapping[str, int]) -> None:
+        """Raise `RunError` if a read is not what the graph says: kernels trust their sizes."""
+        for place in self.told:
+            shape = tuple(arguments[place].shape)
+            wanted = tuple(size.evaluate(env) for size in self.reads[place].shape)
+            if shape != wanted:
+                raise RunError(
+                    f"run: {self.name} reads {self.reads[place].name!r} of shape {shape}, but its "
+                    f"graph says {wanted}. What makes it, a custom operator or a kernel, must make "
+                    "the shape that it declares."
+                )
+
+    def _compile(self, orders: tuple[Order, ...], env: Mapping[str, int]) -> Variant:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        mode = FakeTensorMode(shape_env=shapes)
+        symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
+        # Now: behind the compilation a symbol that was taken for its number is that number.
+        names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
+        fakes = self._fakes(mode, orders, symbols)
+        unseen = tuple(place for place in self.places if place[3] != 1)
+        made: list[Any] = []
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            made.append(compile_fx_inner(*args, **kwargs))
+            return made[-1]
+
+        context = TracingContext(mode)
+        with (
+            torch.no_grad(),
+            tracing(context),
+            config.patch(fallback_random=True),  # the numbers that eager draws
+            self._passes(),
+            config.patch(size_asserts=config.size_asserts and not self.is_vouched),
+            functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
+        ):
+            code = _copy(self.body.code, len(unseen))
+            fakes = [*(symbols[place[0]] for place in unseen), *fakes]
+            whole: Any = compile_fx(code, fakes, inner_compile=inner)
+        guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
+        source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
+        plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
+        function = made[0].current_callable if plain else lambda given: tuple(whole(*given))
+        return Variant(_told(function, unseen), orders, guards, source)
+
+    def _passes(self) -> AbstractContextManager[Any]:
+        """Inductor's settings while it compiles: ours comes behind the user's own passes."""
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+        from torchweft.capture.bodies.epilogue import Epilogue
+
+        if not self.rooms:
+            return nullcontext()
+        users = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        passes = [*users, Epilogue(len(self.rooms))]
+        patched: AbstractContextManager[Any] = config.patch(post_grad_custom_post_pass=passes)
+        return patched
+
+    def _fakes(
+        self, mode: FakeTensorMode, orders: Sequence[Order], symbols: Mapping[str, Any]
+    ) -> list[Any]:
+        """What Inductor compiles for: tensors of symbolic sizes, the sizes themselves, slices."""
+
+        def fake(sizes: Sequence[Size], order: Order, like: Any) -> Tensor:
+            shape = [size.evaluate(symbols) for size in sizes]
+            lying = torch.empty([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
+            return lying.permute([order.index(dim) for dim in range(len(order))])
+
+        given = zip(self.reads, orders, self.body.examples, strict=True)
+        with mode:
+            reads = [fake(value.shape, order, like) for value, order, like in given]
+            slices = [fake(room.shape, room.order, room) for room in self.rooms]
+        return [*reads, *(size.evaluate(symbols) for size in self.body.sizes), *slices]
+
+
+def order_of(tensor: Tensor) -> Order | None:
+    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    order = _by_stride(tensor.shape, tensor.stride())
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _order_of_fake(fake: Any) -> Order | None:
+    """The same for a fake tensor, by what its sizes are at the time."""
+    if not isinstance(fake, Tensor):
+        return None
+    shape, stride = ([_hint(size) for size in sizes] for sizes in (fake.shape, fake.stride()))
+    order = _by_stride(shape, stride)
+    wanted = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != wanted:
+            return None
+        wanted *= shape[dim]
+    return order
+
+
+def _by_stride(shape: Sequence[int], stride: Sequence[int]) -> Order:
+    """Dims by falling stride; a dim of one entry stays where it is."""
+    moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    places = iter(sorted(moving, key=lambda dim: -stride[dim]))
+    return tuple(dim if shape[dim] == 1 else next(places) for dim in range(len(shape)))
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(
+        value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+    )
+    return shapes.create_symintnode(symbol, hint=value, source=source)
+
+
+def _places(reads: Sequence[Value], body: Body) -> tuple[Place, ...]:
+    """Where each symbol is found in the arguments; numbers are looked for first."""
+    sizes: list[tuple[int, int | None, Size]]
+    sizes = [(len(reads) + n, None, size) for n, size in enumerate(body.sizes)]
+    sizes += [(n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape)]
+    found: dict[str, Place] = {}
+    for number, dim, size in sizes:
+        if (
+            len(size.terms) == 1
+            and len(size.terms[0][0]) == 1
+            and size.symbols == {size.terms[0][0][0]}
+        ):
+            name, factor = size.terms[0][0][0], size.terms[0][1]
+            if name not in found or factor < found[name][3]:
+                found[name] = (name, number, dim, factor)
+    return tuple(found.values())
+
+
+def _number(arguments: Sequence[Any], place: Place) -> int:
+    _, number, dim, factor = place
+    size = arguments[number] if dim is None else arguments[number].shape[dim]
+    return int(size) // factor
+
+
+def _told(function: Function, places: Sequence[Place]) -> Function:
+    """The function, but it gets the numbers in these places first."""
+    if not places:
+        return function
+    return lambda given: function([*(_number(given, place) for place in places), *given])
+
+
+def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:
+    """What tells calls of unlike sizes apart; None for a call with a read that lies otherwise.
+
+    told: the reads whose shape is looked at. sizes: where those stand in the arguments.
+    """
+    if sizes.start == sizes.stop and len(told) == 1 and tuple(checked) == tuple(told):
+        place = told[0]
+
+        def shape(arguments: Sequence[Any]) -> Any:
+            tensor = arguments[place]
+            return tensor.shape if tensor.is_contiguous() else None
+
+        return shape
+
+    def shapes(arguments: Sequence[Any]) -> Any:
+        for place in checked:
+            if not arguments[place].is_contiguous():
+                return None
+        return (*[arguments[place].shape for place in told], *arguments[sizes])
+
+    return shapes
+
+
+def _is_symbolic(value: Value) -> bool:
+    return any(size.symbols for size in value.shape)
+
+
+def _is_vouched(code: fx.GraphModule) -> bool:
+    """Whether all calls of a body are torch's own, which make the shapes that they declare.
+
+    Inductor's code then need not look at sizes: those of the reads are known from the look-up, or
+    they are `Trusted`.
+    """
+    return all(
+        node.op in ("placeholder", "call_method", "output")
+        or (
+            node.op == "call_function"
+            and not isinstance(node.target, HigherOrderOperator)
+            and target_name(node).partition(".")[0] in VOUCHED
+        )
+        for node in code.graph.nodes
+    )
+
+
+def _copy(code: fx.GraphModule, num_more: int) -> fx.GraphModule:
+    """A body's graph as Inductor may change it, without notes of where it came from.
+
+    It takes more numbers first: Inductor computes with a symbol only if an argument is just that,
+    and a read of `14*s0` rows is not.
+    """
+    graph = fx.Graph()
+    for number in range(num_more):
+        graph.placeholder(f"symbol{number}")
+    graph.output(graph.graph_copy(code.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule(code, graph, class_name="Body")
+
+
+def _is_plain(metadata: Any, num_slices: int) -> bool:
+    """Whether the compiled graph takes the body's arguments and gives its makes, no more."""
+    if metadata is None or metadata.num_intermediate_bases or metadata.mutated_inp_runtime_indices:
+        return False
+    reads = metadata.input_info[: len(metadata.input_info) - num_slices]
+    if any(info.mutates_data or info.mutates_metadata for info in reads):
+        return False
+    return all(
+        info.output_type.name == "non_alias" and issubclass(info.raw_type, Tensor | None)
+        for info in metadata.output_info
+    )

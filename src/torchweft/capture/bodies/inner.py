@@ -1,0 +1,264 @@
+"""The inner compiler: what runs the calls inside an op.
+
+    eager      torch's own kernels, call by call
+    onednn     the same, but float32 matrix products by oneDNN instead of the default library
+    inductor   each body compiled by Inductor with a dynamic batch; equal structures share one
+
+A collective has nothing to compile, and a mark may ask for eager. Other kernels than eager's may
+differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+
+from torchweft.capture.bodies.bodies import Body
+from torchweft.capture.bodies.inductor import Structure
+from torchweft.capture.bodies.outs import GAPS, Into, Room, Unfit, without
+from torchweft.capture.dynamo import Captured
+from torchweft.capture.marks import INNERS
+from torchweft.capture.ops.units import storages
+from torchweft.errors import StrategyError, unknown
+from torchweft.plan.graph import Op
+from torchweft.plan.sizes import ZERO, Size
+
+Function = Callable[..., Any]
+Form = Function | Structure
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InnerBody:
+    """A body with another function, and with another form that writes where it is told.
+
+    by: what Inductor compiles of it, form by form. unplaced: for makes that eager's body can write
+    where it is told and this one cannot, by number, the reason.
+    """
+
+    key: str
+    function: Function
+    sizes: tuple[Size, ...]
+    graph: bool = True
+    by: tuple[Structure, ...] = ()
+    into: Into | None = None
+    unplaced: Mapping[int, str] = field(default_factory=dict)
+
+    def __call__(self, *reads: Any) -> Any:
+        return self.function(*reads)
+
+
+def check_inner(inner: str) -> str:
+    """The name of an inner compiler that can be had here. Raises `StrategyError` for others."""
+    if inner not in INNERS:
+        raise StrategyError(f"inner: {unknown('inner backend', inner, INNERS)}")
+    if inner == "onednn" and not torch._C._has_mkldnn:
+        raise StrategyError("inner: this build of torch has no oneDNN. Take inner='eager'.")
+    return inner
+
+
+def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody]:
+    """The bodies of a graph as the inner compiler makes them (Inductor: at their first call)."""
+    compiler = _Compiler(captured, inner)
+    return {op.name: compiler.body(op) for op in captured.graph.ops}
+
+
+class _Compiler:
+    """Compiles the forms of bodies, equal ones once."""
+
+    def __init__(self, captured: Captured, inner: str) -> None:
+        self.captured, self.inner = captured, inner
+        self.live = captured.graph.level == "torch" and _wants_gradients(captured)
+        self.made: dict[object, Form] = {}
+
+    def body(self, op: Op) -> Body | InnerBody:
+        body = self.captured.bodies[op.name]
+        chosen = body.inner or self.inner
+        if body.issue is not None or chosen == "eager":
+            return body
+        forms, into = [self._form(op, chosen, body, None)], body.into
+        unplaced: dict[int, str] = {}
+        if into is not None:
+            into, unplaced = _fitting(chosen, into)
+            if unplaced and op.flops == ZERO:  # eager's form will do: memory is its bound anyway
+                into, unplaced = body.into, {}
+            elif into is not None:
+                forms.append(self._form(op, chosen, body, into))
+                into = replace(into, function=_filling(_function(forms[1]), into))
+        function, by = _function(forms[0]), tuple(f for f in forms if isinstance(f, Structure))
+        return InnerBody(body.key, function, body.sizes, body.graph, by, into, unplaced)
+
+    def _form(self, op: Op, chosen: str, body: Body, into: Into | None) -> Form:
+        """A body's plain form, or the one that writes where it is told."""
+        reads = [self.captured.graph.value[name] for name in op.reads]
+        shapes = tuple((value.shape, value.dtype) for value in reads)
+        guarded, writes = _guarded(self.captured, op), bool(op.mutates)
+        key = (chosen, id(body.code), into and into.key, shapes, _laid(body), guarded, writes)
+        if key in self.made:
+            return self.made[key]
+        form, rooms = (_in_place(body, into), into.rooms) if into else (body, ())
+        if chosen == "onednn":
+            self.made[key] = _by_onednn(form)
+        elif self.live:  # autograd must see through the op: Dynamo and AOTAutograd do that
+            self.made[key] = torch.compile(form.function, dynamic=True)
+        else:
+            self.made[key] = Structure(op.name, form, reads, guarded, writes=writes, rooms=rooms)
+        return self.made[key]
+
+
+def _function(form: Form) -> Function:
+    return form.call if isinstance(form, Structure) else form
+
+
+def _fitting(chosen: str, into: Into) -> tuple[Into | None, dict[int, str]]:
+    """The form with the rooms that an inner compiler can write into, and why makes have none."""
+    reasons = {n: why for n, room in enumerate(into.rooms) if (why := _reason(chosen, room))}
+    fitting: Into | None = into
+    try:
+        fitting = without(into, reasons, TAKEN_APART) if reasons else into
+    except Unfit as unfit:
+        fitting = None
+        reasons = {n: reasons.get(n, f"in the same op, {unfit}") for n in range(len(into.rooms))}
+    rooms = fitting.rooms if fitting is not None else ()
+    kept = {number for room in rooms for number in room.views}
+    told = {
+        number: reasons.get(n, "its maker has another result that cannot be placed")
+        for n, room in enumerate(into.rooms)
+        for number in room.views
+        if number not in kept
+    }
+    return fitting if rooms else None, told
+
+
+def _reason(chosen: str, room: Room) -> str:
+    """Why an inner compiler cannot write into a room; empty if it can."""
+    if chosen == "onednn":
+        product = room.call in ONEDNN and room.made_by in (aten.mm.default, aten.addmm.default)
+        return "oneDNN's products do not write where they are told" if product else ""
+    from torchweft.capture.bodies.epilogue import called_from_outside
+
+    if room.has_gaps:
+        return GAPS
+    return f"Inductor copies what {room.made_by} makes" if called_from_outside(room.made_by) else ""
+
+
+def _in_place(body: Body, into: Into) -> Body:
+    """The form of a body that writes into rooms and gives its other makes."""
+    assert into.code is not None, "captured bodies have the graph of this form"
+    graph = fx.Graph()
+    makes: Any = graph.graph_copy(into.code.graph, {})
+    shown = {number for room in into.rooms for number in room.views}
+    graph.output(tuple(None if n in shown else make for n, make in enumerate(makes)))
+    code = fx.GraphModule(into.code, graph, class_name="Into")
+    return Body(into.key, code, into.sizes, examples=body.examples)
+
+
+def _filling(function: Function, into: Into) -> Function:
+    """The form that gives all makes: those in rooms are views of the slices."""
+    num_rooms, num_sizes = len(into.rooms), len(into.sizes)
+    views = [(n, at - num_rooms, v) for at, r in enumerate(into.rooms) for n, v in r.views.items()]
+
+    def write(*arguments: Any) -> Any:
+        made = list(function(*arguments))
+        for number, at, view in views:
+            sizes = arguments[-num_sizes - num_rooms : -num_rooms]
+            made[number] = arguments[at] if view is None else view(arguments[at], *sizes)
+        return made
+
+    return write
+
+
+def compiled(bodies: Iterable[Body | InnerBody]) -> tuple[int, tuple[str, ...]]:
+    """How often Inductor compiled for these bodies, and which run eagerly instead."""
+    structures = {
+        id(form): form for body in bodies if isinstance(body, InnerBody) for form in body.by
+    }
+    number = sum(len(structure.variants) for structure in structures.values())
+    told = [f"{s.name} runs eagerly: {s.refused}" for s in structures.values() if s.refused]
+    return number, tuple(dict.fromkeys(told))
+
+
+def _wants_gradients(captured: Captured) -> bool:
+    """Whether autograd records the calls of a graph, seen from where it is captured."""
+    if not torch.is_grad_enabled():
+        return False
+    examples = [leaf for body in captured.bodies.values() for leaf in body.examples]
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in examples)
+
+
+def _laid(body: Body) -> tuple[object, ...]:
+    """How the reads of a body lie in memory: their strides, and which of them share bytes."""
+    strides = tuple(str(getattr(leaf, "stride", tuple)()) for leaf in body.examples)
+    numbers = [sorted(storages(leaf)) for leaf in body.examples]
+    return strides, tuple(numbers.index(number) for number in numbers)
+
+
+def _guarded(captured: Captured, op: Op) -> frozenset[int]:
+    """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
+    graph = captured.graph
+    if graph.level != "torch":
+        return frozenset()
+    return frozenset(
+        number
+        for number, name in enumerate(op.reads)
+        if name in captured.slots and graph.value[name].batch is None
+    )
+
+
+def _by_onednn(body: Body) -> Function:
+    """The body with its matrix products replaced."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.code.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = ONEDNN.get(node.target, node.target)
+    code = fx.GraphModule(body.code, graph, class_name="Body")
+    return Body(body.key, code, body.sizes, body.switches_grad).function
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """`F.linear` by oneDNN where it can: float32 on a CPU, no gradients, plain tensors."""
+    if _suits(x, weight) and weight.dim() == 2 and (bias is None or _suits(bias, weight)):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def mm(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """`aten.mm` by oneDNN where it can."""
+    if _suits(x, weight) and weight.t().is_contiguous():
+        return torch.ops.mkldnn._linear_pointwise(x, weight.t(), None, "none", [], "")
+    return torch.mm(x, weight)
+
+
+def addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """`F.linear` taken apart, by oneDNN where it can."""
+    if _suits(x, weight) and _suits(bias, weight) and weight.t().is_contiguous():
+        return torch.ops.mkldnn._linear_pointwise(x, weight.t(), bias, "none", [], "")
+    return torch.addmm(bias, x, weight)
+
+
+def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and type(x) in PLAIN
+        and type(weight) in PLAIN
+    )
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+ONEDNN: Mapping[Any, Function] = MappingProxyType(
+    {F.linear: linear, torch._C._nn.linear: linear, aten.mm.default: mm}
+)
+TAKEN_APART: Mapping[Any, Function] = MappingProxyType({aten.addmm.default: addmm})
+"""What a replaced call has become in the form that writes where it is told."""

@@ -1,0 +1,383 @@
+"""The assembly of a `Graph`: regions become ops, what passes between them becomes values.
+
+Here aliases and mutations get their names. Bytes are told apart by the storages of the fake
+tensors. An alias is worth a word only if somebody could notice: its bytes are written somewhere,
+belong to an input, or are handed out twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.bodies.bodies import Body, Library, Writer, modes_of
+from torchweft.capture.bodies.outs import Makers
+from torchweft.capture.bodies.replay import into_of
+from torchweft.capture.marks import target_name
+from torchweft.capture.ops.collectives import Phases, collective_of, two_phases
+from torchweft.capture.ops.owners import Owners
+from torchweft.capture.ops.regions import Region
+from torchweft.capture.ops.units import Unit, bound_symbols, is_work, source_of, storages
+from torchweft.capture.rows.axes import SYMBOLIC, size_of
+from torchweft.capture.rows.rows import Rows
+from torchweft.errors import SizeError
+from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
+from torchweft.plan.sizes import ONE, ZERO, Size
+
+RNG = "random.state"
+
+
+@dataclass
+class Assembly:
+    """The pieces of a graph under construction."""
+
+    gm: fx.GraphModule
+    rows: Rows
+    regions: list[Region]
+    units: list[Unit]
+    values: dict[str, Value] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    bodies: dict[str, Body] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    num_calls: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, fx.Node] = field(default_factory=dict)
+    bases: dict[str, str] = field(default_factory=dict)
+    num_names: Counter[str] = field(default_factory=Counter)
+    phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
+    unplaced: dict[str, str] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph = self.gm.graph
+        self.library = Library()
+        self.modes = modes_of(graph)
+        self.bound = bound_symbols(graph, self.rows)
+        self.cheap = {node for unit in self.units if unit.cheap for node in unit.nodes}
+        self.canonical = _canonical(graph, self.rows)
+        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.written = set().union(*(unit.writes for unit in self.units)) if self.units else set()
+        self.owners = Owners(graph, self.rows, self.regions, self.cheap)
+
+    def build(self) -> None:
+        """Fill in values, ops and bodies, region by region."""
+        writers = []
+        wanted: set[fx.Node] = set()
+        for region in self.regions:
+            copied, canonical = self.is_copied, self.canonical
+            writer = Writer(self.gm, self.rows, copied, canonical, self.modes, self.written)
+            if region.block is None:
+                writer.write(region.calls)
+            else:
+                wanted |= {self._operand(region, place) for place in region.block.inputs.values()}
+            writers.append(writer)
+        wanted |= {node for writer in writers for node in writer.reads}
+        wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
+        self._make_inputs(wanted)
+        made: list[tuple[Op, Region, Writer, list[fx.Node]]] = []
+        for region, writer in zip(self.regions, writers, strict=True):
+            if region.block is not None:
+                self._stamp(region)
+                continue
+            makes = [
+                node
+                for node in region.calls
+                if node in wanted and self.canonical.get(node, node) is node
+            ]
+            if (
+                makes
+                or region.collective
+                or self._writes_outside(region, writer)
+                or _asserts(region)
+                or region.states
+            ):
+                self._make_op(region, writer, makes)
+                made.append((self.ops[-1], region, writer, makes))
+        self._place(made)
+
+    def _operand(self, region: Region, place: int) -> fx.Node:
+        """What the call of a block is given in a place."""
+        node = region.calls[0].args[2 + place]
+        assert isinstance(node, fx.Node), "templates refuse constants"
+        return self.canonical.get(node, node)
+
+    def _stamp(self, region: Region) -> None:
+        """Add the ops of a block, under names of their own."""
+        template, call = region.block, region.calls[0]
+        names = {
+            name: value_name(self._operand(region, place))
+            for name, place in template.inputs.items()
+        }
+        for taker in region.calls[1:]:
+            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])
+        for value in template.values:
+            names.setdefault(value.name, f"{value_name(call)}.{value.name}")
+        self.unplaced |= {names[name]: why for name, why in template.unplaced.items()}
+        values, ops = template.stamp(names)
+        self.values.update({value.name: value for value in values})
+        for op in ops:
+            name = self._unique(template.bases[op.name])
+            self.ops.append(replace(op, name=name))
+            self.bodies[name] = template.bodies[op.name]
+            self.num_calls[name] = template.num_calls[op.name]
+            if op.name in template.reasons:
+                self.reasons[name] = template.reasons[op.name]
+
+    def is_copied(self, node: fx.Node) -> bool:
+        """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
+        if node in self.cheap:
+            return True
+        call = self.rows.calls[node]
+        if node.op == "placeholder":
+            return bool(tree_leaves(call.value)) and isinstance(call.value, SYMBOLIC)
+        return node.op not in ("get_attr", "output") and not is_work(self.rows, node, self.bound)
+
+    def _make_inputs(self, wanted: set[fx.Node]) -> None:
+        owner: dict[int, str] = {}
+        for node in self.gm.graph.nodes:
+            if (
+                node.op not in ("placeholder", "get_attr")
+                or node not in wanted
+                or self.is_copied(node)
+            ):
+                continue
+            value = self._value(node)
+            self.inputs[value.name] = node
+            numbers = storages(self.rows.value(node))
+            self.given |= numbers
+            for number in numbers & self.written:
+                if number in owner:
+                    value = replace(value, alias_of=owner[number])
+                owner.setdefault(number, value.name)
+            self.values[value.name] = value
+        draws = sum(unit.draws for unit in self.units)
+        if draws > 1:  # an order between draws that no data shows
+            self.values[RNG] = Value(RNG, (), "opaque")
+        for name in (name for region in self.regions for name in region.states):
+            self.values[name] = Value(name, (), "opaque")
+
+    def _value(self, node: fx.Node) -> Value:
+        tensor = self.rows.value(node)
+        name = value_name(node)
+        dtype = str(getattr(tensor, "dtype", "opaque")).removeprefix("torch.")
+        if not isinstance(tensor, torch.Tensor) or dtype not in ITEM_BYTES:
+            return Value(name, (), "opaque")
+        try:
+            exprs = self.rows.symbols.shape(tensor)
+            if not all(expr.free_symbols <= self.bound for expr in exprs):
+                return Value(name, (), "opaque")
+            shape = tuple(size_of(expr) for expr in exprs)
+        except SizeError:
+            return Value(name, (), "opaque")
+        axis = self.rows.axis(tensor)
+        try:
+            batch: Batch | None = axis.batch() if axis is not None else None
+        except SizeError:
+            batch = None
+        return Value(name, shape, dtype, batch)
+
+    def _writes_outside(self, region: Region, writer: Writer) -> bool:
+        return any(storages(self.rows.value(node)) & region.writes for node in writer.reads)
+
+    def _make_op(self, region: Region, writer: Writer, makes: list[fx.Node]) -> None:
+        reads = list(writer.reads)
+        made = {node: self._value(node) for node in makes}
+        self._alias(region, reads, made)
+        mutates = tuple(
+            value_name(n) for n in reads if storages(self.rows.value(n)) & region.writes
+        )
+        declared = region.mark.rows if region.mark else None
+        kind, reason = self._kind(region, reads, made, mutates)
+        kind = declared or kind
+        name = self._name(region)
+        code, sizes, key = writer.finish(makes, self.library)
+        body = Body(
+            key,
+            code,
+            sizes,
+            writer.switches_grad,
+            *self._phases(region, code),
+            graph=region.mark is None or region.mark.graph,
+            examples=tuple(self.rows.value(node) for node in reads),
+            inner=region.mark.inner if region.mark else None,
+        )
+        draws = any(unit.draws for unit in region.units) and RNG in self.values
+        self.values.update({value.name: value for value in made.values()})
+        self.bodies[name] = body
+        self.num_calls[name] = len(region.calls)
+        self.ops.append(
+            Op(
+                name,
+                reads=tuple(value_name(node) for node in reads),
+                makes=tuple(value.name for value in made.values()),
+                mutates=(*mutates, *((RNG,) if draws else ()), *sorted(region.states)),
+                uses=(region.mark and region.mark.uses)
+                or ("network" if region.collective else "compute"),
+                rows=kind,
+                two_phase=region.collective is not None,
+                collective=collective_of(region.collective),
+                mark=region.mark.name if region.mark else None,
+                body=key,
+                flops=self._flops(region),
+                source=source_of(region.units[0].first),
+            )
+        )
+        if kind not in ("row-wise", "batch-free"):
+            self.reasons[name] = reason or self._reason(region)
+
+    def _place(self, made: list[tuple[Op, Region, Writer, list[fx.Node]]]) -> None:
+        """Say which values that are needed whole are written by their parts where they belong."""
+        live = torch.is_grad_enabled() and self.rows.level == "torch"
+        whole = {name for op in self.ops if op.whole for name in op.touched}
+        whole |= {value_name(self.canonical.get(n, n)) for n in self.output.all_input_nodes}
+        makers = Makers(self.gm.graph, self.rows, self.units)
+        for op, region, writer, makes in made:
+            roots = [node for node in makes if self.values[value_name(node)].alias_of is None]
+            wanted = [node for node in roots if value_name(node) in whole]
+            if op.rows != "row-wise" or op.collective is not None or not wanted:
+                continue
+            if live:  # `out=` has no gradient
+                self.unplaced |= {value_name(node): "gradients are on" for node in wanted}
+                continue
+            into, reasons = into_of(writer, makers, region.calls, makes, wanted)
+            self.unplaced |= {value_name(node): why for node, why in reasons.items()}
+            if into is None:
+                continue
+            self.bodies[op.name] = replace(self.bodies[op.name], into=into)
+            for number in {number for room in into.rooms for number in room.views}:
+                name = op.makes[number]
+                self.values[name] = replace(self.values[name], placeable=True)
+
+    def _phases(self, region: Region, code: fx.GraphModule) -> Phases:
+        if region.collective is None:
+            return None, None
+        mine = self.owners.is_dead(region)
+        if (code, mine) not in self.phases:
+            self.phases[code, mine] = two_phases(code, mine=mine)
+        return self.phases[code, mine]
+
+    def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
+        """Name the value whose bytes each make shares, where that could be noticed."""
+        outputs = [self.canonical.get(node, node) for node in self.output.all_input_nodes]
+        for node in made:
+            number = next(iter(storages(self.rows.value(node))), None)
+            if number is None:
+                continue
+            twice = (
+                sum(number in storages(self.rows.value(out)) for out in dict.fromkeys(outputs)) > 1
+            )
+            if number not in self.written and number not in self.given and not twice:
+                continue
+            earlier = [*reads, *list(made)[: list(made).index(node)]]
+            for other in earlier:
+                if number in storages(self.rows.value(other)):
+                    made[node] = replace(made[node], alias_of=value_name(other))
+                    break
+
+    def _kind(
+        self,
+        region: Region,
+        reads: list[fx.Node],
+        made: Mapping[fx.Node, Value],
+        mutates: tuple[str, ...],
+    ) -> tuple[str, str]:
+        """The kind of the op; some that are row-wise by their calls must run whole all the same."""
+        touched = [self.values[value_name(node)] for node in reads]
+        batched = [value for value in [*touched, *made.values()] if value.batch is not None]
+        if region.kind == "batch-free" and batched:
+            return "mixing", "it touches the batch although it needs no row of it"
+        if region.kind == "additive" and (
+            mutates or any(v.batch is not None or v.alias_of is not None for v in made.values())
+        ):
+            return "mixing", "its sums over rows cannot stand alone"
+        if region.kind != "row-wise":
+            return region.kind, ""
+        if not batched:
+            return "batch-free", ""
+        if any(value.batch is None for value in made.values()):
+            return "mixing", "a value that it makes has no rows"
+        outputs = {
+            value_name(self.canonical.get(node, node)) for node in self.output.all_input_nodes
+        }
+        for value in made.values():
+            if value.alias_of is not None and (
+                value.name in outputs or value.alias_of not in self.inputs
+            ):
+                return "mixing", f"{value.name} shares bytes with {value.alias_of}"
+        for name in mutates:
+            if not _is_leading(self.values[name]):
+                return "mixing", f"it writes into {name}, whose rows do not lie one after another"
+        return "row-wise", ""
+
+    def _reason(self, region: Region) -> str:
+        unit = region.reason
+        others = sum(other.kind == region.kind for other in region.units) - 1
+        more = f" (and {others} more)" if others else ""
+        where = source_of(unit.told)
+        told = f"{target_name(unit.told)}: {unit.reason}{more}"
+        return f"{told}, at {where}" if where else told
+
+    def _flops(self, region: Region) -> Size:
+        total: Any = sum(self.rows.calls[node].flops for node in region.calls)
+        try:
+            return size_of(total) if total != 0 else ZERO
+        except SizeError:
+            return ZERO
+
+    def _name(self, region: Region) -> str:
+        if region.mark is not None and region.collective is None:
+            base = region.mark.name
+        elif region.kind == "row-wise" and region.collective is None:
+            base = "op"
+        elif region.kind == "batch-free" and region.collective is None:
+            base = "once"
+        else:
+            told = region.collective or region.reason.told
+            target = target_name(told).removesuffix(".default")
+            if isinstance(told.target, torch._ops.OpOverload):
+                target = str(told.target.overloadpacket)
+            base = re.sub(r"\W", "_", target.split(".")[-1])
+        return self._unique(base)
+
+    def _unique(self, base: str) -> str:
+        """A name for one more op that is to be called so."""
+        while True:
+            number = self.num_names[base]
+            self.num_names[base] += 1
+            name = f"{base}.{number}" if number else base
+            if name not in self.bodies:
+                self.bases[name] = base
+                return name
+
+
+def value_name(node: fx.Node) -> str:
+    """The name of the value that a node stands for."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", node.name)[:200]
+
+
+def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:
+    """For each node the first one that has the very same tensor: `y.add_(1)` is `y`."""
+    first: dict[int, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        value = rows.value(node)
+        if isinstance(value, torch.Tensor) and node.op != "output":
+            found[node] = first.setdefault(id(value), node)
+    return found
+
+
+def _is_leading(value: Value) -> bool:
+    """Whether the rows lie one after another, so that a part is a view of the whole."""
+    if value.batch is None or value.batch.outer != ONE:
+        return False
+    return all(size == ONE for size in value.shape[: value.batch.dim])
+
+
+def _asserts(region: Region) -> bool:
+    return any("_assert" in target_name(node) for node in region.calls)

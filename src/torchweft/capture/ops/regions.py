@@ -1,0 +1,233 @@
+"""The `Region`: a stretch of a graph that becomes one op.
+
+Units are taken in program order. Row-wise units grow the open region; a unit of another kind,
+a collective or the border of a mark closes it. A unit that needs nothing of the open region is
+put before it, so that a mask computed in the middle of a layer does not cut the layer:
+
+    row  row  free  row  mixing(row)  row      ->      [free] [row row row] [mixing] [row]
+                ^ needs no row                          (dependences and writes keep their order)
+
+What waits for a slow op (a collective, a read from disk) is not joined to what does not: the latter
+can run beside it.
+
+    slow  row  row  row(slow)  row             ->      [slow] [row row] [row row]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from torchweft.capture.marks import Mark
+from torchweft.capture.ops.units import Unit, mark_cheap, storages
+from torchweft.capture.rows.rows import ORDER, Rows, id_of
+
+WHOLE = ("batch-free", "random", "mixing")
+
+
+@dataclass
+class Region:
+    """Units that run as one op."""
+
+    units: list[Unit]
+    kind: str
+    mark: Mark | None = None
+    key: object = None
+    awaits: frozenset[int] = frozenset()
+    nodes: set[fx.Node] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+    def add(self, unit: Unit) -> None:
+        """Take a unit in; the region has the worst kind of its units."""
+        self.units.append(unit)
+        self.nodes.update(unit.nodes)
+        self.reads |= unit.reads
+        self.writes |= unit.writes
+        self.kind = max(self.kind, unit.kind, key=ORDER.index)
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The calls, in the order in which they run."""
+        return [node for unit in self.units for node in unit.nodes]
+
+    @property
+    def collective(self) -> fx.Node | None:
+        """The call that starts a collective, if the region is one."""
+        return self.units[0].collective
+
+    @property
+    def states(self) -> set[str]:
+        """The side state that its calls touch, by name."""
+        return {name for unit in self.units for name in unit.states}
+
+    @property
+    def block(self) -> Any:
+        """The template of the block that is called, if the region is one."""
+        return self.units[0].block
+
+    @property
+    def reason(self) -> Unit:
+        """The unit that makes the region what it is."""
+        return next(unit for unit in self.units if unit.kind == self.kind)
+
+
+def cut(units: list[Unit], rows: Rows) -> list[Region]:
+    """The regions, in an order that keeps every dependence."""
+    cheap = {node: unit for unit in units if unit.cheap for node in unit.nodes}
+    awaited = _awaited(units)
+    done: list[Region] = []
+    opened: Region | None = None
+    for unit, awaits in zip(units, awaited, strict=True):
+        if unit.cheap:
+            continue
+        if opened is not None and _joins(opened, unit, awaits):
+            opened.add(unit)
+        elif opened is not None and _passes(unit, opened, cheap, rows):
+            _append(done, unit, awaits)
+        else:
+            if opened is not None:
+                done.append(opened)
+            opened = Region([], unit.kind, unit.mark, unit.key, awaits)
+            opened.add(unit)
+    return done + ([opened] if opened is not None else [])
+
+
+def _awaited(units: list[Unit]) -> list[frozenset[int]]:
+    """For each unit the slow units that it waits for, directly or not."""
+    behind: dict[fx.Node, frozenset[int]] = {}
+    found = []
+    for number, unit in enumerate(units):
+        used = {other for node in unit.nodes for other in node.all_input_nodes}
+        awaits = frozenset[int]().union(*(behind.get(node, frozenset()) for node in used))
+        found.append(awaits)
+        behind |= dict.fromkeys(unit.nodes, awaits | {number} if is_slow(unit) else awaits)
+    return found
+
+
+def is_slow(unit: Unit) -> bool:
+    """Whether other work can be done while a unit is under way."""
+    marked = unit.mark is not None and unit.mark.uses in ("network", "io")
+    return unit.collective is not None or marked
+
+
+def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
+    """Whether a unit may become part of the open region."""
+    if unit.collective is not None or region.collective is not None or region.key != unit.key:
+        return False
+    if unit.block is not None or region.block is not None:
+        return False
+    if any(not again and name in region.states for name, again in unit.states.items()):
+        return False
+    if unit.key is not None:
+        return True
+    return region.kind == unit.kind and unit.kind != "random" and region.awaits == awaits
+
+
+def _append(done: list[Region], unit: Unit, awaits: frozenset[int]) -> None:
+    """Put a unit behind all closed regions, as part of the last one if that is alike."""
+    if not (done and done[-1].kind == unit.kind and _joins(done[-1], unit, awaits)):
+        done.append(Region([], unit.kind, unit.mark, unit.key, awaits))
+    done[-1].add(unit)
+
+
+def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether a unit may go before a region that it does not need; marked units stay together."""
+    return unit.key is None and unit.kind in WHOLE and not needs(unit, region, cheap, rows)
+
+
+def needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether a unit must stay behind a region: it reads what that makes, or one writes."""
+    if unit.draws and any(other.draws for other in region.units):
+        return True  # draws keep their order, or they would draw other numbers
+    if unit.writes & (region.reads | region.writes) or unit.reads & region.writes:
+        return True
+    if unit.writes and any(unit.writes & storages(rows.value(node)) for node in region.nodes):
+        return True
+    waiting, seen = list(unit.nodes), set(unit.nodes)
+    while waiting:
+        for used in waiting.pop().all_input_nodes:
+            if used in region.nodes:
+                return True
+            if used in cheap and used not in seen:
+                seen.add(used)
+                waiting.append(used)
+    return False
+
+
+def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
+    """Correct the kinds of units whose place in the graph asks for it.
+
+    Results that share bytes with an input or with another output are handed out whole, so the
+    call that makes them runs over all rows. A batch-free call inside a mark stays there only if
+    nobody outside reads it; so does a view of noticed bytes.
+    """
+    home = {node: unit for unit in units for node in unit.nodes}
+    shared = shared_outputs(graph, rows)
+    noticed = storages([rows.value(node) for node in shared])
+    noticed |= set().union(*(unit.writes for unit in units)) if units else set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            noticed |= storages(rows.value(node))
+    for node in shared:
+        unit = home.get(node)
+        if unit is not None and unit.kind in ("row-wise", "batch-free"):
+            if rows.axis(rows.value(node)) is not None or unit.kind == "row-wise":
+                unit.kind, unit.reason = (
+                    "mixing",
+                    "its result shares bytes with an input or an output",
+                )
+            unit.mark, unit.key = None, None
+    for unit in reversed(units):
+        if unit.key is not None and unit.kind == "batch-free" and unit.collective is None:
+            users = [user for node in unit.nodes for user in node.users]
+            outside = any(
+                user.op == "output" or home.get(user, unit).key != unit.key for user in users
+            )
+            alone = all(other.kind == "batch-free" for other in units if other.key == unit.key)
+            if (outside or unit.writes) and not alone:
+                unit.mark, unit.key = None, None
+    _unmark_views(units, rows, noticed)
+    mark_cheap(units, rows, noticed)
+
+
+def _unmark_views(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
+    """Views of noticed bytes are no work of a mark, unless it has no other."""
+    working: set[object] = set()
+    views = []
+    for unit in units:
+        shown = storages([rows.value(node) for node in unit.nodes])
+        if all(rows.calls[node].only_views for node in unit.nodes) and shown and shown <= noticed:
+            views.append(unit)
+        else:
+            working.add(unit.key)
+    for unit in views:
+        if unit.key in working and unit.collective is None:
+            unit.mark, unit.key = None, None
+
+
+def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:
+    """Outputs that are views of inputs or of what another output shows (and not its maker)."""
+    maker: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            for number in storages(rows.value(node)):
+                maker.setdefault(number, node)
+    output = next(node for node in graph.nodes if node.op == "output")
+    tensors = {
+        id(rows.value(node)): node for node in output.all_input_nodes if storages(rows.value(node))
+    }
+    counts: dict[int, int] = {}
+    for node in tensors.values():
+        number = id_of(rows.value(node))
+        counts[number] = counts.get(number, 0) + 1
+    found = []
+    for node in tensors.values():
+        number = id_of(rows.value(node))
+        given = maker[number].op in ("placeholder", "get_attr")
+        first = rows.value(maker[number]) is rows.value(node)
+        if not first and (given or counts[number] > 1):
+            found.append(node)
+    return found

@@ -1,0 +1,334 @@
+"""The `Unit`: calls of an FX graph that can only be cut together.
+
+    split -> getitem, getitem          one unit: several results and who takes them out
+    all_reduce -> wait_tensor (-> copy_)   one unit, a network op in two phases
+    vmap begins ... vmap ends              one unit (and so for torch.func.grad)
+
+A unit has the worst kind of its calls. Calls that only compute sizes, and calls that switch
+autocast or grad mode, are no units: they are put wherever they are needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.marks import FRAME, Mark, target_name
+from torchweft.capture.ops.states import Touched
+from torchweft.capture.rows.axes import SYMBOLIC
+from torchweft.capture.rows.network import NAMESPACES
+from torchweft.capture.rows.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
+
+SMALL_BYTES = 1 << 16
+COPYING = frozenset(
+    {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
+)
+TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass
+class Unit:
+    """Calls that stay together; `reads` and `writes` are storages, by number.
+
+    `block` is the template of the block that is called, if it is one. `states` is the side state
+    that its calls touch.
+    """
+
+    nodes: list[fx.Node]
+    kind: str
+    reason: str = ""
+    cause: fx.Node | None = None
+    mark: Mark | None = None
+    key: object = None
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    collective: fx.Node | None = None
+    cheap: bool = False
+    draws: bool = False
+    block: Any = None
+    states: Touched = field(default_factory=dict)
+
+    @property
+    def told(self) -> fx.Node:
+        """The call that a message about the unit names."""
+        return self.cause or self.nodes[0]
+
+    @property
+    def first(self) -> fx.Node:
+        """The call that the unit is about."""
+        return self.nodes[0]
+
+
+def find_units(
+    graph: fx.Graph,
+    rows: Rows,
+    marks: Mapping[fx.Node, tuple[Mark, object]],
+    states: Mapping[fx.Node, Touched],
+) -> list[Unit]:
+    """The units in program order; `states`: the side state that calls touch."""
+    bound = bound_symbols(graph, rows)
+    taken: set[fx.Node] = set()
+    units: list[Unit] = []
+    block: list[fx.Node] = []
+    depth = 0
+    for node in graph.nodes:
+        depth += _nesting(node)
+        if depth or block:
+            block.append(node)
+            if not depth:
+                units.append(_unit(block, rows, marks))
+                taken.update(block)
+                block = []
+            continue
+        if node in taken or not is_work(rows, node, bound):
+            continue
+        nodes = [node, *_followers(node, rows)]
+        taken.update(nodes)
+        units.append(_unit(nodes, rows, marks))
+    numbers: dict[str, int] = {}
+    for unit in units:  # side state counts as written: bytes that no value shows
+        for node in unit.nodes:
+            unit.states = {**unit.states, **states.get(node, {})}
+        unit.writes |= {numbers.setdefault(name, -1 - len(numbers)) for name in unit.states}
+    return _alive(units)
+
+
+def _alive(units: list[Unit]) -> list[Unit]:
+    """The units whose results somebody uses, or that do something else."""
+    dead: set[fx.Node] = set()
+    found: list[Unit] = []
+    for unit in reversed(units):
+        acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
+        users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
+        if acts or users:
+            found.append(unit)
+        else:
+            dead.update(unit.nodes)
+    return found[::-1]
+
+
+def _acts(node: fx.Node) -> bool:
+    return _asserts(node) or "nesting" in target_name(node)
+
+
+def _nesting(node: fx.Node) -> int:
+    """+1 where a transform of torch.func (vmap, grad, jvp) begins, -1 where it ends."""
+    name = target_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+
+
+def bound_symbols(graph: fx.Graph, rows: Rows) -> frozenset[Any]:
+    """The symbols whose value the inputs tell."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            for leaf in tree_leaves(rows.value(node)):
+                for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
+                    if isinstance(size, SYMBOLIC):
+                        found |= rows.symbols.expr(size).free_symbols
+    return frozenset(found)
+
+
+def is_work(rows: Rows, node: fx.Node, bound: frozenset[Any]) -> bool:
+    """Whether a call is to be run as part of an op (and is no mere size, input or switch)."""
+    call = rows.calls[node]
+    if node.op in ("placeholder", "get_attr", "output") or state_name(node):
+        return False
+    if is_size(call.value):
+        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, SYMBOLIC)]
+        exprs = [rows.symbols.expr(leaf) for leaf in leaves]
+        return not all(expr.free_symbols <= bound for expr in exprs)
+    tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call.value))
+    return tensors or bool(call.written) or bool(node.users) or _asserts(node)
+
+
+def state_name(node: fx.Node) -> str:
+    """The name of a call that switches a mode of torch, or nothing."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if name in STATE else ""
+
+
+def _asserts(node: fx.Node) -> bool:
+    return "_assert" in target_name(node)
+
+
+def _followers(node: fx.Node, rows: Rows) -> Iterator[fx.Node]:
+    """Calls that belong to `node`: takers of its several results, the end of a collective."""
+    if is_collective(node):
+        takers = [user for user in node.users if is_getitem(user)]
+        waits = [user for maker in (node, *takers) for user in maker.users if is_wait(user)]
+        yield from (*takers, *waits)
+        if len(waits) == 1 and not takers:
+            yield from _copy_back(node, waits[0], rows)
+        return
+    for user in node.users:
+        if is_getitem(user) and user.args[0] is node and isinstance(user.args[1], int | str):
+            if isinstance(node.meta.get("example_value"), torch.Tensor):
+                continue
+            yield user
+            yield from _followers(user, rows)
+
+
+def _copy_back(issue: fx.Node, wait: fx.Node, rows: Rows) -> Iterator[fx.Node]:
+    """The copy that makes a collective work in place, if nobody sees the difference: the result
+    goes nowhere else, and nobody touches the target between the start and the copy."""
+    copy = next(iter(wait.users)) if len(wait.users) == 1 else None
+    if copy is None or not is_copy(copy) or copy.args[1] is not wait:
+        return
+    out, made = rows.value(copy.args[0]), rows.value(wait)  # type: ignore[arg-type]
+    if out.dtype != made.dtype or rows.symbols.shape(out) != rows.symbols.shape(made):
+        return
+    if not isinstance(issue.args[0], fx.Node):
+        return
+    target, given = storages(out), storages(rows.value(issue.args[0]))
+    if target & given and copy.args[0] is not issue.args[0]:
+        return
+    node = issue.next
+    while node is not copy:
+        touched = storages([rows.value(used) for used in node.all_input_nodes])
+        if (touched | storages(rows.value(node))) & target:
+            return
+        node = node.next
+    yield copy
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a call waits for a collective."""
+    return "wait_tensor" in target_name(node)
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a call fills a tensor with another."""
+    by_name = node.op == "call_method" and node.target == "copy_"
+    return (by_name or node.target is torch.ops.aten.copy_.default) and len(node.args) == 2
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a call starts a talk between ranks."""
+    name = target_name(node)
+    talks = name.split(".")[0] in NAMESPACES or name.startswith("_dtensor.shard_dim_alltoall")
+    return talks and not is_wait(node)
+
+
+def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> Unit:
+    calls = [rows.calls[node] for node in nodes]
+    worst = max(calls, key=lambda call: ORDER.index(call.kind))
+    draws = any(call.draws for call in calls)
+    unit = Unit(
+        list(nodes), worst.kind, worst.reason, worst.node if worst.reason else None, draws=draws
+    )
+    unit.mark, unit.key = marks.get(nodes[0], (None, None))
+    unit.block = rows.blocks.get(nodes[0])
+    for call in calls:
+        unit.writes |= {id_of(tensor) for tensor in call.written}
+        for used in call.node.all_input_nodes:
+            unit.reads |= storages(rows.value(used))
+    if is_collective(nodes[0]):
+        unit.collective, unit.key = nodes[0], ("collective", nodes[0].name)
+    return unit
+
+
+def storages(value: Any) -> set[int]:
+    """The numbers of all bytes that a result holds."""
+    found = set()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and type(leaf).__name__ in ("FakeTensor", "Parameter"):
+            found.add(id_of(leaf))
+    return found
+
+
+def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
+    """Find the calls that every op that needs them may compute for itself.
+
+    These are numbers of rows, batch-free views, small batch-free results that a single call needs,
+    and views of bytes that are written, given or handed out twice (`noticed`): made anew from the
+    whole or the part at hand, such a view is never a stale copy.
+    """
+    written = set().union(*(unit.writes for unit in units)) if units else set()
+    home = {node: unit for unit in units for node in unit.nodes}
+    shown = Counter(id(call.value) for call in rows.calls.values())
+    first = {id(call.value): node for node, call in reversed(rows.calls.items())}
+    handed = handed_out(rows)
+    readers: dict[int, set[int]] = {}
+    for unit in reversed(units):
+        users = [home[user] for node in unit.nodes for user in node.users if user in home]
+        found: set[int] = set()
+        for user in users:
+            if user is not unit:
+                found |= readers[id(user)] if user.cheap else {id(user)}
+        readers[id(unit)] = found
+        if any(map(rows.is_number, unit.nodes)):
+            unit.cheap = True
+            continue
+        results = [(node, id(rows.value(node))) for node in unit.nodes]
+        if any(number in handed for _, number in results) or any(user.block for user in users):
+            continue
+        if _is_view(unit, rows, noticed):
+            unit.cheap = all(first[number] is node for node, number in results)
+        elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
+            unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+
+
+def handed_out(rows: Rows) -> set[int]:
+    """The ids of the results that the caller gets, whichever name they have there."""
+    outputs = (call.value for node, call in rows.calls.items() if node.op == "output")
+    return {id(leaf) for value in outputs for leaf in tree_leaves(value)}
+
+
+def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
+    """Whether a unit only gives another look at bytes that are there, wherever it is run."""
+    calls = [rows.calls[node] for node in unit.nodes]
+    if unit.kind not in ("batch-free", "row-wise") or unit.mark is not None or unit.draws:
+        return False
+    if not all(call.only_views for call in calls) or any(_asserts(node) for node in unit.nodes):
+        return False
+    shown = storages([call.value for call in calls])
+    return bool(shown) and (unit.kind == "batch-free" or shown <= noticed)
+
+
+def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
+    """Whether computing a call again, elsewhere, gives the same and does no harm."""
+    if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
+        return False
+    if len(unit.nodes) > 1 or unit.writes or unit.draws or _asserts(unit.first):
+        return False
+    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.first].atens):
+        return False  # what copies is not done once more for each part
+    return not (unit.reads | storages(rows.value(unit.first))) & written
+
+
+def _bytes(value: Any) -> int:
+    total = 0
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            return SMALL_BYTES + 1
+        count = 1
+        for size in leaf.shape:
+            hint = size.node.hint if isinstance(size, SYMBOLIC) else size
+            count *= SMALL_BYTES + 1 if hint is None else int(hint)
+        total += count * leaf.element_size()
+    return total
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The user's line that a call comes from: `file:line in function: code`."""
+    text = str(node.meta.get("stack_trace") or "")
+    frames = list(FRAME.finditer(text))
+    if not frames:
+        return None
+    last = next((frame for frame in reversed(frames) if is_users(frame["file"])), frames[-1])
+    code = re.sub(r"[\s^~]+$", "", text[last.end() :].strip("\n")).strip().split("\n")[0].strip()
+    return f"{last['file']}:{last['line']} in {last['name']}: {code}".strip()
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is not torch's own."""
+    return not file.startswith(TORCH)

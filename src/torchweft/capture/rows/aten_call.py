@@ -1,0 +1,123 @@
+"""The `AtenCall`: one ATen operator at work on fake tensors, as the row rules see it.
+
+A rule takes an `AtenCall` and returns the `Axis` of its results (one for all, or a list), or
+raises `Mixes`. `sizes` names the arguments that may depend on the batch size without harm,
+because they only say how large the result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.rows.axes import Axis, Symbols, wrap
+
+Found = Axis | None | list[Axis | None]
+
+
+@dataclass(frozen=True)
+class AtenCall:
+    """Arguments by the schema's names, results as a flat list, axes of all tensors."""
+
+    name: str
+    func: Any
+    given: tuple[tuple[Any, ...], Mapping[str, Any]]
+    args: Mapping[str, Any]
+    results: list[torch.Tensor]
+    symbols: Symbols
+    axis_of: Callable[[torch.Tensor], Axis | None]
+    level: str = "torch"
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis of a tensor argument; None if it has none or was not given."""
+        tensor = self.args.get(name)
+        return self.axis_of(tensor) if isinstance(tensor, torch.Tensor) else None
+
+    def rank(self, name: str) -> int:
+        """How many dims a tensor argument has."""
+        return int(self.args[name].dim())
+
+    def dims(self, name: str, rank: int) -> list[int] | None:
+        """Dims given as one or as a list, counted from the front; None for all."""
+        given = self.args.get(name)
+        if given is None or given == []:
+            return None
+        return [wrap(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
+
+    def shares(self, tensor: torch.Tensor, axis: Axis, rank: int) -> bool:
+        """Whether an operand fits rows at `axis` of `rank` dims, counted from the right: it has
+        its own there, or one entry for all. As many entries as the whole batch has are neither."""
+        shift, own = rank - tensor.dim(), self.axis_of(tensor)
+        if own is not None:
+            return own.at(own.dim + shift) == axis
+        return axis.dim < shift or self.symbols.expr(tensor.shape[axis.dim - shift]) == 1
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among the arguments."""
+        return [item for item in tree_leaves(dict(self.args)) if isinstance(item, torch.Tensor)]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it changes in place."""
+        found = written_by(self.func, self.args)
+        # The schema of this old operator does not own up to what it writes.
+        if self.name in ("native_batch_norm", "cudnn_batch_norm") and self.args.get("training"):
+            running = [self.args.get("running_mean"), self.args.get("running_var")]
+            found += [item for item in running if isinstance(item, torch.Tensor)]
+        return found
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """How one family of operators treats rows; `counts`: whether it may read numbers of rows."""
+
+    find: Callable[[AtenCall], Found]
+    sizes: frozenset[str] = frozenset()
+    counts: bool = False
+
+
+def overload_of(target: Any) -> Any:
+    """The operator that a call names, with its schema; None if it is none."""
+    found = getattr(target, "default", None) if isinstance(target, OpOverloadPacket) else target
+    return found if isinstance(found, OpOverload) else None
+
+
+def decomposition_of(func: Any) -> Any:
+    """The function that says in other operators what this one does; None if PyTorch has none.
+
+    An operator that writes in place is looked up as the one that makes a new tensor.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    plain = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    func = getattr(plain, func._overloadname, func)
+    return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
+
+
+def written_by(func: Any, args: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that an operator changes in place, as its schema says."""
+    found: list[torch.Tensor] = []
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            leaves = tree_leaves(args.get(argument.name))
+            found += [item for item in leaves if isinstance(item, torch.Tensor)]
+    return found
+
+
+def bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults filled in."""
+    bound: dict[str, Any] = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            bound[argument.name] = args[number]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            bound[argument.name] = argument.default_value
+    return bound

@@ -1,0 +1,383 @@
+"""The command `torchweft`: graph and plan files come in; plans, findings and timelines go out.
+
+    torchweft blueprint transformer -o graph.json      a graph to play with
+    torchweft plan graph.json --strategy overlap --option parts=2 --batch 512 -o overlap.plan
+    torchweft verify overlap.plan --graph graph.json
+    torchweft simulate overlap.plan --graph graph.json --batch 512
+
+Exit code 0: done. 1: a mistake in what was given (or an unsafe plan), with our own error.
+2: a command line that cannot be read. WEFT_DEBUG=1 shows where an error was raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchweft.cli import lab as cli_lab
+from torchweft.cli import train as cli_train
+from torchweft.cli.bench import BENCHES, run_bench
+from torchweft.cli.doctor import examine
+from torchweft.cli.dryrun import dryrun
+from torchweft.cli.text import error_data, read_context, read_machine, read_pairs, say, say_json
+from torchweft.errors import WeftError, unknown
+from torchweft.files import read_text
+from torchweft.plan import blueprint as blueprints
+from torchweft.plan.graph import Graph
+from torchweft.plan.graph_file import graph_data, load_graph, save_graph
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.strategies import get_strategy, strategy_names
+from torchweft.plan.verify import Finding, findings_ranks, verify
+from torchweft.plan.write.strategy import Strategy, option_defaults
+from torchweft.plan.write.write import write
+from torchweft_tools.demo.demo import story
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(cli_lab.app, name="lab")
+app.add_typer(cli_train.place, name="place")
+app.command(context_settings={"allow_interspersed_args": False})(dryrun)
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
+
+GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
+PlanFiles = Annotated[
+    list[Path], typer.Argument(metavar="PLAN...", help="a plan file for each rank")
+]
+Graphs = Annotated[list[Path], typer.Option("--graph", help="graph file; several: one a rank")]
+OneGraph = Annotated[Path, typer.Option("--graph", help="graph file (JSON)")]
+Batch = Annotated[int, typer.Option(min=0, help="rows of the call")]
+Sizes = Annotated[list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")]
+Tokens = Annotated[str, typer.Option("--tokens-per-request", metavar="N,N,...")]
+Phase = Annotated[str | None, typer.Option(help="prefill or decode, where the host knows")]
+MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
+Lanes = Annotated[int, typer.Option("--lanes", help="compute lanes of a CPU, if no --machine")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FUNCTION or MODULE:FUNCTION")]
+StrategyName = Annotated[str, typer.Option("--strategy", help="see: torchweft strategies")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="K=V", help="of the strategy")
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
+
+
+def main() -> None:
+    """The command: runs it and leaves with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command line; its exit code. Our errors are shown and not raised."""
+    try:
+        code = app(list(words), prog_name="torchweft", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except _UsageError as wrong:
+        if "--json" not in words:
+            wrong.show()
+            return 2
+        say_json(error_data(WeftError(wrong.format_message(), rule="usage")))
+        return 2
+    except (WeftError, OSError) as cause:
+        if os.environ.get("WEFT_DEBUG", "0") != "0":
+            raise
+        error = cause if isinstance(cause, WeftError) else _file_error(cause)
+        if "--json" in words:
+            say_json(error_data(error))
+        else:
+            say(f"{type(error).__name__}: {error}", to=sys.stderr)
+        return 1
+
+
+def _file_error(cause: OSError) -> WeftError:
+    return WeftError(f"file: {cause.filename or 'output'}: {cause.strerror}.", rule="file")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"torchweft {version('torchweft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plan, verify and simulate how the operators of a model run."""
+
+
+@app.command("plan")
+def plan_command(
+    graph: GraphFile,
+    batch: Batch,
+    strategy: Annotated[str, typer.Option(help="see: torchweft strategies")] = "sequential",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="K=V", help="an option of the strategy")
+    ] = None,
+    size: Sizes = None,
+    tokens: Tokens = "",
+    phase: Phase = None,
+    machine: MachineFile = None,
+    lanes: Lanes = 1,
+    bare: Annotated[
+        bool, typer.Option("--bare", help="as the strategy wrote it: not lowered")
+    ] = False,
+    buffers: Annotated[
+        bool, typer.Option("--buffers", help="let values share planned buffers")
+    ] = False,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Write a plan for a graph by a strategy; lower, verify and print it."""
+    context = read_context(batch, size or (), tokens, phase)
+    chosen = get_strategy(strategy)(**read_pairs(option or (), "option"))
+    plan = write(chosen, load_graph(graph), context, read_machine(machine, lanes))
+    if not bare:
+        plan = verify(lower(plan, buffers=buffers))
+    if output is not None:
+        plan.save(output)
+    if as_json:
+        say_json({"plan": str(plan), "verified": not bare, **_plan_facts(plan)})
+    elif output is not None:
+        state = "bare" if bare else "verified"
+        say(f"{output}: {state} plan of {len(plan.steps)} steps", to=sys.stderr)
+    else:
+        say(str(plan).rstrip())
+
+
+def _plan_facts(plan: Plan) -> dict[str, object]:
+    facts = {"graph": plan.graph_name, "digest": plan.digest, "history": plan.history}
+    return {**facts, "num_parts": plan.num_parts, "num_steps": len(plan.steps)}
+
+
+@app.command("verify")
+def verify_command(plans: PlanFiles, graph: Graphs, as_json: Json = False) -> None:
+    """Say whether plans are safe, each alone or together as the plans of all ranks."""
+    loaded = _load_plans(plans, graph)
+    found = findings_ranks(loaded)
+    if as_json:
+        data = [_finding_data(item, loaded[item.rank]) for item in found]
+        say_json({"safe": not found, "plans": [_plan_facts(p) for p in loaded], "findings": data})
+    else:
+        for item in found:
+            say(str(item.error(loaded[item.rank], num_ranks=len(loaded))) + "\n")
+        what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
+        steps = sum(len(plan.steps) for plan in loaded)
+        verdict = f"unsafe: {len(found)} found" if found else f"safe: {steps} steps"
+        say(f"{what} {verdict}")
+    raise typer.Exit(1 if found else 0)
+
+
+def _load_plans(paths: Sequence[Path], graph_paths: Sequence[Path]) -> list[Plan]:
+    """The plans, each bound to the graph with its digest."""
+    graphs = [load_graph(path) for path in graph_paths]
+    by_digest = {graph.digest: graph for graph in graphs}
+    loaded = [Plan.load(path) for path in paths]
+    return [plan.bind(by_digest.get(plan.digest, graphs[0])) for plan in loaded]
+
+
+def _finding_data(item: Finding, plan: Plan) -> dict[str, object]:
+    step = None if item.step is None else plan.steps[item.step]
+    facts = {"rule": item.rule, "message": item.message, "cure": item.cure, "rank": item.rank}
+    where = {"lane": step.lane, "label": step.label} if step else {"lane": None, "label": None}
+    return {**facts, "step": item.step, **where}
+
+
+@app.command("simulate")
+def simulate_command(
+    plan: PlanFile,
+    graph: OneGraph,
+    batch: Batch,
+    size: Sizes = None,
+    tokens: Tokens = "",
+    machine: MachineFile = None,
+    lanes: Lanes = 1,
+    no_contention: Annotated[
+        bool, typer.Option("--no-contention", help="no step slows another down")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="save it: .json (Perfetto) or .txt")
+    ] = None,
+    width: Annotated[int, typer.Option(min=40, help="columns of the timeline")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused."""
+    safe = verify(Plan.load(plan, load_graph(graph)))
+    context = read_context(batch, size or (), tokens, None)
+    found = simulate(
+        safe, context, read_machine(machine, lanes), contention=not no_contention
+    )  # fmt: skip
+    if trace is not None:
+        found.save(trace)
+    if not as_json:
+        say(found.to_text(width).rstrip())
+        return
+    times = ("makespan_s", "critical_path_s", "network_s", "exposed_network_s", "overlap_share")
+    facts = {name: getattr(found, name) for name in (*times, "peak_bytes")}
+    busy = {lane: found.busy_s(lane) for lane, _ in found.lanes}
+    say_json({"simulated": True, "name": found.name, **facts, "busy_s": busy})
+
+
+@app.command("show")
+def show_command(
+    name: Annotated[str, typer.Argument(metavar="FILE | MODEL", help="graph, plan or model")],
+) -> None:
+    """Print a graph or a plan as numbered text, or the graphs that a model is captured as."""
+    if ":" in name:
+        _models().show_model(name)
+        return
+    found = _load_either(Path(name))
+    if isinstance(found, Graph):
+        say(str(found))
+        return
+    head, _, steps = str(found).partition("\nsteps\n")
+    lines = steps.splitlines()[:-1]
+    say("\n".join([head, "steps", *(f"{number:>5}{line}" for number, line in enumerate(lines))]))
+
+
+def _load_either(path: Path) -> Graph | Plan:
+    text = read_text(path, WeftError, "graph or plan").lstrip()
+    return load_graph(path) if text.startswith(("{", "[")) else Plan.load(path)
+
+
+@app.command("diff")
+def diff_command(before: PlanFile, after: PlanFile) -> None:
+    """Print what turns one plan into another; exit code 1 if they differ, as diff does."""
+    found = Plan.load(before).diff(Plan.load(after))
+    if found:
+        say(found)
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command("blueprint")
+def blueprint_command(
+    name: Annotated[str, typer.Argument(help="transformer")],
+    layers: Annotated[int, typer.Option(min=1, max=1000)] = 2,
+    hidden: Annotated[int, typer.Option(min=1, max=10**6)] = 1024,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="attention writes a cache")] = False,
+    output: Output = None,
+) -> None:
+    """Write the graph of a well-known model, drawn from its dimensions."""
+    if name != "transformer":
+        raise WeftError(f"blueprint: {unknown('blueprint', name, ('transformer',))}")
+    graph = blueprints.transformer(layers, hidden, kv_cache=kv_cache)
+    if output is None:
+        say_json(graph_data(graph))
+        return
+    save_graph(graph, output)
+    say(f"{output}: graph {graph.name} of {len(graph.ops)} ops", to=sys.stderr)
+
+
+@app.command("strategies")
+def strategies_command(as_json: Json = False) -> None:
+    """List the strategies, with their options and what they do."""
+    found = {name: get_strategy(name) for name in strategy_names()}
+    docs = {name: (item.function.__doc__ or "").partition("\n")[0] for name, item in found.items()}
+    if as_json:
+        rows = [
+            {"name": name, "options": option_defaults(item.function), "doc": docs[name]}
+            for name, item in found.items()
+        ]
+        say_json({"strategies": rows})
+        return
+    wide = max(len(str(item)) for item in found.values())
+    for name, item in found.items():
+        say(f"{item!s:<{wide}}  {docs[name]}")
+
+
+@app.command("run")
+def run_command(
+    model: Model,
+    strategy: StrategyName = "sequential",
+    option: Options = None,
+    calls: Annotated[int, typer.Option(min=1, help="how often it is called")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Call a model under a strategy and tell what became of it."""
+    _models().run_model(model, _chosen(strategy, option), calls, as_json=as_json)
+
+
+@app.command("check")
+def check_command(
+    model: Model,
+    strategy: StrategyName = "overlap",
+    option: Options = None,
+    tolerance: Annotated[float | None, typer.Option(help="relative; default by dtype")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a model under a strategy with plain PyTorch; exit code 1 if they differ."""
+    equal = _models().check_model(model, _chosen(strategy, option), tolerance, as_json=as_json)
+    raise typer.Exit(0 if equal else 1)
+
+
+@app.command("trace")
+def trace_command(
+    model: Model,
+    strategy: StrategyName = "overlap",
+    option: Options = None,
+    output: Output = None,
+) -> None:
+    """Run a model and draw what really happened on its lanes."""
+    _models().trace_model(model, _chosen(strategy, option), output)
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False) -> None:
+    """Say what this machine can do for Weft, with cures; exit code 1 if something is broken."""
+    found = []
+    for item in examine():
+        found.append(item)
+        if not as_json:
+            say(f"{item.state:<8} {item.what:<19} {item.found}  {item.cure}".rstrip())
+    if as_json:
+        say_json({"diagnoses": [asdict(item) for item in found]})
+    raise typer.Exit(1 if any(item.state == "broken" for item in found) else 0)
+
+
+def _models() -> Any:
+    """The commands that run a model; they need torch, which takes seconds to load."""
+    return import_module("torchweft.cli.model")
+
+
+def _chosen(strategy: str, options: list[str] | None) -> Strategy:
+    return get_strategy(strategy)(**read_pairs(options or (), "option"))
+
+
+@app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench_command(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHES)}")] = "",
+    as_json: Json = False,
+) -> None:
+    """Measure one of Weft's own parts; options of the bench follow its name."""
+    run_bench(name, context.args, as_json=as_json)
+
+
+@app.command("demo")
+def demo_command(
+    folder: Annotated[Path, typer.Option(help="where the trace is saved")] = Path(),
+    quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
+    race: Annotated[bool, typer.Option(help="two ranks over a link: two minutes more")] = True,
+) -> None:
+    """Plan, simulate and draw a transformer; run small models; race two ranks over a link."""
+    for text in story():
+        say(text)
+    if not quick:
+        for text in import_module("torchweft_tools.demo.run").story(folder):
+            say(text)
+    if race and not quick:
+        for text in import_module("torchweft_tools.demo.race").story():
+            say(text)

@@ -1,0 +1,352 @@
+"""The commands `torchweft place ...`: a graph and devices come in, a placement goes out.
+
+    torchweft place plan --graph dev.txt --tree 3 --ratio 1 --planner heft
+    torchweft place plan --graph net.json --planner portfolio --deadline-ms 500 --json
+    torchweft place compare --graph rand0000.stg --devices 4 --deadline-ms 200
+    torchweft place explain --graph net.json --planner peft -o net.json
+
+`--graph` takes our graph files (with `--machine`), DNN-partitioning JSON, STG and bracketed trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from torchweft.cli.text import read_context, read_literal, say, say_json
+from torchweft.errors import PlacementError, WeftError, clip
+from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
+from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.planners.planner import Planner, get_planner
+from torchweft.plan.cost import CostTable
+from torchweft.plan.machine import load_machine
+from torchweft.plan.trace import format_s
+from torchweft.plan.verify import verify
+
+LEARNED = ("learned", "guarded", "guided")
+app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
+
+GraphFile = Annotated[
+    Path, typer.Option("--graph", help="graph file: ours, DNN-partitioning, STG, trees")
+]
+MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
+Devices = Annotated[
+    str, typer.Option("--devices", metavar="N | S,S,...", help="STG, trees: how many, or how slow")
+]
+Ratio = Annotated[
+    float | None, typer.Option("--ratio", help="mean transfer over mean op, if no file says it")
+]
+Tree = Annotated[int, typer.Option("--tree", min=0, help="which tree of the file, from 0")]
+Batch = Annotated[int, typer.Option("--batch", min=0, help="our graphs: rows of the call")]
+Sizes = Annotated[list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")]
+CostFile = Annotated[Path | None, typer.Option("--costs", help="our graphs: measured costs (JSON)")]
+Resident = Annotated[
+    bool, typer.Option("--weights-resident", help="inputs without a batch are where they are read")
+]
+Objective = Annotated[str, typer.Option("--objective", help="latency or throughput")]
+PlannerName = Annotated[
+    str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
+]
+Deadline = Annotated[
+    float | None, typer.Option("--deadline-ms", min=0, help="for planners that search")
+]
+PolicyFile = Annotated[
+    Path | None, typer.Option("--policy", help=f"of your own, for {', '.join(LEARNED)}")
+]
+Seed = Annotated[int, typer.Option("--seed")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
+
+
+class _Asked(NamedTuple):
+    """What stands on the command line of every command here."""
+
+    problem: Problem
+    deadline_s: float | None
+    seed: int
+
+
+@app.callback()
+def _place() -> None:
+    """Place the ops of a graph on unlike devices."""
+
+
+@app.command("plan")
+def plan_command(
+    context: typer.Context,
+    graph: GraphFile,
+    machine: MachineFile = None,
+    planner: PlannerName = "portfolio",
+    policy: PolicyFile = None,
+    deadline_ms: Deadline = None,
+    devices: Devices = "",
+    ratio: Ratio = None,
+    tree: Tree = 0,
+    batch: Batch = 1,
+    size: Sizes = None,
+    costs: CostFile = None,
+    weights_resident: Resident = False,
+    objective: Objective = "latency",
+    seed: Seed = 0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the placement (JSON)")
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--as-plan", help="write it as a plan, verified")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan where each op runs: placement, starts, makespan, bound and planning time."""
+    asked = _asked(context)
+    chosen = _with_policy(planner, policy)
+    with bar(f"{planner} places {asked.problem.name}"):
+        found = plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=seed)
+    if output is not None:
+        found.save(output)
+    if plan_file is not None:
+        verify(as_plan(asked.problem, found)).save(plan_file)
+    if as_json:
+        say_json(found.to_data())
+    else:
+        say(str(found).rstrip())
+
+
+@app.command("compare")
+def compare_command(
+    context: typer.Context,
+    graph: GraphFile,
+    machine: MachineFile = None,
+    planner: Annotated[
+        list[str] | None, typer.Option("--planner", help="several; default: all that take it")
+    ] = None,
+    policy: PolicyFile = None,
+    deadline_ms: Deadline = 1000.0,
+    devices: Devices = "",
+    ratio: Ratio = None,
+    tree: Tree = 0,
+    batch: Batch = 1,
+    size: Sizes = None,
+    costs: CostFile = None,
+    weights_resident: Resident = False,
+    objective: Objective = "latency",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Let several planners place one graph, and compare what they found."""
+    asked = _asked(context)
+    found: list[Placement] = []
+    refused: dict[str, str] = {}
+    names = planner or list(planner_names())
+    if policy is not None and not set(names) & set(LEARNED):
+        _with_policy(names[0], policy)  # which refuses it
+    planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}
+    with bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
+        for name, chosen in planners.items():
+            try:
+                found.append(
+                    plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=asked.seed)
+                )
+            except PlacementError as error:
+                if planner:
+                    raise
+                refused[name] = str(error)
+            step()
+    if not found:
+        raise PlacementError(next(iter(refused.values())))
+    _show_compared(asked.problem, found, refused, as_json=as_json)
+
+
+def _show_compared(
+    problem: Problem, found: list[Placement], refused: dict[str, str], *, as_json: bool
+) -> None:
+    best_s, bound_s = min(item.score_s for item in found), max(item.bound_s or 0 for item in found)
+    rows: list[dict[str, Any]] = [
+        {
+            "planner": item.planner,
+            "score_s": item.score_s,
+            "over_best": _over(item.score_s, best_s),
+            "over_bound": _over(item.score_s, bound_s),
+            "planning_s": item.planning_s,
+        }
+        for item in sorted(found, key=lambda item: item.score_s)
+    ]
+    if as_json:
+        facts = {"problem": problem.name, "objective": problem.objective, "bound_s": bound_s}
+        say_json({**facts, "rows": rows, "refused": refused})
+        return
+    say(f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}")
+    say(f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in")
+    for row in rows:
+        ratios = [row["over_best"], row["over_bound"]]
+        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+        times = f"{best:<11}{bound:<12}{format_s(row['planning_s'])}"
+        say(f"  {row['planner']:<15}{format_s(row['score_s']):<12}{times}")
+    for name, why in refused.items():
+        say(f"  {name:<15}{why}")
+
+
+def _over(score_s: float, least_s: float) -> float | None:
+    """The ratio of two scores; none to a score of 0, but for that of another 0."""
+    if least_s:
+        return score_s / least_s
+    return None if score_s else 1.0
+
+
+@app.command("explain")
+def explain_command(
+    context: typer.Context,
+    graph: GraphFile,
+    machine: MachineFile = None,
+    planner: PlannerName = "portfolio",
+    policy: PolicyFile = None,
+    placement: Annotated[
+        Path | None, typer.Option("--placement", help="explain this one; no planner runs")
+    ] = None,
+    deadline_ms: Deadline = None,
+    devices: Devices = "",
+    ratio: Ratio = None,
+    tree: Tree = 0,
+    batch: Batch = 1,
+    size: Sizes = None,
+    costs: CostFile = None,
+    weights_resident: Resident = False,
+    objective: Objective = "latency",
+    seed: Seed = 0,
+    width: Annotated[int, typer.Option(min=40, max=400, help="columns of the timeline")] = 100,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="the timeline: .json (Perfetto) or .txt")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a placement as a timeline, its critical path, and what another device would bring."""
+    problem, deadline_s, _ = _asked(context)
+    if placement is not None:
+        found = check(problem, Placement.load(placement))
+    kinds, chosen = _kinds(problem), _with_policy(planner, policy)
+    with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
+        if placement is None:
+            found = plan(problem, chosen, deadline_s=deadline_s, seed=seed)
+        step()
+        brings = {}
+        for device in kinds:
+            name = problem.devices[device]
+            more = plan(with_twin(problem, device), chosen, deadline_s=deadline_s, seed=seed)
+            brings[name] = min(more.score_s, found.score_s)  # a twin need not be used
+            step()
+    trace = trace_of(problem, found)
+    if output is not None:
+        trace.save(output)
+    if as_json:
+        say_json(_explained(problem, found, brings))
+        return
+    say(trace.to_text(width).rstrip())
+    _say_path(problem, found)
+    say("used: " + ", ".join(_shares(problem, found)))
+    for name, score_s in brings.items():
+        less = 1 - score_s / found.score_s if found.score_s else 0.0
+        say(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
+
+
+def _kinds(problem: Problem) -> list[int]:
+    """One device of each kind: the first of those that run everything in equal times."""
+    columns: dict[tuple[float, ...], int] = {}
+    for device in range(problem.num_devices):
+        columns.setdefault(tuple(row[device] for row in problem.seconds), device)
+    return list(columns.values())[:8]
+
+
+def _shares(problem: Problem, found: Placement) -> Iterator[str]:
+    for name, share in zip(problem.devices, utilisation(problem, found), strict=True):
+        yield f"{name} {share:.0%}"
+
+
+def _say_path(problem: Problem, found: Placement, most: int = 40) -> None:
+    path = critical_path(problem, found)
+    say(f"critical path, {len(path)} ops:")
+    for op, why, behind in path[:most]:
+        device = problem.devices[found.device[op]]
+        waits = {
+            "start": "starts at once",
+            "input": "waits for inputs",
+            "device": f"waits for the device, behind {problem.ops[behind]}",
+            "value": f"waits for {problem.ops[behind]} on {problem.devices[found.device[behind]]}",
+        }[why]
+        say(f"  {format_s(found.start_s[op]):<11}{device}  {problem.ops[op]}: {waits}")
+    if len(path) > most:
+        say(f"  ... and {len(path) - most} more; --json gives all")
+
+
+def _explained(problem: Problem, found: Placement, brings: dict[str, float]) -> dict[str, Any]:
+    path = [
+        {
+            "op": problem.ops[op],
+            "device": problem.devices[found.device[op]],
+            "start_s": found.start_s[op],
+            "why": why,
+            "behind": problem.ops[behind] if behind >= 0 else None,
+        }
+        for op, why, behind in critical_path(problem, found)
+    ]
+    used = dict(zip(problem.devices, utilisation(problem, found), strict=True))
+    more = {"critical_path": path, "utilisation": used, "another_device_s": brings}
+    return {**found.to_data(), **more}
+
+
+def _asked(context: typer.Context) -> _Asked:
+    """The problem that the options describe."""
+    given = context.params
+    wanted = Wanted(
+        machine=load_machine(given["machine"]) if given["machine"] else None,
+        slowness=_slowness(given["devices"]),
+        ratio=given["ratio"],
+        tree=given["tree"],
+        context=read_context(given["batch"], given["size"] or (), "", None),
+        table=CostTable.load(given["costs"]) if given["costs"] else CostTable(),
+        weights_resident=given["weights_resident"],
+        objective=given["objective"],
+    )
+    deadline_ms = given["deadline_ms"]
+    deadline_s = None if deadline_ms is None else deadline_ms / 1e3
+    return _Asked(read_problem(given["graph"], wanted), deadline_s, given["seed"])
+
+
+def _slowness(text: str) -> tuple[float, ...]:
+    """`3`: three equal devices; `1,1.6,4`: how slow each is."""
+    if not text:
+        return ()
+    numbers = [read_literal(word) for word in text.split(",")]
+    if not all(type(number) in (int, float) for number in numbers):
+        raise WeftError(f"devices: {clip(text)} is no count and no list of numbers.")
+    if len(numbers) == 1 and type(numbers[0]) is int and 1 <= numbers[0] <= 10_000:
+        return (1.0,) * numbers[0]
+    return tuple(map(float, numbers))
+
+
+def _with_policy(planner: str, policy: Path | None) -> str | Planner:
+    """The planner, with a policy of the user's own if there is one. Raises for an unknown one."""
+    if policy is None:
+        get_planner(planner)
+        return planner
+    if planner not in LEARNED:
+        text = f"policy: {planner!r} has no policy; --policy goes with {', '.join(LEARNED)}."
+        raise PlacementError(text, rule="policy")
+    from torchweft.placement.learn.learned import planner_of
+    from torchweft.placement.learn.policy import Policy
+
+    return planner_of(Policy.load(policy), get_planner(planner))
+
+
+@contextmanager
+def bar(text: str, total: int | None = None) -> Iterator[Any]:
+    """A progress bar on stderr while something takes its time; yields what moves it on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,1 @@
+"""Files of other formats: STG, DNN-partitioning and bracketed trees become problems."""

@@ -1,0 +1,129 @@
+"""A problem from a file of any format that is known here: what the command line reads.
+
+    our graph file            JSON with "weft_graph"; needs a machine, takes a batch and costs
+    DNN-partitioning          JSON with nodes and edges; says its own devices
+    STG                       numbers; equal devices, by default two or what the file says
+    bracketed trees           ( ... ); by default three devices, 1, 1.6 and 4 times slow
+
+`--machine` takes the place of a file's devices, `--devices` of those of STG and trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torchweft.errors import PlacementError, clip
+from torchweft.files import read_json, read_text
+from torchweft.placement.files.read_dnn import is_dnn, read_dnn
+from torchweft.placement.files.read_stg import read_stg
+from torchweft.placement.files.read_trees import read_trees, tree_work
+from torchweft.placement.files.work import Pool, Work, as_name, machine_pool, on_pool, slowness_pool
+from torchweft.placement.graph_problem import graph_problem
+from torchweft.placement.problem import INF, Problem
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.graph_file import read_graph
+from torchweft.plan.machine import Machine
+
+TREE_SLOWNESS = (1.0, 1.6, 4.0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is said beside the file. ratio: transfer seconds of a value over the mean seconds of an
+    op, where a file has no transfers; tree: which one of a file with several; weights_resident:
+    inputs of our graphs without a batch are wherever they are read."""
+
+    machine: Machine | None = None
+    slowness: Sequence[float] = ()
+    ratio: float | None = None
+    tree: int = 0
+    context: Context = field(default_factory=Context)
+    table: CostTable = field(default_factory=CostTable)
+    weights_resident: bool = False
+    objective: str = "latency"
+
+
+def read_problem(path: str | Path, wanted: Wanted | None = None) -> Problem:
+    """The problem of a file. Raises `PlacementError`, `GraphError` or `MachineError`."""
+    wanted = wanted or Wanted()
+    text = read_text(path, PlacementError, "graph").lstrip()
+    if wanted.ratio is not None and not 0 <= wanted.ratio < 1e6:
+        raise PlacementError(f"ratio: {clip(wanted.ratio)} is no ratio of transfer to compute.")
+    name = as_name(Path(path).stem)
+    if wanted.tree and not text.startswith("("):
+        raise PlacementError(f"tree: {path} is no file of trees; leave out --tree.", rule="tree")
+    if text.startswith(("{", "[")):
+        return _from_json(path, name, wanted)
+    if text.startswith("("):
+        return _from_trees(text, name, wanted)
+    if text[:1].isdigit() or text.startswith("#"):
+        work, processors = read_stg(text, name)
+        pool = _pool(wanted, (1.0,) * (processors or 2))
+        return on_pool(_with_ratio(work, pool, wanted.ratio), pool, objective=wanted.objective)
+    known = "our graph files, DNN-partitioning JSON, STG, bracketed trees"
+    raise PlacementError(f"file: {path} is of no format that is known here: {known}.", rule="file")
+
+
+def _from_json(path: str | Path, name: str, wanted: Wanted) -> Problem:
+    found = read_json(path, PlacementError, "graph")
+    if isinstance(found, dict) and "weft_graph" not in found and is_dnn(found):
+        if wanted.slowness:
+            raise PlacementError("devices: a DNN graph says its own devices; or use --machine.")
+        work, pool = read_dnn(found, name)
+        if wanted.machine is not None:
+            rooms = [spot.room_bytes for spot in pool.spots if spot.kind == "accelerator"]
+            pool = machine_pool(wanted.machine, tuple(work.seconds), min(rooms, default=INF))
+        return on_pool(_with_ratio(work, pool, wanted.ratio), pool, objective=wanted.objective)
+    graph = read_graph(found)
+    if wanted.machine is None:
+        raise PlacementError(
+            "machine: a graph of ours says nothing of devices; give --machine FILE.", rule="machine"
+        )
+    if wanted.slowness or wanted.ratio is not None:
+        raise PlacementError("devices: with a graph of ours, the machine says devices and links.")
+    weights = [name for name in graph.inputs if graph.value[name].batch is None]
+    return graph_problem(
+        graph,
+        wanted.machine,
+        Costs(wanted.machine, wanted.table),
+        wanted.context,
+        resident=weights if wanted.weights_resident else (),
+        objective=wanted.objective,
+    )
+
+
+def _from_trees(text: str, name: str, wanted: Wanted) -> Problem:
+    count, chosen = 0, None
+    for tree in read_trees(text):  # all are checked, one is kept
+        chosen, count = tree if count == wanted.tree else chosen, count + 1
+    if chosen is None:
+        known = f"it has {count}, from 0"
+        raise PlacementError(f"tree: the file has no tree number {wanted.tree}: {known}.")
+    pool = _pool(wanted, TREE_SLOWNESS)
+    work = tree_work(chosen, f"{name}.{wanted.tree}", 0.0)
+    ratio = 0.3 if wanted.ratio is None else wanted.ratio
+    return on_pool(_with_ratio(work, pool, ratio), pool, objective=wanted.objective)
+
+
+def _pool(wanted: Wanted, slowness: Sequence[float]) -> Pool:
+    if wanted.machine is None:
+        return slowness_pool(wanted.slowness or slowness)
+    if wanted.slowness:
+        raise PlacementError("devices: --devices and --machine do not go together.")
+    return machine_pool(wanted.machine, ("cpu",))
+
+
+def _with_ratio(work: Work, pool: Pool, ratio: float | None) -> Work:
+    """The work with one transfer time for all its edges: `ratio` times the mean op."""
+    if ratio is None:
+        return work
+    spots = pool.spots
+    seconds = [
+        work.seconds[spot.kind][op] * spot.slowness for op in range(len(work.ops)) for spot in spots
+    ]
+    finite = [item for item in seconds if item < INF]
+    transfer_s = ratio * sum(finite) / max(1, len(finite))
+    return replace(work, edges=tuple((a, b, transfer_s) for a, b, _ in work.edges))

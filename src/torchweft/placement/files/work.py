@@ -1,0 +1,171 @@
+"""`Work`: what a file of another format says, before it meets devices.
+
+    DNN-partitioning JSON, STG, bracketed trees --read--> Work, Pool --on_pool--> Problem
+
+Seconds stand for one kind of device each (`cpu`, `accelerator`); a `Pool` is the devices, each of a
+kind, so many times slower than the file's, with its room, and how far values travel between them.
+The times of a file, whatever their unit, are read as seconds. A value that takes c seconds from one
+device to another becomes c * 2**30 bytes over a link of 1 GiB/s, so that it has a size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchweft.errors import PlacementError, clip
+from torchweft.placement.graph_problem import links
+from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS, Edge, Hold, Matrix, Problem
+from torchweft.plan.graph import NAME
+from torchweft.plan.machine import Machine
+
+KINDS = ("cpu", "accelerator")
+GIB, MAX_EDGES = 2**30, 200_000
+
+
+class Spot(NamedTuple):
+    """One device of a pool."""
+
+    name: str
+    kind: str = "cpu"
+    slowness: float = 1.0
+    room_bytes: float = INF
+
+
+class Pool(NamedTuple):
+    """Devices, and links between them as in a `Problem`."""
+
+    spots: tuple[Spot, ...]
+    latency_s: Matrix
+    byte_s: Matrix
+
+
+@dataclass(frozen=True)
+class Work:
+    """Ops in any order; seconds[kind][op], inf: not there; edges (source, target, seconds)."""
+
+    name: str
+    ops: tuple[str, ...]
+    seconds: Mapping[str, tuple[float, ...]]
+    edges: tuple[tuple[int, int, float], ...]
+    num_bytes: tuple[float, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+
+
+def equal_links(spots: Sequence[Spot]) -> Pool:
+    """A pool in which every value takes its own seconds between any two devices."""
+    every = range(len(spots))
+    byte_s = tuple(tuple(0.0 if a == b else 1 / GIB for b in every) for a in every)
+    return Pool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
+
+
+def slowness_pool(slowness: Sequence[float]) -> Pool:
+    """Devices of one kind, each so many times slower than the file says."""
+    if not slowness or len(slowness) > MAX_DEVICES or not all(0 < s < 1e9 for s in slowness):
+        cure = f"1 to {MAX_DEVICES} numbers above 0, such as 1,1.6,4, or how many equal devices"
+        raise PlacementError(f"devices: {clip(list(slowness))} are not {cure}.", rule="devices")
+    return equal_links([Spot(f"device{n}", "cpu", float(s)) for n, s in enumerate(slowness)])
+
+
+def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF) -> Pool:
+    """The devices of a machine, the fastest of each kind as fast as the file says.
+
+    Where the file knows accelerators, devices whose names do not start with "cpu" are such; those
+    without a memory limit of their own get `room_bytes`.
+    """
+    kind_of = {
+        name: "accelerator" if "accelerator" in kinds and not name.startswith("cpu") else "cpu"
+        for name in machine.device
+    }
+    fastest = {
+        kind: max([machine.device[n].flops_per_s for n, k in kind_of.items() if k == kind] or [1.0])
+        for kind in KINDS
+    }
+    spots = []
+    for name, device in machine.device.items():
+        kind = kind_of[name]
+        room = room_bytes if kind == "accelerator" else INF
+        room = float(device.memory_bytes) if device.memory_bytes is not None else room
+        spots.append(Spot(name, kind, fastest[kind] / device.flops_per_s, room))
+    return Pool(tuple(spots), *links(machine))
+
+
+def on_pool(work: Work, pool: Pool, *, objective: str = "latency") -> Problem:
+    """The problem of doing the work on the devices. Raises `PlacementError` for a circle."""
+    order = in_order(work.ops, [(source, target) for source, target, _ in work.edges])
+    number = {op: at for at, op in enumerate(order)}
+    spots = pool.spots
+    seconds = tuple(
+        tuple(work.seconds[spot.kind][op] * spot.slowness for spot in spots) for op in order
+    )
+    sizes = work.num_bytes
+    holds = tuple(Hold(sizes[op], (at,)) for at, op in enumerate(order) if sizes and sizes[op])
+    return Problem(
+        name=work.name,
+        ops=tuple(work.ops[op] for op in order),
+        devices=tuple(spot.name for spot in spots),
+        seconds=seconds,
+        edges=_edges(work, order),
+        latency_s=pool.latency_s,
+        byte_s=pool.byte_s,
+        holds=holds,
+        room_bytes=tuple(spot.room_bytes for spot in spots),
+        together=tuple(tuple(sorted(number[op] for op in ops)) for ops in work.together),
+        objective=objective,
+    )
+
+
+def _edges(work: Work, order: Sequence[int]) -> tuple[Edge, ...]:
+    """Each pair once, with its slowest value; edges of one op and one size carry one value."""
+    number = {op: at for at, op in enumerate(order)}
+    slowest: dict[tuple[int, int], float] = {}
+    for source, target, seconds in work.edges:
+        pair = number[source], number[target]
+        slowest[pair] = max(slowest.get(pair, 0.0), seconds)
+    names: dict[int, dict[int, str]] = {}
+    edges = []
+    for (source, target), seconds in sorted(slowest.items()):
+        num_bytes, known = round(seconds * GIB), names.setdefault(source, {})
+        if num_bytes not in known:
+            suffix = f".{len(known)}" if known else ""
+            known[num_bytes] = f"v.{work.ops[order[source]]}{suffix}"
+        edges.append(Edge(source, target, num_bytes, known[num_bytes]))
+    return tuple(edges)
+
+
+def in_order(ops: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """The ops in an order that all (source, target) pairs follow, else as they stand.
+
+    Raises `PlacementError` if ops wait for each other in a circle, or there are too many.
+    """
+    if len(ops) > MAX_OPS:
+        raise PlacementError(f"size: {len(ops)} ops; at most {MAX_OPS} can be placed.")
+    if len(pairs) > MAX_EDGES:
+        raise PlacementError(f"size: {len(pairs)} edges; at most {MAX_EDGES} can be placed.")
+    waiting, behind = [0] * len(ops), [list[int]() for _ in ops]
+    for source, target in pairs:
+        waiting[target] += 1
+        behind[source].append(target)
+    ready = [op for op, count in enumerate(waiting) if not count]
+    order = []
+    while ready:
+        order.append(op := heapq.heappop(ready))
+        for target in behind[op]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, target)
+    if len(order) < len(ops):
+        stuck = next(op for op, count in enumerate(waiting) if count)
+        raise PlacementError(
+            f"circle: op {ops[stuck]!r} waits for itself, through the ops that it reads from.",
+            rule="circle",
+        )
+    return order
+
+
+def as_name(text: str) -> str:
+    """A name for a problem, made of any text."""
+    kept = "".join(c if NAME.fullmatch(f"a{c}") else "_" for c in text)[:100]
+    return kept if NAME.fullmatch(kept) else f"graph_{kept}"

@@ -1,0 +1,1 @@
+"""Learning to place: policies, their training, and learners beside a served model."""

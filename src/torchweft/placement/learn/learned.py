@@ -1,0 +1,181 @@
+"""The learned planners: what a policy makes of a problem.
+
+    learned    one pass, no search: the policy's first choice at every step
+    guarded    the same, or the best of single, heft and peft where they are better
+    guided     passes with drawn choices and annealing from the best of all, until the deadline
+
+`guarded` and `guided` are never worse than the best of single, heft and peft. Without a policy
+of your own, the one that comes with the package is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from torchweft.placement.draft import Room, pack
+from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
+from torchweft.placement.learn.policy import Policy, Scorer, masked
+from torchweft.placement.learn.rollout import Rollout, Seen
+from torchweft.placement.placement import Placement, placed
+from torchweft.placement.planners.annealing import annealing
+from torchweft.placement.planners.lists import heft, peft, put_all_on, ranked, upward_ranks
+from torchweft.placement.planners.planner import Planner
+from torchweft.placement.planners.simple import single
+from torchweft.placement.planners.stages import best_quick, cuts
+from torchweft.placement.problem import Problem
+
+POLICIES = Path(__file__).parent / "policies"
+SEEDS = (0, 1, 2)
+"""Of the trainings whose policies come with the package; the first is the default."""
+NUM_TRIES = 16
+SEARCH_S = 0.1
+DRAWN_SHARE = 0.3
+"""Of the time of a guided search: for drawn passes; the rest is annealing."""
+
+
+@cache
+def trained_policy(seed: int) -> Policy:
+    """A policy that comes with the package, by the seed of its training."""
+    return Policy.load(POLICIES / f"seed{seed}.safetensors")
+
+
+def default_policy() -> Policy:
+    """The policy that planners take without one of the user's own."""
+    return trained_policy(SEEDS[0])
+
+
+def learned(
+    problem: Problem,
+    *,
+    deadline_s: float | None = None,
+    seed: int = 0,
+    policy: Policy | None = None,
+) -> Placement:
+    """One pass of a policy over the problem."""
+    numbers = numbers_of([problem])
+    return one_pass(problem, numbers, Scorer(policy or default_policy(), numbers))
+
+
+def guarded(
+    problem: Problem,
+    *,
+    deadline_s: float | None = None,
+    seed: int = 0,
+    policy: Policy | None = None,
+) -> Placement:
+    """One pass of a policy, or the best of single, heft and peft."""
+    return _best([learned(problem, policy=policy), *_guards(problem)])
+
+
+def guided(
+    problem: Problem,
+    *,
+    deadline_s: float | None = None,
+    seed: int = 0,
+    policy: Policy | None = None,
+) -> Placement:
+    """A search that a policy guides; without a deadline a tenth of a second."""
+    began_s, budget_s = time.perf_counter(), SEARCH_S if deadline_s is None else deadline_s
+    numbers = numbers_of([problem])
+    scorer = Scorer(policy or default_policy(), numbers)
+    best = _best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
+    draw = np.random.default_rng(seed)
+    free = not problem.limited and not problem.together
+    last_s = time.perf_counter() - began_s
+    while free and time.perf_counter() - began_s + last_s < DRAWN_SHARE * budget_s:
+        turn_s = time.perf_counter()
+        best = _best([best, drawn_passes(problem, numbers, scorer, draw)])
+        last_s = time.perf_counter() - turn_s
+    left_s = budget_s - (time.perf_counter() - began_s)
+    return annealing(problem, deadline_s=left_s, seed=seed, start=best) if left_s > 0 else best
+
+
+def planner_of(policy: Policy, planner: Planner = learned) -> Planner:
+    """A planner of this file with a policy of the user's own."""
+
+    def with_policy(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
+        return planner(problem, deadline_s=deadline_s, seed=seed, policy=policy)  # type: ignore[call-arg]
+
+    with_policy.__name__ = getattr(planner, "__name__", "planner")
+    return with_policy
+
+
+def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
+    """The placement by the best-scored pair at every step, within memory and groups."""
+    rollout = Rollout(numbers)
+    room = Room(problem) if problem.limited or problem.together else None
+    while rollout.going:
+        seen = rollout.look()
+        scores = scorer(rollout, seen)
+        if room is not None:
+            mask = seen.mask & with_room(room, seen, numbers.num_devices)
+            if not mask.any():
+                order = ranked(problem, upward_ranks(problem))
+                return put_all_on(problem, order, pack(problem))
+            scores = masked(scores.reshape(mask.shape), mask)
+        chosen = scores.argmax(1)
+        rollout.put(chosen)
+        if room is not None:
+            room.take(int(rollout.order[-1][0]), int(rollout.device[-1][0]))
+    return _of_try(problem, rollout, 0)
+
+
+def drawn_passes(
+    problem: Problem, numbers: Numbers, scorer: Scorer, draw: np.random.Generator
+) -> Placement:
+    """The best of several passes whose choices are drawn by their scores."""
+    rollout = run_drawn(Rollout(numbers, NUM_TRIES), scorer, draw)
+    return _of_try(problem, rollout, int(rollout.end_s.argmin()))
+
+
+def run_drawn(rollout: Rollout, scorer: Scorer, draw: np.random.Generator) -> Rollout:
+    """Put all ops of a rollout, each pair drawn with the chance that its score gives it."""
+    while rollout.going:
+        scores = scorer(rollout, rollout.look())
+        rollout.put((scores + draw.gumbel(size=scores.shape)).argmax(1))
+    return rollout
+
+
+def with_room(room: Room, seen: Seen, num_devices: int) -> Bools:
+    """Which pairs of a single try have room for the op and its group [1, candidate, device]."""
+    found = np.zeros((1, seen.ops.shape[1], num_devices), np.bool_)
+    for at, op in enumerate(seen.ops[0].tolist()):
+        found[0, at, list(room.open(op))] = True
+    return found
+
+
+def _of_try(problem: Problem, rollout: Rollout, number: int) -> Placement:
+    """The placement of a try: as it was put, or with gaps filled if that is better. For a stream
+    the order counts more than the devices: consecutive ops may be better on one device."""
+    order, devices = orders(rollout, number)
+    found = [placed(problem, devices, order), put_all_on(problem, order, devices)]
+    if problem.objective == "throughput":
+        found += [put_all_on(problem, order, cut) for cut in cuts(problem, order)]
+    return _best(found)
+
+
+def orders(rollout: Rollout, number: int) -> tuple[list[int], list[int]]:
+    """The order in which a try's ops run, and the device of each op."""
+    steps: Ints = np.stack(rollout.order)[:, number]
+    where: Ints = np.stack(rollout.device)[:, number]
+    of = rollout.problem[number]
+    num_ops = rollout.numbers.problems[of].num_ops
+    kept = steps < num_ops
+    order = steps[kept].tolist()
+    devices = [0] * num_ops
+    for op, device in zip(order, where[kept].tolist(), strict=True):
+        devices[op] = device
+    return order[::-1] if rollout.numbers.turned[of] else order, devices
+
+
+def _guards(problem: Problem) -> list[Placement]:
+    return [single(problem), heft(problem), peft(problem)]
+
+
+def _best(found: Sequence[Placement]) -> Placement:
+    return min(found, key=lambda item: item.score_s)

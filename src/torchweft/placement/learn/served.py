@@ -1,0 +1,112 @@
+"""A `Served` run: what one call was, on which devices, at which costs, and how long its ops took.
+
+    served --save--> run.json --load--> Served --problem--> what it was, to learn from again
+
+It is data: a graph, a machine, a cost table and a trace, each in its own format, in one JSON file.
+An op on the device where it ran takes what its spans took there, and what that device takes to
+start one (`overhead_s`); on the others what the table says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from torchweft.errors import PlacementError, clip
+from torchweft.files import Reader, read_json, write_json
+from torchweft.placement.graph_problem import graph_problem
+from torchweft.placement.problem import Problem
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.graph import Graph
+from torchweft.plan.graph_file import graph_data, read_graph
+from torchweft.plan.machine import Machine
+from torchweft.plan.machine import from_data as read_machine
+from torchweft.plan.machine import to_data as machine_data
+from torchweft.plan.trace import Trace
+from torchweft.plan.trace import from_data as read_trace
+from torchweft.plan.trace import to_data as trace_data
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Served:
+    """One served call. home, resident: as in `graph_problem`."""
+
+    graph: Graph
+    machine: Machine
+    table: CostTable
+    trace: Trace
+    home: str
+    resident: tuple[str, ...] = ()
+
+    def problem(self) -> Problem:
+        """The problem of the call, with the costs that were seen in it."""
+        costs = Costs(self.machine, self._seen())
+        return graph_problem(
+            self.graph, self.machine, costs, home=self.home, resident=self.resident
+        )
+
+    def _seen(self) -> CostTable:
+        """The table, with what the spans of the trace say in the place of what it said."""
+        spans: dict[tuple[str, str], list[float]] = {}
+        for span in self.trace.spans:
+            op, device = self.graph.op.get(span.op), self.machine.device.get(span.device)
+            if span.kind == "run" and op is not None and device is not None:
+                seconds = device.overhead_s + span.end_s - span.start_s
+                spans.setdefault((op.body or op.name, device.name), []).append(seconds)
+        known = {key: dict(points) for key, points in self.table.seconds.items()}
+        return CostTable.of(known | {key: {0: mean(found)} for key, found in spans.items()})
+
+    def save(self, path: str | Path) -> None:
+        """Write the run as a JSON file."""
+        data = {
+            "weft_served": VERSION,
+            "home": self.home,
+            "resident": list(self.resident),
+            "graph": graph_data(self.graph),
+            "machine": machine_data(self.machine),
+            "costs": self.table.entries,
+            "trace": trace_data(self.trace),
+        }
+        write_json(path, data)
+
+    @staticmethod
+    def load(path: str | Path) -> Served:
+        """Read a served run. Raises `WeftError` for a file that is none, naming what is wrong."""
+        read = Reader(read_json(path, PlacementError, "served"), PlacementError, f"served {path}")
+        if read.take("weft_served", int, None) != VERSION:
+            raise read.fail(f"this is no served run of version {VERSION}.")
+        served = Served(
+            read_graph(read.take("graph", dict)),
+            read_machine(read.take("machine", dict)),
+            _table(read),
+            read_trace(read.take("trace", dict)),
+            read.take("home", str),
+            read.names("resident"),
+        )
+        read.done()
+        return served
+
+
+def _table(read: Reader) -> CostTable:
+    entries = read.take("costs", list)
+    try:
+        rows = [(key, device, tuple(map(tuple, points))) for key, device, points in entries]
+        return CostTable(tuple(rows))
+    except (TypeError, ValueError) as cause:
+        raise read.fail(f"its costs are damaged: {clip(cause)}.") from None
+
+
+def problems_in(folder: Path) -> Sequence[Problem]:
+    """The problems of all served runs (`*.json`) of a folder, by name.
+
+    Raises `PlacementError` if there are none.
+    """
+    found = [Served.load(path).problem() for path in sorted(folder.glob("*.json"))]
+    if not found:
+        cure = "Save some with model.served().save(...) while serving."
+        raise PlacementError(f"traces: there are no served runs in {folder}. {cure}", rule="traces")
+    return found

@@ -1,0 +1,379 @@
+"""The `Graph`: what a model computes, as ops that make values. It says nothing of how or when.
+
+    values:  x --attn0--> a0 --reduce0--> r0 --mlp0--> y          (inputs, then one maker each)
+
+An op reads values, makes values, and may mutate values in place (a KV cache). A value may be an
+*alias* of another (a view, the result of an in-place op): both share bytes, and `root` names the
+value whose bytes they are. Ops stand in program order; run one by one, in that order, they are the
+model, and every plan must have the same effect.
+
+Rows say what splitting the batch does to an op:
+
+    row-wise    every row of the result needs only its own row: may run part by part
+    batch-free  touches no batch: runs once, for all parts
+    additive    makes sums over rows (weight gradients): parts run in order and add up
+    random      draws numbers: drawn once for all parts, then split
+    mixing      looks across rows (batch norm, a loss): runs once, over all parts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torchweft.errors import GraphError, WeftError, clip, unknown
+from torchweft.plan.sizes import ONE, ZERO, Size
+
+USES = ("compute", "memory", "network", "io")
+ROWS = ("row-wise", "batch-free", "additive", "random", "mixing")
+LEVELS = ("torch", "aten", "boundary", "none")
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1,
+    "float8_e5m2": 1, "uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4, "opaque": 0,
+}  # fmt: skip
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]{0,199}")
+
+
+def check_name(name: object, what: str, error: type[WeftError] = GraphError) -> str:
+    """`name` itself if it may stand in a graph or a plan. Raises `GraphError` if not."""
+    if isinstance(name, str) and NAME.fullmatch(name):
+        return name
+    raise error(
+        f"name: {what} {clip(name)} is not a name: up to 200 letters, digits, '_', '.' and '$'."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Where the rows of a value are: axis `dim` has outer * (batch rows) * inner entries."""
+
+    dim: int
+    outer: Size = ONE
+    inner: Size = ONE
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an op makes or the caller gives: shape, dtype, and which dim is the batch.
+
+    `placeable`: its maker can write it where it is told (an `out=` variant). An `opaque` value
+    (dtype "opaque") is no tensor and has no bytes.
+    """
+
+    name: str
+    shape: tuple[Size, ...] = ()
+    dtype: str = "float32"
+    batch: Batch | None = None
+    alias_of: str | None = None
+    placeable: bool = False
+
+    @property
+    def bytes(self) -> Size:
+        """How many bytes it takes, as a size."""
+        total = Size.of(ITEM_BYTES[self.dtype])
+        for dim in self.shape:
+            total = total * dim
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A talk between ranks: its kind, its communicator, and (for send and recv) the other rank.
+
+    Ranks match their collectives of one communicator by order; `tag` is what must then agree.
+    """
+
+    kind: str
+    communicator: str
+    peer: int | None = None
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One schedulable operator. `body` is a key for what it computes: equal bodies, equal code."""
+
+    name: str
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    uses: str = "compute"
+    rows: str = "row-wise"
+    two_phase: bool = False
+    collective: Collective | None = None
+    mark: str | None = None
+    body: str = ""
+    flops: Size = ZERO
+    source: str | None = None
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """What it reads or changes, each name once."""
+        return tuple(dict.fromkeys(self.reads + self.mutates))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it runs once over all parts instead of part by part."""
+        return self.rows not in ("row-wise", "additive")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in program order with their values; `batch` is the symbol that a split cuts."""
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    batch: str | None = None
+    level: str = "none"
+    communicators: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def value(self) -> Mapping[str, Value]:
+        """Values by name."""
+        return {value.name: value for value in self.values}
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        """Ops by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def maker(self) -> Mapping[str, Op]:
+        """The op that makes a value; inputs have none."""
+        return {name: op for op in self.ops for name in op.makes}
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[Op, ...]]:
+        """The ops that read or mutate a value by this name."""
+        found: dict[str, list[Op]] = {value.name: [] for value in self.values}
+        for op in self.ops:
+            for name in op.touched:
+                found[name].append(op)
+        return {name: tuple(ops) for name, ops in found.items()}
+
+    @cached_property
+    def root(self) -> Mapping[str, str]:
+        """The value whose bytes a value shares; its own name if it is no alias."""
+        roots = {value.name: value.name for value in self.values if value.alias_of is None}
+        for value in self.values:
+            chain, name = dict[str, None](), value.name
+            while name not in roots:
+                chain[name], alias = None, self.value[name].alias_of or ""
+                if alias in chain or alias not in self.value:
+                    why = "itself" if alias in chain else f"{clip(alias)}, which does not exist"
+                    raise GraphError(f"alias: value {value.name!r} is an alias of {why}.")
+                name = alias
+            roots.update(dict.fromkeys(chain, roots[name]))
+        return roots
+
+    @cached_property
+    def mutated(self) -> frozenset[str]:
+        """Roots that some op changes in place."""
+        return frozenset(self.root[name] for op in self.ops for name in op.mutates)
+
+    @cached_property
+    def structure(self) -> Mapping[str, int]:
+        """A number for each op's structure: equal numbers, equal code, weights as inputs."""
+        numbers: dict[object, int] = {}
+        return {
+            op.name: numbers.setdefault(_structure_key(self, op), len(numbers)) for op in self.ops
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that name this graph; any change of the graph changes them."""
+        facts = [self.name, self.batch, self.level, self.inputs, self.outputs, self.communicators]
+        text = repr([facts, [_facts(item) for item in self.values + self.ops]])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def members(self, communicator: str, num_ranks: int) -> tuple[int, ...]:
+        """The ranks that talk on a communicator: all of them unless it was declared otherwise."""
+        return dict(self.communicators).get(communicator) or tuple(range(num_ranks))
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _facts(item: Value | Op) -> list[object]:
+    """Every field, with sizes as text: what the digest of a graph is made of."""
+    facts = [getattr(item, name) for name in item.__slots__]
+    return [list(map(str, fact)) if isinstance(fact, tuple) else str(fact) for fact in facts]
+
+
+def _structure_key(graph: Graph, op: Op) -> object:
+    def shape(name: str) -> object:
+        value = graph.value[name]
+        return value.shape, value.dtype, value.batch
+
+    collective = op.collective and (
+        op.collective.kind,
+        op.collective.communicator,
+        op.collective.peer,
+    )
+    body = op.body or op.name
+    touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
+    # Which read is mutated or aliased counts too: the same code with another effect is another op.
+    places = tuple(map({name: at for at, name in enumerate(op.reads)}.get, op.mutates))
+    aliases = tuple(graph.value[name].alias_of is not None for name in op.makes)
+    return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
+
+
+def _check(graph: Graph) -> None:
+    """Raise `GraphError` for a graph that contradicts itself."""
+    check_name(graph.name, "graph")
+    if graph.batch is not None:
+        check_name(graph.batch, "batch")
+    if graph.level not in LEVELS:
+        raise GraphError(f"level: {unknown('level', graph.level, LEVELS)}")
+    seen: set[str] = set()
+    for value in graph.values:
+        if check_name(value.name, "value") in seen:
+            raise GraphError(f"duplicate: two values are named {value.name!r}.")
+        seen.add(value.name)
+        _check_value(graph, value)
+    assert len(graph.root) == len(graph.values), "every value has a root"
+    names = Counter(check_name(op.name, "op") for op in graph.ops)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
+    defined: set[str] = set()
+    for name in graph.inputs:
+        if name not in graph.value:
+            raise GraphError(f"input: {unknown('value', name, graph.value)}")
+        if name in defined:
+            raise GraphError(f"input: {name!r} is an input twice.")
+        defined.add(name)
+    for op in graph.ops:
+        _check_op(graph, op, defined)
+        defined.update(op.makes)
+    for name in graph.outputs:
+        if name not in defined:
+            raise GraphError(f"output: no op makes {clip(name)}, and it is no input.")
+        maker = graph.maker.get(name)
+        if maker and not maker.whole and graph.value[name].alias_of is not None:
+            raise GraphError(
+                f"output: {name!r} is an alias, so its parts cannot be merged into one; "
+                f"declare op {maker.name!r} 'mixing', then it runs over all parts."
+            )
+    if orphans := [value.name for value in graph.values if value.name not in defined]:
+        raise GraphError(
+            f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
+        )
+
+
+def _check_value(graph: Graph, value: Value) -> None:
+    where = f"value {value.name!r}"
+    if value.dtype not in ITEM_BYTES:
+        raise GraphError(f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}")
+    if value.batch is not None:
+        if graph.batch is None:
+            raise GraphError(
+                f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
+            )
+        if not 0 <= value.batch.dim < max(1, len(value.shape)):
+            raise GraphError(f"batch: {where} has no dim {value.batch.dim}.")
+
+
+def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
+    where = f"op {op.name!r}"
+    if op.mark is not None:
+        check_name(op.mark, "mark")
+    if op.uses not in USES:
+        raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
+    if op.rows not in ROWS:
+        raise GraphError(f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}")
+    touched = {*op.touched, *op.makes}
+    for name in op.touched:
+        if name not in graph.value:
+            raise GraphError(f"reads: {where}: {unknown('value', name, graph.value)}")
+        if name not in defined:
+            raise GraphError(f"reads: {where} reads {name!r} before anything makes it.")
+    for name in op.makes:
+        if name not in graph.value:
+            raise GraphError(f"makes: {where}: {unknown('value', name, graph.value)}")
+        if name in defined:
+            raise GraphError(f"makes: {where} makes {name!r} a second time.")
+        alias = graph.value[name].alias_of
+        if alias is not None and alias not in touched:
+            raise GraphError(
+                f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
+            )
+    if op.collective is not None:
+        check_name(op.collective.communicator, "communicator")
+        check_name(op.collective.kind, "collective")
+        if op.collective.tag:
+            check_name(op.collective.tag, "tag")
+        if (op.collective.kind in ("send", "recv")) != (op.collective.peer is not None):
+            raise GraphError(f"collective: {where}: send and recv have a peer, others have none.")
+    _check_rows(graph, op, where)
+
+
+def _check_rows(graph: Graph, op: Op, where: str) -> None:
+    def batched(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if graph.value[name].batch is not None]
+
+    touched = op.touched
+    if op.rows == "batch-free" and batched(touched + op.makes):
+        raise GraphError(
+            f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}."
+        )
+    if op.rows == "row-wise" and len(batched(op.makes)) < len(op.makes):
+        raise GraphError(
+            f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'."
+        )
+    if op.rows == "row-wise" and not batched(touched + op.makes):
+        raise GraphError(f"rows: {where} is row-wise but touches no batch; use 'batch-free'.")
+    if op.rows == "additive" and (batched(op.makes) or op.mutates or not op.makes):
+        raise GraphError(
+            f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
+        )
+    if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
+        raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
+    whole = {graph.root[name] for name in touched if graph.value[name].batch is None}
+    mixed = whole & {graph.root[name] for name in batched(touched)}
+    if op.rows == "row-wise" and (both := mixed & {graph.root[name] for name in op.mutates}):
+        text = f"{where} changes {min(both)!r} row by row and touches all rows of it; use 'mixing'."
+        raise GraphError(f"rows: {text}")
+
+
+def _text(graph: Graph) -> str:
+    """The graph as numbered lines: inputs, one line an op, outputs."""
+    lines = [
+        f"graph {graph.name} {graph.digest}  level {graph.level}  batch {graph.batch or 'none'}"
+    ]
+    lines += [f"  input  {_value_text(graph, name)}" for name in graph.inputs]
+    wide = max((len(op.name) for op in graph.ops), default=0)
+    for number, op in enumerate(graph.ops):
+        phases = " two-phase" if op.two_phase else ""
+        talk = f" {op.collective.kind}@{op.collective.communicator}" if op.collective else ""
+        mark = f" mark {op.mark}" if op.mark else ""
+        reads = ", ".join(op.reads)
+        makes = ", ".join(_value_text(graph, name) for name in op.makes)
+        mutates = f" mutates {', '.join(op.mutates)}" if op.mutates else ""
+        kind = f"#{graph.structure[op.name]}"
+        lines.append(
+            f"{number:>5}  {op.uses:<8} {op.rows:<10} {kind:<4} {op.name:<{wide}}"
+            f"  ({reads}) -> {makes or '-'}{mutates}{talk}{phases}{mark}"
+        )
+    lines += [f"  output {_value_text(graph, name)}" for name in graph.outputs]
+    return "\n".join(lines)
+
+
+def _value_text(graph: Graph, name: str) -> str:
+    value = graph.value[name]
+    dims = []
+    for number, dim in enumerate(value.shape):
+        starred = value.batch is not None and value.batch.dim == number
+        dims.append(f"{dim}{'*' if starred else ''}")
+    alias = f" alias of {value.alias_of}" if value.alias_of else ""
+    return f"{name}: {value.dtype}[{', '.join(dims)}]{alias}"

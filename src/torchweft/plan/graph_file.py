@@ -1,0 +1,169 @@
+"""The graph file: a `Graph` as JSON data.
+
+    Graph --graph_data--> dict --read_graph--> Graph       save_graph, load_graph: the same on disk
+
+Loading never executes anything; a field that is missing, unknown or of the wrong kind is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torchweft.errors import GraphError, SizeError, clip
+from torchweft.files import Reader, read_json, write_json
+from torchweft.plan.graph import Batch, Collective, Graph, Op, Value, check_name
+from torchweft.plan.sizes import ONE, ZERO, Size
+
+VERSION = 1
+
+
+def graph_data(graph: Graph) -> dict[str, object]:
+    """The graph as plain data; fields that have their default value are left out."""
+    return {
+        "weft_graph": VERSION,
+        "name": graph.name,
+        "batch": graph.batch,
+        "level": graph.level,
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+        "communicators": {name: list(ranks) for name, ranks in graph.communicators},
+        "values": [_plain(value) for value in graph.values],
+        "ops": [_plain(op) for op in graph.ops],
+    }
+
+
+def _plain(item: Any) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for spec in fields(item):
+        value = getattr(item, spec.name)
+        if spec.name == "name" or value != spec.default:
+            found[spec.name] = _plain_field(value)
+    return found
+
+
+def _plain_field(value: Any) -> object:
+    if isinstance(value, Size):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain_field(item) for item in value]
+    if isinstance(value, Batch | Collective):
+        return _plain_nested(value)
+    return value
+
+
+def _plain_nested(value: Any) -> dict[str, object]:
+    return {spec.name: _plain_field(getattr(value, spec.name)) for spec in fields(value)}
+
+
+def save_graph(graph: Graph, path: str | Path) -> None:
+    """Write the graph as a JSON file."""
+    write_json(path, graph_data(graph))
+
+
+def load_graph(path: str | Path) -> Graph:
+    """Read a graph file. Raises `GraphError` for a file that is not one."""
+    return read_graph(read_json(path, GraphError, "graph"))
+
+
+def read_graph(found: object) -> Graph:
+    """A graph from plain data. Raises `GraphError` naming the field that is wrong."""
+    if not isinstance(found, dict) or "weft_graph" not in found:
+        raise GraphError("file: this is not a graph: the field 'weft_graph' is missing.")
+    if found["weft_graph"] != VERSION:
+        raise GraphError(
+            f"version: graph format {clip(found['weft_graph'])}; this torchweft reads {VERSION}."
+        )
+    read = Reader(found, GraphError, "graph")
+    graph = Graph(
+        name=read.take("name", str),
+        batch=read.take("batch", str, None),
+        level=read.take("level", str, "none"),
+        inputs=read.names("inputs"),
+        outputs=read.names("outputs"),
+        communicators=_read_communicators(read.take("communicators", dict, {})),
+        values=tuple(_read_value(item) for item in read.take("values", list)),
+        ops=tuple(_read_op(item) for item in read.take("ops", list)),
+    )
+    read.done("weft_graph")
+    return graph
+
+
+def _read_communicators(found: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    groups = []
+    for name, ranks in found.items():
+        if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
+            raise GraphError(f"file: communicator {clip(name)}: {clip(ranks)} are no ranks.")
+        groups.append((check_name(name, "communicator"), tuple(ranks)))
+    return tuple(groups)
+
+
+def _size(read: Reader, name: str, default: Size) -> Size:
+    value = read.take(name, (str, int), None)
+    return default if value is None else _as_size(read, value)
+
+
+def _as_size(read: Reader, value: object) -> Size:
+    try:
+        if isinstance(value, str | int):
+            return Size.of(value)
+    except SizeError as error:
+        raise read.fail(str(error)) from None
+    raise read.fail(f"{clip(value)} is not a size.")
+
+
+def _read_value(found: object) -> Value:
+    read = Reader(found, GraphError, "value")
+    batch = read.take("batch", dict, None)
+    value = Value(
+        name=read.take("name", str),
+        shape=tuple(_as_size(read, dim) for dim in read.take("shape", list, [])),
+        dtype=read.take("dtype", str, "float32"),
+        batch=None if batch is None else _read_batch(batch),
+        alias_of=read.take("alias_of", str, None),
+        placeable=read.take("placeable", bool, False),
+    )
+    read.done()
+    return value
+
+
+def _read_batch(found: Mapping[str, object]) -> Batch:
+    read = Reader(found, GraphError, "batch")
+    batch = Batch(read.take("dim", int), _size(read, "outer", ONE), _size(read, "inner", ONE))
+    read.done()
+    return batch
+
+
+def _read_op(found: object) -> Op:
+    read = Reader(found, GraphError, "op")
+    talk = read.take("collective", dict, None)
+    op = Op(
+        name=read.take("name", str),
+        reads=read.names("reads"),
+        makes=read.names("makes"),
+        mutates=read.names("mutates"),
+        uses=read.take("uses", str, "compute"),
+        rows=read.take("rows", str, "row-wise"),
+        two_phase=read.take("two_phase", bool, False),
+        collective=None if talk is None else _read_collective(talk),
+        mark=read.take("mark", str, None),
+        body=read.take("body", str, ""),
+        flops=_size(read, "flops", ZERO),
+        source=read.take("source", str, None),
+    )
+    read.done()
+    return op
+
+
+def _read_collective(found: Mapping[str, object]) -> Collective:
+    read = Reader(found, GraphError, "collective")
+    talk = Collective(
+        kind=read.take("kind", str),
+        communicator=read.take("communicator", str),
+        peer=read.take("peer", int, None),
+        tag=read.take("tag", str, ""),
+    )
+    read.done()
+    return talk

@@ -1,0 +1,351 @@
+"""The `Plan`: all steps of one call, each on a lane, in the order in which the lane runs them.
+
+    weft plan 1
+    graph llama 5c3a9e12d0f4b6a8
+    parts 1/2 1/2
+    lane compute on cpu uses compute,memory
+    lane network on cpu uses network via compute
+    place y alone
+    history write overlap(parts=2)
+    steps
+      compute  split x                    x[0] and x[1] become views of x
+      compute  attn0[0]                   run op attn0 on part 0; [0:2]: parts 0 and 1; none: all
+      compute  issue reduce0[0] on network     start a two-phase op; `complete reduce0[0]` ends it
+      network  wait attn0[0]              go on when that step is done
+      compute  (norm0 add0)[0] by fused   a user's kernel in the place of two ops
+      compute  copy y[0]                  into its place; `copy y[0] to gpu0`: to another device
+      compute  free a0[0]                 its bytes are dead
+      compute  merge y                    y is handed out whole
+    end
+
+`docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no code, and
+`Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind` joins them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from torchweft.errors import PlanError, WeftError, clip, excerpt
+from torchweft.files import check_length, read_text, write_text
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import NAME, Graph
+from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
+from torchweft.plan.sizes import Size
+
+VERSION = 1
+MAX_STEPS, MAX_LINE, MAX_MEMORY = 100_000, 100_000, 10_000
+KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
+Range = tuple[int, int]
+
+
+class Step(NamedTuple):
+    """One entry of a plan. `parts` is a range of parts, None: all of them (or no batch at all).
+
+    names: the ops of a run, issue or complete; the value of a split, copy, merge or free.
+    on: the lane that an issued op runs on, the device that a copy goes to.
+    by: the user's kernel that stands in for the ops. target: the label that a wait waits for.
+    """
+
+    kind: str
+    lane: str
+    names: tuple[str, ...] = ()
+    parts: Range | None = None
+    on: str | None = None
+    by: str | None = None
+    target: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What other steps call this one: `attn0[0]`, `complete reduce0[0]`, `copy y[0]`."""
+        if self.kind == "wait":
+            return f"wait {self.target}"
+        name = self.names[0] if len(self.names) == 1 else f"({' '.join(self.names)})"
+        label = name + bracket(self.parts) if self.parts else name
+        if self.kind == "run":
+            return label
+        to = f" to {self.on}" if self.kind == "copy" and self.on else ""
+        return f"{self.kind} {label}{to}"
+
+    def __str__(self) -> str:
+        on = f" on {self.on}" if self.kind == "issue" else ""
+        by = f" by {self.by}" if self.by else ""
+        return f"{self.lane}  {self.label}{by}{on}"
+
+
+class Buffer(NamedTuple):
+    """Bytes of a device that several values share in turn, measured in `unit` bytes."""
+
+    name: str
+    device: str
+    unit: Size
+
+
+class Place(NamedTuple):
+    """Where a value lives whole: at `offset` units of a buffer, or alone in bytes of its own."""
+
+    value: str
+    buffer: str | None = None
+    offset: int = 0
+
+
+def one_line(note: str) -> str:
+    """A history line of any text: one line, no blanks around it."""
+    return " ".join(note.split()) or "-"
+
+
+def bracket(parts: Range | None) -> str:
+    """A range of parts as it is written: `[0]`, `[0:2]`, or nothing for all parts."""
+    if parts is None:
+        return ""
+    start, stop = parts
+    return f"[{start}]" if stop == start + 1 else f"[{start}:{stop}]"
+
+
+def holds(piece: Range | None, parts: Range | None) -> bool:
+    """Whether a piece has all these parts."""
+    if piece is None or parts is None:
+        return piece is None
+    return piece[0] <= parts[0] and parts[1] <= piece[1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps in lane order, with the cut, the lanes and the places they speak of.
+
+    `graph` (joined by `bind`) and `kernels` (the functions behind `by`) are not part of the data.
+    """
+
+    graph_name: str
+    digest: str
+    cut: Cut
+    lanes: tuple[Lane, ...]
+    steps: tuple[Step, ...]
+    buffers: tuple[Buffer, ...] = ()
+    places: tuple[Place, ...] = ()
+    history: tuple[str, ...] = ()
+    bound: Graph | None = field(default=None, compare=False, repr=False)
+    kernels: Mapping[str, Callable[..., Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the batch is cut into."""
+        return len(self.cut.fractions)
+
+    @cached_property
+    def lane(self) -> Mapping[str, Lane]:
+        """Lanes by name."""
+        return {lane.name: lane for lane in self.lanes}
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Values that get into their place by copies: no out= form, or a kernel makes them."""
+        kernels = [op for step in self.steps if step.by for op in step.names]
+        found = {name for op in kernels for name in self.graph.op[op].makes}
+        return frozenset(found.union(v.name for v in self.graph.values if not v.placeable))
+
+    @property
+    def graph(self) -> Graph:
+        """The graph this plan runs. Raises `PlanError` if a parsed plan was not bound to it."""
+        if self.bound is None:
+            raise PlanError(
+                f"unbound: this plan is text only; join it to its graph {self.graph_name!r} "
+                "with plan.bind(graph) or Plan.load(path, graph).",
+                rule="unbound",
+            )
+        return self.bound
+
+    def bind(self, graph: Graph) -> Plan:
+        """The same plan joined to its graph. Raises `PlanError` if it is another graph's plan."""
+        if graph.digest != self.digest:
+            raise PlanError(
+                f"graph: the plan was made for graph {self.graph_name!r} ({self.digest}), "
+                f"not for {graph.name!r} ({graph.digest}). Write a new plan for it.",
+                rule="graph",
+            )
+        return replace(self, bound=graph)
+
+    def then(self, note: str, **changes: Any) -> Plan:
+        """This plan with changes, and a line in its history that says which pass made them."""
+        return replace(self, history=(*self.history, one_line(note)), **changes)
+
+    def excerpt(self, at: int) -> str:
+        """The steps next to step `at`, with an arrow at it."""
+        return excerpt([str(step) for step in self.steps], at)
+
+    def diff(self, other: Plan) -> str:
+        """What turns this plan into the other, line by line; empty if they are equal."""
+        pair = str(self).splitlines(), str(other).splitlines()
+        return "\n".join(difflib.unified_diff(*pair, "before", "after", lineterm=""))
+
+    def __str__(self) -> str:
+        lines = [
+            f"weft plan {VERSION}",
+            f"graph {self.graph_name} {self.digest}",
+            f"parts {self.cut}",
+        ]
+        lines += [f"lane {lane}" for lane in self.lanes]
+        lines += [f"buffer {b.name} on {b.device} unit {b.unit}" for b in self.buffers]
+        for place in self.places:
+            where = f"in {place.buffer} at {place.offset}" if place.buffer else "alone"
+            lines.append(f"place {place.value} {where}")
+        lines += [f"history {note}" for note in self.history]
+        names = {*self.lane, *(step.lane for step in self.steps)}
+        wide = max(map(len, names), default=0) + 2
+        lines.append("steps")
+        for step in self.steps:
+            lines.append(f"  {step.lane:<{wide}}{str(step)[len(step.lane) + 2 :]}")
+        return "\n".join([*lines, "end"]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a text file."""
+        write_text(path, str(self))
+
+    @staticmethod
+    def load(path: str | Path, graph: Graph | None = None) -> Plan:
+        """Read a plan file, and bind it if a graph is given. It is not verified yet."""
+        plan = Plan.parse(read_text(path, PlanError, "plan"))
+        return plan.bind(graph) if graph is not None else plan
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Read a plan from its text. Raises `PlanError` with the line that is wrong."""
+        return _Parser(text).plan()
+
+
+_NAME = NAME.pattern
+_RANGE = r"(?:\[([0-9]{1,4})(?::([0-9]{1,4}))?\])?"
+_FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"
+_LINES = {
+    "graph": re.compile(rf"graph ({_NAME}) ([0-9a-f]{{16}})"),
+    "parts": re.compile(rf"parts ({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?"),
+    "lane": re.compile(f"lane {LANE.pattern}"),
+    "buffer": re.compile(rf"buffer ({_NAME}) on ({_NAME}) unit (.+)"),
+    "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))"),
+    "history": re.compile(r"history (\S.*)"),
+}
+_MAKE: dict[str, Callable[..., object]] = {
+    "graph": lambda name, digest: (name, digest),
+    "parts": lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
+    "lane": make_lane,
+    "buffer": lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
+    "place": lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
+    "history": lambda note: note,
+}
+_ACT = (
+    rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
+)
+_STEP = re.compile(rf"({_NAME})\s+{_ACT}(?: to ({_NAME}))?(?: by ({_NAME}))?(?: on ({_NAME}))?")
+_WAIT = re.compile(rf"({_NAME})\s+wait ({_ACT}(?: to {_NAME})?)")
+
+
+class _Parser:
+    """Reads a plan's text line by line and knows where it is when something is wrong."""
+
+    def __init__(self, text: str) -> None:
+        check_length(text, PlanError, "a plan")
+        self.lines = text.splitlines()
+        self.at = 0
+
+    def fail(self, rule: str, why: str) -> NoReturn:
+        lines = [line[:120] for line in self.lines] or [""]
+        shown = excerpt(lines, min(self.at, len(lines) - 1), around=2, count_from=1)
+        raise PlanError(f"{rule}: line {self.at + 1}: {why}\n{shown}", rule=rule) from None
+
+    def plan(self) -> Plan:
+        """The plan, or the error of the first line that is wrong."""
+        version = self.lines[0].split() if self.lines else []
+        if version[:2] != ["weft", "plan"]:
+            self.fail("syntax", "this is not a plan; a plan starts with 'weft plan 1'.")
+        if version[2:] != [str(VERSION)]:
+            self.fail(
+                "version",
+                f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
+            )
+        if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
+            limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
+            self.fail(
+                "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
+            )
+        head: dict[str, list[Any]] = {word: [] for word in _LINES}
+        self.at = 1
+        while self.here() != "steps":
+            head[self.word()].append(self.head_line())
+            self.at += 1
+            if len(head["buffer"]) + len(head["place"]) > MAX_MEMORY:
+                self.fail("syntax", f"a plan has at most {MAX_MEMORY} buffers and places.")
+        self.at += 1
+        steps = []
+        while self.here() != "end":
+            steps.append(self.step(self.here()))
+            self.at += 1
+        if any(line.strip() for line in self.lines[self.at + 1 :]):
+            self.at += 1
+            self.fail("syntax", "something stands behind the end of the plan.")
+        return self.build(head, tuple(steps))
+
+    def here(self) -> str:
+        while self.at < len(self.lines) and not self.lines[self.at].strip():
+            self.at += 1
+        if self.at >= len(self.lines):
+            self.fail("truncated", "the plan is cut off: there is no line 'end'.")
+        return self.lines[self.at].strip()
+
+    def word(self) -> str:
+        word = self.here().split(" ")[0]
+        if word not in _LINES:
+            self.fail("syntax", f"a head line starts with {', '.join(_LINES)} or steps.")
+        return word
+
+    def head_line(self) -> object:
+        found = _LINES[self.word()].fullmatch(self.here())
+        if found is None:
+            self.fail("syntax", f"cannot read this {self.word()!r} line.")
+        try:
+            return _MAKE[self.word()](*found.groups())
+        except (WeftError, ZeroDivisionError) as error:
+            self.fail("syntax", f"{error}")
+
+    def step(self, line: str) -> Step:
+        if found := _WAIT.fullmatch(line):
+            return Step("wait", found[1], target=found[2])
+        found = _STEP.fullmatch(line)
+        if found is None:
+            self.fail("syntax", "cannot read this step.")
+        lane, kind, name, names, start, stop, to, by, on = found.groups()
+        kind = kind or "run"
+        if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
+            self.fail("syntax", f"'{'to' if to else 'by'}' does not go with a {kind} step.")
+        if bool(on) != (kind == "issue") or (names and kind not in ("run", "issue", "complete")):
+            self.fail(
+                "syntax", "an issue step, and no other, says 'on LANE'; only ops stand in ( )."
+            )
+        parts = None
+        if start is not None:
+            parts = (int(start), int(stop) if stop is not None else int(start) + 1)
+            if parts[0] >= parts[1] or (stop is not None and parts[1] == parts[0] + 1):
+                self.fail("syntax", f"the range [{start}:{stop}] is not one of several parts.")
+        return Step(kind, lane, tuple(names.split(" ")) if names else (name,), parts, to or on, by)
+
+    def build(self, head: Mapping[str, list[Any]], steps: tuple[Step, ...]) -> Plan:
+        for word in ("graph", "parts"):
+            if len(head[word]) != 1:
+                self.fail(
+                    "syntax",
+                    f"a plan has exactly one {word!r} line; this one has {len(head[word])}.",
+                )
+        if len(head["lane"]) > MAX_DEVICES:
+            self.fail("syntax", f"a plan has at most {MAX_DEVICES} lanes.")
+        (name, digest), cut = head["graph"][0], head["parts"][0]
+        places, history = tuple(head["place"]), tuple(head["history"])
+        lanes, buffers = tuple(head["lane"]), tuple(head["buffer"])
+        return Plan(name, digest, cut, lanes, steps, buffers, places, history)

@@ -1,0 +1,193 @@
+"""A cell: the bytes of one part of a value in one location, and who touched them last.
+
+    Store (a rank's memory) -> Location (caller's bytes, a loose piece, a place) -> Cell
+
+Every access is checked when the walk makes it: it must be ordered behind those it conflicts
+with. The walk takes the steps in an order that lanes and waits allow, so of two accesses that
+nothing orders, the later one is caught here, whichever it is.
+"""
+
+from __future__ import annotations
+
+from torchweft.plan.graph import Graph
+from torchweft.plan.plan import Plan, Range
+from torchweft.plan.verify.coverage import num_units
+
+Clock = list[int]
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Access:
+    """One step's stay at some bytes; `end` is unknown (0) while a two-phase op is in flight."""
+
+    __slots__ = ("end", "lane", "step")
+
+    def __init__(self, step: int, lane: int, end: int) -> None:
+        self.step, self.lane, self.end = step, lane, end
+
+    def before(self, clock: Clock) -> bool:
+        """Whether it has ended before whatever has this clock."""
+        return 0 < self.end <= clock[self.lane]
+
+
+class Cell:
+    """Version and last accesses; `lost` is the access that destroyed what was here."""
+
+    __slots__ = ("lost", "reads", "region", "version", "write")
+
+    def __init__(self, version: int | None = None, region: Region | None = None) -> None:
+        self.version = version
+        self.write: Access | None = None
+        self.reads: list[Access] = []
+        self.lost: Access | None = None
+        self.region = region
+
+    def unordered(self, access: Access, clock: Clock, *, writing: bool) -> Access | None:
+        """An earlier access that conflicts with this one and is not ordered before it."""
+        if self.write is not None and self.write is not access and not self.write.before(clock):
+            return self.write
+        if writing:
+            for read in self.reads:
+                if read is not access and not read.before(clock):
+                    return read
+        return None
+
+    def note(self, access: Access, *, writing: bool) -> None:
+        """Remember an access that was checked."""
+        if writing:
+            self.write, self.reads = access, []
+        elif self.write is not access and (not self.reads or self.reads[-1] is not access):
+            self.reads.append(access)
+
+
+class Location:
+    """One contiguous home of cells `start` to `stop` of a value."""
+
+    __slots__ = ("buffer", "cells", "name", "start", "stop")
+
+    def __init__(self, name: str, start: int, stop: int, version: int | None = None) -> None:
+        self.name, self.start, self.stop = name, start, stop
+        self.cells = [Cell(version) for _ in range(stop - start)]
+        self.buffer: list[Cell] | None = None
+
+    def take(self, start: int, stop: int) -> list[Cell]:
+        """Its cells `start` to `stop`."""
+        return self.cells[start - self.start : stop - self.start]
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether all these cells are here."""
+        return self.start <= start and stop <= self.stop
+
+
+class Store:
+    """The memory of one rank: what is where."""
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.plan, self.graph = plan, graph
+        self.num_parts = plan.num_parts
+        self.places = {place.value: place for place in plan.places}
+        self.devices = {buffer.name: buffer.device for buffer in plan.buffers}
+        self.buffers: dict[str, list[Cell]] = {buffer.name: [] for buffer in plan.buffers}
+        self.found: dict[tuple[str, str], list[Location]] = {}
+        self.loose: dict[tuple[str, str], list[Location]] = {}
+        self.handles: dict[tuple[str, str, int], Cell] = {}
+        self.alone: dict[str, str] = {}
+        self.home = plan.lanes[0].device
+        for name in graph.inputs:
+            if graph.value[name].alias_of is None:
+                place = Location(name, 0, self.num_cells(name), version=0)
+                self.found[name, self.home] = [place]
+
+    def num_cells(self, name: str) -> int:
+        """How many cells a value has."""
+        return 1 if self.graph.value[name].batch is None else self.num_parts
+
+    def cells_of(self, name: str, parts: Range | None) -> Range:
+        """The cells of a value that a range of parts means."""
+        count = self.num_cells(name)
+        return parts if parts is not None and count > 1 else (0, count)
+
+    def where(self, name: str, device: str, cells: Range) -> Location | None:
+        """The one location on a device that holds all these cells of a value, if there is one."""
+        for location in self.found.get((name, device), ()):
+            if location.holds(*cells):
+                return location
+        return None
+
+    def piece(
+        self, name: str, device: str, cells: Range, *, loose: bool = False
+    ) -> Location | None:
+        """A new loose piece; None if some of its cells are on the device already."""
+        pieces = (self.loose if loose else self.found).setdefault((name, device), [])
+        if any(piece.start < cells[1] and cells[0] < piece.stop for piece in pieces):
+            return None
+        pieces.append(Location(name, *cells))
+        return pieces[-1]
+
+    def place(self, name: str, device: str) -> Location | None:
+        """The place of a root, opened by its first writer; None if it is on another device."""
+        buffer = self.places[name].buffer
+        if buffer is None:
+            where = self.alone.setdefault(name, device)
+        else:
+            where = self.devices[buffer]
+        if where != device:
+            return None
+        pieces = self.found.setdefault((name, device), [])
+        if not pieces:
+            pieces.append(Location(name, 0, self.num_cells(name)))
+            if buffer is not None:
+                pieces[0].buffer = self.buffers[buffer]
+                for part, cell in enumerate(pieces[0].cells):
+                    cell.region = self.region(name, part)
+        return pieces[0]
+
+    def region(self, name: str, part: int) -> Region:
+        """Where a cell starts and ends in its buffer, per row of each part (see docs/plans.md)."""
+        place, value = self.places[name], self.graph.value[name]
+        assert place.buffer is not None, "only places in a buffer have a region"
+        units = num_units(self.plan, self.graph, name, place.buffer)
+        assert units is not None, "the static rules refuse such a place"
+        rows = range(self.num_parts)
+        leading = value.batch is not None and self.num_parts > 1
+        if leading and value.batch is not None:
+            ahead = value.shape[: value.batch.dim]
+            symbol = self.graph.batch or ""
+            leading = value.batch.outer.constant == 1 and all(dim.constant == 1 for dim in ahead)
+            leading = leading and value.bytes.terms[0][0].count(symbol) == 1
+        if not leading:
+            return tuple(place.offset for _ in rows), tuple(place.offset + units for _ in rows)
+        start = tuple(place.offset + (units if row < part else 0) for row in rows)
+        return start, tuple(place.offset + (units if row <= part else 0) for row in rows)
+
+    def neighbours(self, location: Location, cell: Cell) -> list[Cell]:
+        """Cells of other values whose bytes overlap this cell's, which is about to be written.
+
+        Those that it covers whole are forgotten: what is ordered behind it is behind them too.
+        Not so if parts interleave: then a sister of this cell overlaps them as well.
+        """
+        if location.buffer is None or cell.region is None:
+            return []
+        start, end = cell.region
+        covers = sum(sister.region == cell.region for sister in location.cells) == 1
+        kept, found = [cell], []
+        for other in location.buffer:
+            if other is cell:
+                continue
+            assert other.region is not None, "cells of a buffer have a region"
+            other_start, other_end = other.region
+            apart = _below(end, other_start) or _below(other_end, start) or other in location.cells
+            if not apart:
+                found.append(other)
+            if apart or not (covers and _below(start, other_start) and _below(other_end, end)):
+                kept.append(other)
+        location.buffer[:] = kept
+        return found
+
+    def handle(self, name: str, device: str, part: int) -> Cell:
+        """The cell that stands for a view: written when it is made, read when it is used."""
+        return self.handles.setdefault((name, device, part), Cell())
+
+
+def _below(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(left, right, strict=True))

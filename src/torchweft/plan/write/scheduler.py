@@ -1,0 +1,310 @@
+"""The `Scheduler`: the recorder that a strategy writes a plan with. Nothing runs while it writes.
+
+    s.split(2)                       cut the batch
+    while ready := s.ready():        (op, part) pairs whose inputs are already scheduled
+        for op, part in ready:
+            s.run(op, part)          the lane defaults to what the op uses
+    s.merge()
+
+Authors say order and lane; `lower` adds waits, copies, frees and places. Every mistake raises
+`StrategyError` at the call that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torchweft.errors import StrategyError, unknown
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import NAME, Graph, Op
+from torchweft.plan.machine import Lane, Machine
+from torchweft.plan.plan import Plan, Range, Step, bracket, one_line
+from torchweft.plan.precedence import precedence
+
+Kernel = Callable[..., Any]
+MAX_IDLE_CALLS = 10_000
+
+
+class Scheduler:
+    """Records the steps of one plan. `graph`, `context` and `machine` are there to look at."""
+
+    def __init__(
+        self, graph: Graph, context: Context, machine: Machine, costs: Costs | None = None
+    ) -> None:
+        self.graph, self.context, self.machine = graph, context, machine
+        self.costs = costs or Costs(machine)
+        self.cut = Cut()
+        self.steps: list[Step] = []
+        self.kernels: dict[str, Kernel] = {}
+        self.notes: list[str] = []
+        self._closed = ""
+        self._idle = 0
+        self._order = precedence(graph)
+        self._reset()
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the batch is cut into; 1 before a split."""
+        return self.cut.num_parts
+
+    def split(self, how: int | Sequence[int] | Cut, *, at: str | None = None) -> None:
+        """Cut the batch: into `how` even parts, parts of these sizes, or a `Cut`.
+
+        at="requests" moves the borders to those between requests. Must come before any run.
+        """
+        self._open("split")
+        if self.steps or self.num_parts > 1:
+            self._fail("split", "split comes first, and once.")
+        if self.graph.batch is None:
+            self._fail("split", f"graph {self.graph.name!r} has no batch to split.")
+        if isinstance(how, Cut):
+            cut = how
+        elif isinstance(how, int):
+            cut = Cut.even(how, at)
+        elif not isinstance(how, Sequence):
+            self._fail("split", f"{how!r} is neither a number of parts nor their sizes.")
+        else:
+            cut = Cut(Cut.sizes(how).fractions, at)
+            if sum(how) != self.context.batch:
+                self._fail(
+                    "split", f"parts of {sum(how)} rows; the batch has {self.context.batch}."
+                )
+        cut.bounds(self.context.batch, self.context.tokens_per_request)
+        self.cut = cut
+        self._reset()
+
+    def ready(self, part: int | None = None) -> list[tuple[Op, int | None]]:
+        """The (op, part) pairs that can run next, in graph order; part None: all parts at once.
+
+        With `part`, only pairs of that part (and ops that run once for all parts).
+        """
+        self._open("ready")
+        self._idle += 1
+        if self._idle > MAX_IDLE_CALLS:
+            self._fail(
+                "loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between."
+            )
+        ops = self.graph.ops
+        pairs = [
+            (ops[i], None if ops[i].whole or self.num_parts == 1 else p)
+            for i, p in sorted(self._ready)
+        ]
+        if part is None:
+            return pairs
+        self._range((part,))
+        return [pair for pair in pairs if pair[1] in (part, None)]
+
+    def run(
+        self,
+        op: Op | str | Sequence[Op | str],
+        *parts: int | None,
+        lane: str | Lane | None = None,
+        replace: Kernel | str | None = None,
+    ) -> None:
+        """Run an op on parts; several adjacent parts are one merged run, none means all parts.
+
+        A tuple of ops with `replace=kernel` puts the kernel in their place.
+        """
+        self._open("run")
+        ops = [self._op(item) for item in ((op,) if isinstance(op, Op | str) else op)]
+        if not ops or (len(ops) > 1 and replace is None):
+            self._fail("run", "several ops in one run need a kernel: replace=kernel.")
+        given = self._range(parts)
+        wholes = {item.whole for item in ops}
+        if wholes == {True, False} and given is not None and self.num_parts > 1:
+            self._fail("run", f"{ops[0].name!r} and the others do not run on the same parts.")
+        if True in wholes and given is not None:
+            self._fail(
+                "run",
+                f"{ops[0].name!r} is {ops[0].rows}: it runs once for all parts, not for {given}.",
+            )
+        for item in ops:
+            self._schedule(item, given)
+        where = self._lane(ops, lane)
+        by = None if replace is None else self._kernel(replace)
+        names = tuple(item.name for item in ops)
+        self.steps.append(Step("run", where.name, names, given, by=by))
+        self._idle = 0
+
+    def sequential(self, reason: str = "") -> None:
+        """All ops in program order, the batch whole: what plain PyTorch does."""
+        self._open("sequential")
+        if self.steps or self.num_parts > 1:
+            self._fail("sequential", "something was recorded already.")
+        for op in self.graph.ops:
+            self.run(op)
+        self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
+        self._closed = "sequential()"
+
+    def merge(self) -> None:
+        """Put the outputs together. Raises `StrategyError` if an op was forgotten."""
+        self._open("merge")
+        self._complete()
+        self._closed = "merge()"
+
+    def cost(self, op: Op | str, *parts: int | None) -> float:
+        """Seconds that an op is expected to take on these parts (none: on the whole batch)."""
+        item, span = self._op(op), self._range(parts)
+        bounds = self.cut.bounds(self.context.batch, self.context.tokens_per_request)
+        start, stop = span or (0, self.num_parts)
+        env = self.context.env(self.graph.batch, bounds[stop] - bounds[start])
+        device = self.machine.lane_for(item).device
+        return self.costs.run_s(self.graph, item, env, device)
+
+    def lanes(self, op: Op | str) -> list[Lane]:
+        """The lanes that may run an op."""
+        return self.machine.lanes_for(self._op(op))
+
+    def finish(self, note: str) -> Plan:
+        """The recorded plan. Raises `StrategyError` if the strategy left something undone."""
+        self._complete()
+        if self.num_parts > 1 and self._closed != "merge()":
+            self._fail("merge", "the batch was split and never merged: call s.merge() at the end.")
+        graph, lane = self.graph, self.machine.lanes[0].name
+        heads: list[Step] = []
+        tails: list[Step] = []
+        if self.num_parts > 1:
+            ops = [graph.op[name] for step in self.steps if step.parts for name in step.names]
+            ranged = {name for op in ops for name in op.touched if graph.value[name].batch}
+            heads = [Step("split", lane, (name,)) for name in graph.inputs if name in ranged]
+            outputs = [name for name in dict.fromkeys(graph.outputs) if graph.value[name].batch]
+            tails = [Step("merge", lane, (name,)) for name in outputs]
+        steps = (*heads, *self.steps, *tails)
+        history = (f"write {note}", *self.notes)
+        return Plan(
+            graph.name, graph.digest, self.cut, self.machine.lanes, steps,
+            history=history, bound=graph, kernels=dict(self.kernels),
+        )  # fmt: skip
+
+    # What is scheduled: for each op and part the number of (op, part) pairs it still waits for.
+
+    def _reset(self) -> None:
+        ops = self.graph.ops
+        index = {op.name: number for number, op in enumerate(ops)}
+        self._index, self._done = index, [set[int]() for _ in ops]
+        self._count = [1 if op.whole else self.num_parts for op in ops]
+        self._missing = [[0] * count for count in self._count]
+        self._after: list[list[tuple[int, bool]]] = [[] for _ in ops]
+        for number, op in enumerate(ops):
+            for name, same in self._order.before[op.name]:
+                other = index[name]
+                self._after[other].append((number, same))
+                for part in range(self._count[number]):
+                    self._missing[number][part] += 1 if same else self._count[other]
+            if op.name in self._order.serial:
+                for part in range(1, self._count[number]):
+                    self._missing[number][part] += 1
+        self._ready = {
+            (number, part)
+            for number in range(len(ops))
+            for part, n in enumerate(self._missing[number])
+            if n == 0
+        }
+
+    def _schedule(self, op: Op, parts: Range | None) -> None:
+        number = self._index[op.name]
+        for part in range(*(parts or (0, self._count[number]))):
+            if part in self._done[number]:
+                self._fail("run", f"{self._name(op, part)} has been run already.")
+            if (number, part) not in self._ready:
+                self._fail("run", f"{self._name(op, part)} needs {self._needs(op, part)} first.")
+            self._done[number].add(part)
+            self._ready.discard((number, part))
+            for other, same in self._after[number]:
+                for each in (part,) if same else range(self._count[other]):
+                    self._release(other, each)
+            if op.name in self._order.serial and part + 1 < self._count[number]:
+                self._release(number, part + 1)
+
+    def _release(self, number: int, part: int) -> None:
+        self._missing[number][part] -= 1
+        if self._missing[number][part] == 0:
+            self._ready.add((number, part))
+
+    def _needs(self, op: Op, part: int) -> str:
+        done = self._done[self._index[op.name]]
+        if op.name in self._order.serial and part and part - 1 not in done:
+            return self._name(op, part - 1)
+        for name, same in self._order.before[op.name]:
+            number = self._index[name]
+            for each in (part,) if same else range(self._count[number]):
+                if each not in self._done[number]:
+                    return self._name(self.graph.op[name], each)
+        return "something"
+
+    def _complete(self) -> None:
+        for number, op in enumerate(self.graph.ops):
+            for part in range(self._count[number]):
+                if part not in self._done[number]:
+                    self._fail("forgotten", f"{self._name(op, part)} was never run.")
+
+    # What a caller may say.
+
+    def _name(self, op: Op, part: int) -> str:
+        return op.name + ("" if op.whole or self.num_parts == 1 else bracket((part, part + 1)))
+
+    def _op(self, op: Op | str) -> Op:
+        name = op.name if isinstance(op, Op) else op
+        if name not in self._index:
+            self._fail("op", unknown("op", name, self._index))
+        return self.graph.op[name]
+
+    def _range(self, parts: Sequence[int | None]) -> Range | None:
+        numbers = sorted({part for part in parts if part is not None})
+        if not numbers:
+            return None
+        for number in numbers:
+            if not isinstance(number, int) or not 0 <= number < self.num_parts:
+                self._fail(
+                    "part", f"there is no part {number!r}; parts are 0 to {self.num_parts - 1}."
+                )
+        start, stop = numbers[0], numbers[-1] + 1
+        if len(numbers) != len(parts) or stop - start != len(numbers):
+            self._fail("part", f"{list(parts)} are not adjacent parts.")
+        return None if stop - start == self.num_parts else (start, stop)
+
+    def _lane(self, ops: list[Op], lane: str | Lane | None) -> Lane:
+        if lane is None:
+            found = self.machine.lane_for(ops[0])
+        else:
+            name = lane.name if isinstance(lane, Lane) else lane
+            if name not in self.machine.lane:
+                self._fail("lane", unknown("lane", name, self.machine.lane))
+            found = self.machine.lane[name]
+        if len(ops) == 1 and ops[0].uses not in found.uses:
+            self._fail(
+                "lane",
+                f"lane {found.name!r} does not take ops that use {ops[0].uses} ({ops[0].name}).",
+            )
+        if found.via is not None and not any(op.two_phase for op in ops):
+            self._fail(
+                "lane",
+                f"lane {found.name!r} has no thread; {ops[0].name!r} has one phase and needs one.",
+            )
+        return found
+
+    def _kernel(self, kernel: Kernel | str) -> str:
+        if isinstance(kernel, str):
+            name = kernel
+        elif not callable(kernel):
+            self._fail("kernel", f"{kernel!r} is neither a function nor a name.")
+        else:
+            name = getattr(kernel, "__name__", "kernel")
+            name = name if NAME.fullmatch(name) else "kernel"
+            taken = self.kernels.setdefault(name, kernel)
+            if taken is not kernel:
+                name = f"{name}_{len(self.kernels)}"
+                self.kernels[name] = kernel
+        if not NAME.fullmatch(name):
+            self._fail("kernel", f"{name!r} is not a name.")
+        return name
+
+    def _open(self, call: str) -> None:
+        if self._closed:
+            self._fail(call, f"the plan is closed: {self._closed} was called before.")
+
+    def _fail(self, rule: str, why: str) -> NoReturn:
+        raise StrategyError(f"{rule}: {why}", rule=rule)

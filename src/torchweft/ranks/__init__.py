@@ -1,0 +1,1 @@
+"""Ranks: what is said to other processes, agreed before it starts and bounded in time."""

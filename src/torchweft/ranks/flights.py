@@ -1,0 +1,231 @@
+"""The `Flight`: a collective that was issued and has not landed.
+
+    flight = all_reduce(x, "sum", "0")        issue: c10d starts to work
+    (y,) = land(flight)                       complete: wait for it, never without a bound
+
+Each function here is named after an operator of `_c10d_functional`, takes its arguments and gives
+what it gives, but talks to the process group directly: there is no registry of works in between.
+The group is found by its name at each call, and all ranks have agreed on
+the call by then. Beyond the operator's arguments:
+
+    out    the tensor that takes the result (`dist.all_reduce(x)`: x itself)
+    mine   nobody else reads the input afterwards: it may be reduced where it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from torchweft.errors import RunError, unknown
+from torchweft.ranks.ranks import group, wait
+
+Tensors = Sequence[torch.Tensor]
+NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDUCE: Mapping[str, Any] = MappingProxyType(
+    {name: getattr(c10d.ReduceOp, name.upper()) for name in NAMES}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Works on their way, what they make, what is to be copied behind them, what they still read.
+
+    `back` are pairs (target, source): a target with gaps cannot be talked into.
+    """
+
+    works: tuple[Any, ...]
+    made: tuple[torch.Tensor, ...]
+    back: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    kept: tuple[torch.Tensor, ...] = ()
+
+
+def land(flight: Flight) -> tuple[torch.Tensor, ...]:
+    """Wait until all works have ended (on an accelerator: the stream waits); what they made."""
+    on_host = not flight.made or flight.made[0].device.type == "cpu"
+    for work in flight.works:
+        if work is None:  # a rank outside of the group has nothing to do
+            continue
+        if on_host:
+            wait(work)
+        else:  # the current stream waits, and the host goes on; NCCL has a watchdog of its own
+            work.wait()
+    for target, source in flight.back:
+        target.copy_(source)
+    return flight.made
+
+
+def all_reduce(
+    input: torch.Tensor,
+    reduce_op: str,
+    group_name: Any,
+    *,
+    out: torch.Tensor | None = None,
+    mine: bool = False,
+) -> Flight:
+    """Everybody's sum (or another reduction), on every rank."""
+    room = _copied(input, out, mine)
+    # Complex numbers go as pairs, as the functional operator sends them.
+    sent = torch.view_as_real(room) if room.is_complex() else room
+    return _flight(_group(group_name).allreduce([sent], _reducing(reduce_op)), room, out)
+
+
+def broadcast(
+    input: torch.Tensor,
+    src: int,
+    group_name: Any,
+    *,
+    out: torch.Tensor | None = None,
+    mine: bool = False,
+) -> Flight:
+    """What rank `src` of the group has, on every rank."""
+    room = _copied(input, out, mine)
+    return _flight(_group(group_name).broadcast(room, src), room, out)
+
+
+def all_gather_into_tensor(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor | None = None
+) -> Flight:
+    """Everybody's tensor, one after another along dim 0."""
+    given = input.contiguous()
+    room = _room(given, _gathered(given, group_size), out)
+    return _flight(_group(group_name)._allgather_base(room, given), room, out, given)
+
+
+def reduce_scatter_tensor(
+    input: torch.Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: Any,
+    *,
+    out: torch.Tensor | None = None,
+) -> Flight:
+    """This rank's piece, along dim 0, of everybody's sum."""
+    given = input.contiguous()
+    room = _room(given, _scattered(given, group_size), out)
+    work = _group(group_name)._reduce_scatter_base(room, given, _scattering(reduce_op))
+    return _flight(work, room, out, given)
+
+
+def all_to_all_single(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group_name: Any,
+    *,
+    out: torch.Tensor | None = None,
+) -> Flight:
+    """The k-th piece along dim 0 goes to rank k; what all ranks sent here, one after another."""
+    given = input.contiguous()
+    room = _room(given, [sum(output_split_sizes), *given.shape[1:]], out)
+    sizes = (list(output_split_sizes), list(input_split_sizes))
+    return _flight(_group(group_name).alltoall_base(room, given, *sizes), room, out, given)
+
+
+def all_reduce_coalesced(inputs: Tensors, reduce_op: str, group_name: Any) -> Flight:
+    """`all_reduce` of several tensors at once."""
+    rooms = tuple(_copied(item, None, False) for item in inputs)
+    options = c10d.AllreduceCoalescedOptions()
+    options.reduceOp = _reduce(reduce_op)
+    return Flight((_group(group_name).allreduce_coalesced(list(rooms), options),), rooms)
+
+
+def all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Flight:
+    """`all_gather_into_tensor` of several tensors at once."""
+    given = tuple(item.contiguous() for item in inputs)
+    rooms = tuple(_room(item, _gathered(item, group_size), None) for item in given)
+    work = _group(group_name).allgather_into_tensor_coalesced(list(rooms), list(given))
+    return Flight((work,), rooms, kept=given)
+
+
+def reduce_scatter_tensor_coalesced(
+    inputs: Tensors, reduce_op: str, group_size: int, group_name: Any
+) -> Flight:
+    """`reduce_scatter_tensor` of several tensors at once."""
+    given = tuple(item.contiguous() for item in inputs)
+    rooms = tuple(_room(item, _scattered(item, group_size), None) for item in given)
+    options, ranks = _scattering(reduce_op), _group(group_name)
+    work = ranks.reduce_scatter_tensor_coalesced(list(rooms), list(given), options)
+    return Flight((work,), rooms, kept=given)
+
+
+STARTS: Mapping[str, Callable[..., Flight]] = MappingProxyType(
+    {
+        start.__name__: start
+        for start in (
+            all_reduce,
+            broadcast,
+            all_gather_into_tensor,
+            reduce_scatter_tensor,
+            all_to_all_single,
+            all_reduce_coalesced,
+            all_gather_into_tensor_coalesced,
+            reduce_scatter_tensor_coalesced,
+        )
+    }
+)
+IN_PLACE = ("all_reduce", "broadcast")
+"""Kinds whose result may stand where the input was."""
+SINGLE = tuple(name for name in STARTS if not name.endswith("_coalesced"))
+"""Kinds with one result, which may be put into a tensor of the caller's."""
+
+
+def _flight(work: Any, room: torch.Tensor, out: torch.Tensor | None, *kept: torch.Tensor) -> Flight:
+    back = ((out, room),) if out is not None and out is not room else ()
+    return Flight((work,), (room,), back, kept)
+
+
+def _group(name: Any) -> Any:
+    return group(name) if isinstance(name, str) else name
+
+
+def _reduce(name: str) -> Any:
+    if name not in REDUCE:
+        raise RunError(f"collective: {unknown('reduction', name, REDUCE)}")
+    return REDUCE[name]
+
+
+def _reducing(name: str) -> Any:
+    options = c10d.AllreduceOptions()
+    options.reduceOp = _reduce(name)
+    return options
+
+
+def _scattering(name: str) -> Any:
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = _reduce(name)
+    return options
+
+
+def _copied(input: torch.Tensor, out: torch.Tensor | None, mine: bool) -> torch.Tensor:
+    """Where the input is reduced: in place if it may be, else in a copy without gaps."""
+    if out is input and input.is_contiguous():
+        return input
+    if mine and input.is_contiguous():
+        return input  # perhaps a slice of a whole: the other parts have slices of their own
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def _room(given: torch.Tensor, shape: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+    """Where the result goes: the caller's tensor if it has no gaps, else a new one."""
+    if out is not None and out.is_contiguous() and list(out.shape) == list(shape):
+        return out
+    return given.new_empty(shape)
+
+
+def _gathered(tensor: torch.Tensor, num_ranks: int) -> list[int]:
+    first = tensor.shape[0] if tensor.dim() else 1
+    return [first * num_ranks, *tensor.shape[1:]]
+
+
+def _scattered(tensor: torch.Tensor, num_ranks: int) -> list[int]:
+    if tensor.shape[0] % num_ranks:
+        raise RunError(
+            f"collective: {tensor.shape[0]} entries of dim 0 cannot be dealt to {num_ranks} ranks."
+        )
+    return [tensor.shape[0] // num_ranks, *tensor.shape[1:]]

@@ -1,0 +1,248 @@
+"""The `Talk`: the collectives of one call, agreed with the other ranks before the first of them.
+
+    digests(plan, bodies, env, bounds)  ->  {group: number}     equal on ranks that can talk
+    with Talk(plan, digests, speaker, watchdog_s): run     a rank that fails takes its groups down
+
+What ranks must have in common is the model that they call, the order of its collectives, the
+kernels that make them and the sizes of those that need equal sizes; what they compute in between
+is their own affair.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from torchweft.errors import PlanError, RunError
+from torchweft.plan.graph import Graph
+from torchweft.plan.plan import Plan, Step
+from torchweft.ranks.ranks import EAGER, RANKS, WAITS, Channel, LostError, channel
+from torchweft.ranks.speakers import Speaker, number_of, stable_name
+
+SEQUENCE = "sequence"
+"""The rule that a model breaks which comes to other boundaries than the plan was made for."""
+TALKS = ("run", "issue", "complete")
+UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
+
+
+def digests(
+    plan: Plan, bodies: Mapping[str, Any], env: Mapping[str, int], bounds: Sequence[int]
+) -> dict[str, int]:
+    """For each process group of a plan a number for its collectives, in order, with their sizes."""
+    lines: dict[str, list[str]] = {}
+    graph = plan.graph
+    for step in plan.steps:
+        if step.kind not in ("run", "issue"):
+            continue
+        for name in step.names:
+            op = graph.op[name]
+            if op.collective is None:
+                continue
+            told = lines.setdefault(op.collective.communicator, [])
+            if op.collective.peer is not None:
+                continue
+            told += [op.collective.kind, *(graph.value[read].dtype for read in op.reads)]
+            if step.by is not None:
+                kernel = plan.kernels.get(step.by)
+                told.append(f"by {step.by if kernel is None else stable_name(kernel)}")
+            if not op.collective.kind.startswith(UNEQUAL):
+                start, stop = step.parts or (0, plan.num_parts)
+                rows = {graph.batch: bounds[stop] - bounds[start]} if graph.batch else {}
+                shapes = [graph.value[read].shape for read in op.reads]
+                here = {**env, **rows}
+                sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
+                told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
+    return {_group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
+
+
+def _communicators_of(plan: Plan, step: Step) -> list[str]:
+    """The communicators that a step talks on; none for a step of values."""
+    ops = [plan.graph.op[name] for name in step.names] if step.kind in TALKS else []
+    return [op.collective.communicator for op in ops if op.collective is not None]
+
+
+def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
+    """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
+    found = list(seconds)
+    for name in sorted({name for graph in graphs for name in communicators(graph)}):
+        found = channel(_group_of(name), watchdog_s).largest(found)
+    return found
+
+
+def communicators(graph: Graph) -> set[str]:
+    """The communicators that a graph talks by."""
+    return {op.collective.communicator for op in graph.ops if op.collective is not None}
+
+
+def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
+    """Tell the other ranks of these communicators that this one has no plan for the call."""
+    for name in sorted(names):
+        try:
+            channel(_group_of(name), watchdog_s).refuse(speaker)
+        except (RunError, LostError):
+            continue  # nobody is left to be told
+
+
+def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
+    """Tell the other ranks that this one runs the call as it is, and hear that all of them do.
+
+    Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
+    """
+    told = {_group_of(name): EAGER for name in sorted(names)}
+    with Talk(None, told, speaker, watchdog_s) as talk:
+        talk.agree()
+
+
+def _group_of(communicator: str) -> str:
+    """The process group that a communicator of a graph stands for."""
+    for name in c10d._world.pg_names.values():
+        if re.sub(r"\W", "_", f"group_{name}") == communicator:
+            return str(name)
+    raise RunError(f"run: the process group of {communicator!r} is gone; compile the model again.")
+
+
+class Talk:
+    """One call with collectives: told to the others at its start, ended or failed for all."""
+
+    def __init__(
+        self, plan: Plan | None, told: Mapping[str, int], speaker: Speaker, watchdog_s: float
+    ) -> None:
+        self.plan, self.steps = plan, plan.steps if plan is not None else ()
+        self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
+        self.channels: list[Channel] = []
+        self.last = next((s.label for s in reversed(self.steps) if s.kind == "complete"), "")
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel talks, which does not ask us first."""
+        plan = self.plan
+        return plan is not None and any(s.by and _communicators_of(plan, s) for s in self.steps)
+
+    def __enter__(self) -> Talk:
+        """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
+        try:
+            for name in sorted(self.told):  # opened in one order everywhere, no two wait crosswise
+                self._begin(name, self.told[name])
+        except LostError as error:
+            raise self._lost(error, None) from error
+        except RunError as error:
+            self._give_up(error, RANKS)
+            raise
+        return self
+
+    def _begin(self, name: str, digest: int) -> Channel:
+        found = channel(name, self.watchdog_s)
+        what = f"plans collectives {digest:016x} of {self.plan.graph_name}" if self.plan else ""
+        what = what or "runs the model as it is"
+        found.begin(digest, self.speaker, f"{what}: {self.speaker.name}")
+        self.channels.append(found)
+        return found
+
+    def join(self, name: str) -> None:
+        """Tell the ranks of one more group that the model runs as it is, unless they were told."""
+        if all(found.name != name for found in self.channels):
+            self._begin(name, EAGER).agree()
+
+    def agree(self) -> None:
+        """Wait until the others have told theirs: a device graph does not ask on its way."""
+        for found in self.channels:
+            found.agree()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            for found in self.channels:
+                found.end(self.last.removeprefix("complete "))
+            return
+        _let_go(error)
+        if isinstance(error, PlanError) and error.rule == RANKS:
+            self._give_up(error, RANKS)
+            return
+        if isinstance(error, LostError):
+            raise self._lost(error, None) from error
+        lost = error.__cause__
+        if isinstance(error, RunError) and isinstance(lost, LostError):
+            raise self._lost(lost, error) from lost
+        mends = SEQUENCE if isinstance(error, RunError) and error.rule == SEQUENCE else ""
+        at = error.step if isinstance(error, RunError) else None
+        if mends and at is not None and not self._owes(at):
+            for found in self.channels:
+                found.end(self.last.removeprefix("complete "))
+            return
+        self._give_up(error, mends)
+
+    def _give_up(self, error: BaseException, mends: str) -> None:
+        """Leave the groups that do not agree; take down the others, which may wait for us."""
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        for found in self.channels:
+            if found.differs:
+                found.leave()
+            else:
+                found.fail(why, note=f"raised: {why}", mends=mends)
+
+    def _owes(self, at: int) -> bool:
+        """Whether the other ranks wait for a collective that is not issued yet at step `at`.
+
+        What is in flight lands by itself.
+        """
+        return any(step.kind == "issue" for step in self.steps[at:])
+
+    def _lost(self, lost: LostError, error: RunError | None) -> RunError:
+        """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
+        failed = self._failed(lost, error)
+        why = str(lost)
+        if failed is not None and not failed.dead:
+            for found in self.channels:  # those that wait for this rank learn what it waits for
+                found.tell(WAITS + failed.title)
+            why = failed.why(why)
+        at = error.step if error is not None else None
+        where = "a collective" if not self.steps else "the start of the call"
+        where = self.steps[at].label if at is not None else where
+        done = [
+            step.label.removeprefix("complete ")
+            for step in self.steps[: at or 0]
+            if step.kind == "complete"
+        ]
+        before = next((found.last for found in self.channels if found.last), "")
+        last = done[-1] if done else f"{before} of the call before" if before else "none"
+        text = (
+            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all "
+            f"ranks finished: {last}."
+        )
+        for found in {*self.channels, *([failed] if failed is not None else [])}:
+            mends = failed.mends if failed is not None else ""
+            found.fail(why.rstrip("."), note=f"gave up: {why}", mends=mends)
+        story = error.story if error is not None else ""
+        made = RunError(text, story=story, lane=error.lane if error is not None else None)
+        made.step = at
+        made.rule = (
+            SEQUENCE if any(found.mends == SEQUENCE for found in self.channels) else made.rule
+        )
+        return made
+
+    def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
+        """The channel that a rank waited in: what it noted, else that of the step."""
+        if lost.channel is not None or self.plan is None or error is None or error.step is None:
+            return lost.channel
+        names = _communicators_of(self.plan, self.steps[error.step])
+        groups = {_group_of(name) for name in names}
+        return next((found for found in self.channels if found.name in groups), None)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an error and of all that led to it: the works that they hold would keep
+    sockets open, and the other ranks waiting."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # errors that are raised again may run in rings
+        traceback.clear_frames(error.__traceback__)
+        seen.append(error)
+        error = error.__cause__ or error.__context__

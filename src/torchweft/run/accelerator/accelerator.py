@@ -1,0 +1,243 @@
+"""The accelerator runtime: one host thread puts a program's items on the streams of a device.
+
+    runtime = runtime_of(inputs)                  None where they live on no accelerator
+    runtime.run(program, inputs, bounds)  ->  outputs, still being computed
+
+Written against `torch.Stream`, `torch.Event` and `torch.accelerator`; what only CUDA has stands in
+`cuda.py`. A call borrows streams and events, starts behind what the caller's current stream holds
+and ends by making that stream wait for all others, so for the caller it is as if everything had run
+on the current stream. The host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from torchweft.errors import RunError
+from torchweft.plan.machine import Lane
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Trace
+from torchweft.run.accelerator.graphs import Graphs
+from torchweft.run.accelerator.streams import StreamProgram, compile_streams, failed
+from torchweft.run.cpu import trace_of
+from torchweft.run.program import Body, Jitter
+
+
+class Device(Protocol):
+    """What the runtime asks of a device. Streams and events have the methods of torch's own."""
+
+    def stream(self, lane: Lane) -> Any:
+        """A new stream for a lane, with its priority and budget."""
+
+    def event(self, *, timing: bool = False) -> Any:
+        """A new event."""
+
+    def current_stream(self) -> Any:
+        """The stream that work goes to now."""
+
+    def set_stream(self, stream: Any) -> None:
+        """Send work to another stream from now on."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make this device the current one inside."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+
+    def begin_capture(self, pool: Any) -> Any:
+        """A new graph that takes what is put on the current stream and those forked from it."""
+
+
+class Accelerator:
+    """A device as `torch.accelerator` shows it; `api` stands in for torch in tests."""
+
+    def __init__(self, device: torch.device, api: Any = torch) -> None:
+        self.device, self.api = device, api
+
+    def stream(self, lane: Lane) -> Any:
+        """A new stream. Raises `RunError` if the lane has an SM budget: only CUDA holds to one."""
+        if lane.num_sms is not None:
+            raise RunError(
+                f"run: lane {lane.name!r} has a budget of {lane.num_sms} multiprocessors, which "
+                f"{self.device.type!r} cannot hold it to. Give it none on this device."
+            )
+        return self.api.Stream(self.device, priority=lane.priority)
+
+    def event(self, *, timing: bool = False) -> Any:
+        """A new event."""
+        return self.api.Event(self.device, enable_timing=timing)
+
+    def current_stream(self) -> Any:
+        """The stream that work goes to now."""
+        return self.api.accelerator.current_stream(self.device)
+
+    def set_stream(self, stream: Any) -> None:
+        """Send work to another stream from now on."""
+        self.api.accelerator.set_stream(stream)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make this device the current one inside."""
+        found: AbstractContextManager[Any] = self.api.accelerator.device_index(self.device.index)
+        return found
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        self.api.accelerator.synchronize(self.device)
+
+    def begin_capture(self, pool: Any) -> Any:
+        """A new graph that takes what is put on the current stream and those forked from it."""
+        graph = self.api.accelerator.Graph(pool=pool)
+        graph.capture_begin()
+        return graph
+
+
+class Loan:
+    """Streams and events that one call has to itself."""
+
+    def __init__(self, device: Device, lanes: Sequence[Lane]) -> None:
+        self.device = device
+        self.streams = [device.stream(lane) for lane in lanes]
+        self.events: list[Any] = []
+
+    def need(self, num_events: int) -> None:
+        """Have at least so many events. They are recorded anew in every call."""
+        while len(self.events) < num_events:
+            self.events.append(self.device.event())
+
+
+class Runtime:
+    """Runs stream programs on one device. Calls may come from several threads."""
+
+    def __init__(self, device: Device, graphs: Graphs | None = None) -> None:
+        self.device, self.graphs = device, graphs
+        self.lock = threading.Lock()
+        self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
+
+    def compile(
+        self,
+        plan: Plan,
+        bodies: Mapping[str, Body],
+        *,
+        traced: bool = False,
+        jitter: bool | Jitter = False,
+    ) -> StreamProgram:
+        """The program of a plan; with graphs, cut where ops must not be captured."""
+        graphs = self.graphs is not None and not traced
+        return compile_streams(plan, bodies, graphs=graphs, traced=traced, jitter=jitter)
+
+    def run(
+        self,
+        program: StreamProgram,
+        inputs: Sequence[Any],
+        bounds: Sequence[int],
+        *,
+        numbers: Sequence[int] = (),
+    ) -> tuple[Any, ...]:
+        """Run one call and give its outputs. Raises `RunError` if an op fails on the host."""
+        if self.graphs is not None:
+            return self.graphs.run(self, program, inputs, bounds, numbers)
+        return self.issue(program, inputs, bounds, numbers)
+
+    def run_traced(
+        self,
+        program: StreamProgram,
+        inputs: Sequence[Any],
+        bounds: Sequence[int],
+        *,
+        numbers: Sequence[int] = (),
+    ) -> tuple[tuple[Any, ...], Trace]:
+        """Run one call of a traced program to its end: its outputs, and what happened when."""
+        marks: list[tuple[int, Any, Any]] = []
+        began = self._now(self.device.current_stream())
+        outputs = self.issue(program, inputs, bounds, numbers, marks)
+        self.device.synchronize()
+        spans = [
+            (index, began.elapsed_time(start) / 1e3, began.elapsed_time(end) / 1e3)
+            for index, start, end in marks
+        ]
+        return outputs, trace_of(program.program, spans)
+
+    def issue(
+        self,
+        program: StreamProgram,
+        inputs: Sequence[Any],
+        bounds: Sequence[int],
+        numbers: Sequence[int],
+        marks: list[Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """Put all of a call on its streams, function by function."""
+        loan = self.borrow(program)
+        with self.device.active():
+            caller = self.device.current_stream()
+            arguments = (
+                inputs, numbers, [None] * program.program.num_cells, loan.events,
+                (caller, *loan.streams), marks, bounds, self.device.set_stream, self._now,
+            )  # fmt: skip
+            try:
+                for function in program.program.functions:
+                    outputs: tuple[Any, ...] = function(*arguments)
+                return outputs
+            except BaseException as error:
+                for stream in loan.streams:  # what has been issued still uses the caller's bytes
+                    caller.wait_stream(stream)
+                raise failed(program, error) from error
+            finally:
+                self.device.set_stream(caller)
+                self.give_back(program, loan)
+
+    def borrow(self, program: StreamProgram) -> Loan:
+        """Streams and events for one call."""
+        lanes = tuple(lane for lane in program.dispatch.streams if lane is not None)
+        with self.lock:
+            found = self.idle.setdefault(lanes, [])
+            loan = found.pop() if found else None
+        loan = loan or Loan(self.device, lanes)
+        loan.need(len(program.dispatch.events))
+        return loan
+
+    def give_back(self, program: StreamProgram, loan: Loan) -> None:
+        """The call has issued everything; work that is still queued is behind its events."""
+        lanes = tuple(lane for lane in program.dispatch.streams if lane is not None)
+        with self.lock:
+            self.idle[lanes].append(loan)
+
+    def _now(self, stream: Any) -> Any:
+        event = self.device.event(timing=True)
+        stream.record_event(event)
+        return event
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device | None:
+    """The accelerator that inputs live on; None if there is none, or more than one."""
+    found = devices_of(inputs)
+    return found.pop() if len(found) == 1 else None
+
+
+def devices_of(inputs: Sequence[Any]) -> set[torch.device]:
+    """The accelerators that inputs live on."""
+    kind = torch.accelerator.current_accelerator()
+    found = {item.device for item in inputs if isinstance(item, torch.Tensor)} if kind else set()
+    return {device for device in found if kind is not None and device.type == kind.type}
+
+
+def runtime_of(
+    inputs: Sequence[Any], *, graphs: bool, fall_back: Callable[[str], None]
+) -> Runtime | None:
+    """The runtime for the accelerator that inputs live on; None: they are for the CPU runtime.
+
+    fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
+    """
+    found = device_of(inputs)
+    if found is None:
+        return None
+    device: Device = Accelerator(found)
+    if found.type == "cuda":
+        from torchweft.run.accelerator.cuda import Cuda  # what only CUDA has is loaded where it is
+
+        device = Cuda(found)
+    return Runtime(device, Graphs(device, fall_back) if graphs else None)

@@ -1,0 +1,276 @@
+"""Device graphs: a whole plan captured once, all its streams in it, and replayed by one launch.
+
+    call 1 of a shape    issued as usual; it warms up what libraries set up at their first call
+    call 2               captured, segment by segment, each replayed as soon as it is there
+    call 3 ...           inputs copied into their slots, graphs replayed, outputs copied out
+
+A graph reads and writes where it did at its capture. So an input that comes from another address
+in every call has a *slot*, a tensor that keeps its address; one that stayed where it was (weights),
+or is changed in place (a KV cache), is *fixed*: read where it is, and the call is captured anew if
+it moves. What an op marked `graph=False` makes is copied into the bytes it had at the capture.
+Outputs are copied out, for the next replay writes over them. All graphs share one pool of memory,
+so their replays are put one behind the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, is_inference_mode_enabled
+
+from torchweft.errors import RunError, WeftError
+from torchweft.plan.machine import Lane
+from torchweft.run.accelerator.streams import StreamProgram, failed
+
+if TYPE_CHECKING:
+    from torchweft.run.accelerator.accelerator import Device, Runtime
+
+MAX_GRAPHS = 64
+MAX_CAPTURES = 4
+ALIAS = "graphs: an output shares bytes with another value, so it cannot be copied out"
+MOVES = "graphs: an input that is changed in place moves at every call"
+OPAQUE = "graphs: an op marked graph=False makes what is no tensor"
+
+
+class Call(NamedTuple):
+    """One call: what runs, and what it is given."""
+
+    runtime: Runtime
+    program: StreamProgram
+    inputs: Sequence[Any]
+    bounds: Sequence[int]
+    numbers: Sequence[int]
+
+    def issue(self) -> tuple[Any, ...]:
+        """Run it without graphs."""
+        return self.runtime.issue(self.program, self.inputs, self.bounds, self.numbers)
+
+
+class Part(NamedTuple):
+    """One segment of a captured call: a graph, or a function that is run at each replay.
+
+    before, after: what the cells held when the function started and ended at the capture.
+    """
+
+    graph: Any = None
+    function: Any = None
+    before: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+
+
+@dataclass
+class Shape:
+    """What is known of the calls of one program and shape."""
+
+    addresses: list[int | None]
+    fixed: list[bool]
+    num_captures: int = 0
+    slots: list[Any] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+    refused: str = ""
+
+    def moved(self, addresses: Sequence[int | None]) -> list[int]:
+        """The fixed inputs that are not where they were."""
+        pairs = zip(self.fixed, self.addresses, addresses, strict=True)
+        return [at for at, (fixed, old, new) in enumerate(pairs) if fixed and old != new]
+
+
+class Graphs:
+    """Captured calls, by program and shape; those not used for longest go first."""
+
+    def __init__(self, device: Device, fall_back: Callable[[str], None]) -> None:
+        self.device, self.fall_back = device, fall_back
+        self.shapes: OrderedDict[object, Shape] = OrderedDict()
+        self.num_replays = 0
+        self.pool: Any = None
+        self.stream: Any = None
+        self.ended: Any = None
+        self.lock = threading.RLock()
+
+    def run(
+        self,
+        runtime: Runtime,
+        program: StreamProgram,
+        inputs: Sequence[Any],
+        bounds: Sequence[int],
+        numbers: Sequence[int],
+    ) -> tuple[Any, ...]:
+        """Run one call: issued, captured or replayed."""
+        call = Call(runtime, program, inputs, bounds, numbers)
+        addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in inputs]
+        mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
+        key = (program, mode, tuple(bounds), tuple(numbers), *map(_facts, inputs))
+        with self.lock:
+            shape = self.shapes.get(key)
+            if shape is None:
+                self.shapes[key] = _first(program, addresses)
+                if len(self.shapes) > MAX_GRAPHS:
+                    self.device.synchronize()  # its bytes may be in use
+                    self.shapes.popitem(last=False)
+                return call.issue()
+            self.shapes.move_to_end(key)
+            if not shape.refused and (not shape.parts or shape.moved(addresses)):
+                return self._capture(call, shape, addresses)
+            if not shape.refused:
+                return self._replay(call, shape)
+        self.fall_back(shape.refused)
+        return call.issue()
+
+    def _capture(self, call: Call, shape: Shape, addresses: list[int | None]) -> tuple[Any, ...]:
+        """Capture a call and carry it out on the way."""
+        graph = call.program.plan.graph
+        for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
+            shape.fixed[at] = graph.inputs[at] in graph.mutated
+        shape.addresses, shape.num_captures = addresses, shape.num_captures + 1
+        self.device.synchronize()  # what is replaced may be in use, and a capture starts clean
+        shape.parts = []
+        if shape.num_captures > MAX_CAPTURES:
+            shape.refused = MOVES
+            return call.issue()
+        device = self.device
+        with device.active():
+            caller = self._behind()
+            shape.slots = [
+                item.clone() if isinstance(item, Tensor) and not fixed else item
+                for item, fixed in zip(call.inputs, shape.fixed, strict=True)
+            ]
+            try:
+                self._segments(call, shape, caller)
+            except BaseException as error:
+                shape.parts = []
+                raise _uncapturable(call.program, error) from error
+            finally:
+                device.set_stream(caller)
+            if _is_opaque(shape):
+                shape.refused = OPAQUE
+            outputs = self._handed_out(call, shape, caller)
+            for at, fixed in enumerate(shape.fixed):
+                if fixed:  # only its address counts: its bytes are the caller's to free
+                    shape.slots[at] = None
+            return outputs
+
+    def _segments(self, call: Call, shape: Shape, caller: Any) -> None:
+        """Capture each segment and replay it, or run it where it must not be captured."""
+        device, program = self.device, call.program
+        self.stream = self.stream or device.stream(Lane("capture"))
+        call.runtime.give_back(program, call.runtime.borrow(program))  # none is made in a capture
+        cells: list[Any] = [None] * program.program.num_cells
+        for function, segment in zip(
+            program.program.functions, program.dispatch.segments, strict=True
+        ):
+            if not segment.captured:
+                before = tuple(cells)
+                shape.outputs = _run(call, function, shape.slots, cells, caller)
+                shape.parts.append(Part(None, function, before, tuple(cells)))
+                continue
+            device.set_stream(self.stream)
+            graph = device.begin_capture(self.pool)
+            try:
+                shape.outputs = _run(call, function, shape.slots, cells, self.stream)
+            finally:
+                device.set_stream(self.stream)
+                graph.capture_end()
+                device.set_stream(caller)
+            self.pool = self.pool or graph.pool()
+            graph.replay()
+            shape.parts.append(Part(graph))
+
+    def _replay(self, call: Call, shape: Shape) -> tuple[Any, ...]:
+        """Put a captured call on the caller's stream."""
+        self.num_replays += 1
+        with self.device.active():
+            caller = self._behind()
+            given = list(call.inputs)
+            for at, slot in enumerate(shape.slots):
+                if isinstance(slot, Tensor):
+                    given[at] = slot.copy_(given[at])
+            for part in shape.parts:
+                if part.graph is not None:
+                    part.graph.replay()
+                    continue
+                cells = list(part.before)
+                try:
+                    _run(call, part.function, given, cells, caller)
+                finally:
+                    self.device.set_stream(caller)
+                for made, place in zip(cells, part.after, strict=True):
+                    if isinstance(place, Tensor) and made is not place:
+                        place.copy_(made)
+                        made.record_stream(caller)  # another stream may have asked for its bytes
+            return self._handed_out(call, shape, caller)
+
+    def _behind(self) -> Any:
+        """The caller's stream, behind the last replay: they share slots and memory."""
+        caller = self.device.current_stream()
+        if self.ended is not None:
+            caller.wait_event(self.ended)
+        return caller
+
+    def _handed_out(self, call: Call, shape: Shape, caller: Any) -> tuple[Any, ...]:
+        """The outputs in bytes of the caller's own; an input that is an output is itself."""
+        graph = call.program.plan.graph
+        own = dict(zip(graph.inputs, call.inputs, strict=True))
+        outputs = tuple(
+            own[name] if name in own else made.clone() if isinstance(made, Tensor) else made
+            for name, made in zip(graph.outputs, shape.outputs, strict=True)
+        )
+        self.ended = self.ended or self.device.event()
+        caller.record_event(self.ended)
+        return outputs
+
+
+def _run(call: Call, function: Any, inputs: Any, cells: list[Any], first: Any) -> Any:
+    """Run one function of a program, its stream 0 being `first`."""
+    loan = call.runtime.borrow(call.program)
+    try:
+        return function(
+            inputs, call.numbers, cells, loan.events, (first, *loan.streams), None, call.bounds,
+            call.runtime.device.set_stream, None,
+        )  # fmt: skip
+    finally:
+        call.runtime.give_back(call.program, loan)
+
+
+def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:
+    """A shape at its first call: inputs count as fixed until they are seen to move."""
+    graph = program.plan.graph
+    alias = any(graph.value[name].alias_of is not None for name in graph.outputs)
+    fixed = [address is not None for address in addresses]
+    return Shape(addresses, fixed, refused=ALIAS if alias else "")
+
+
+def _facts(item: Any) -> object:
+    """What must be equal for two calls to have one graph."""
+    if isinstance(item, Tensor):
+        return (item.shape, item.stride(), item.dtype)
+    return item if isinstance(item, int | float | str | None) else id(item)
+
+
+def _is_opaque(shape: Shape) -> bool:
+    """Whether a function that runs at each replay makes something that cannot be put in place."""
+    return any(
+        made is not None and made is not before and not isinstance(made, Tensor)
+        for part in shape.parts
+        for before, made in zip(part.before, part.after, strict=True)
+    )
+
+
+def _uncapturable(program: StreamProgram, error: BaseException) -> BaseException:
+    """The error of a capture that failed: which step, and the cure."""
+    found = failed(program, error)
+    if not isinstance(found, RunError) or isinstance(error, WeftError):
+        return found
+    where = program.plan.steps[found.step].label if found.step is not None else "the plan"
+    made = RunError(
+        f"graphs: {where} cannot be captured: {error} Mark it with graph=False, or compile the "
+        "model without graphs.",
+        story=found.story,
+        lane=found.lane,
+    )
+    made.step = found.step
+    return made

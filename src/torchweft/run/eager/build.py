@@ -1,0 +1,352 @@
+"""The boundary level: what a recorder saw of an eager model becomes a `Captured`.
+
+    stretch, collective, stretch, ..., stretch        program order, as the first run had it
+
+    op --at0, talk0--> all_reduce --landed0--> op.1 --at1--> ... --> the outputs
+
+Each stretch between two boundaries is an op. What stands between them is not the model's tensors
+but the part itself (`at0`: it has come to stop 0), for only the model knows those. A body resumes
+the part at hand up to its next stop; a collective is a two-phase op of what the part called there.
+Outputs are values with rows, so a plan merges them as it does everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchweft.capture.bodies.bodies import Body, Function
+from torchweft.capture.dynamo import Captured, Slot
+from torchweft.capture.splitters import STATE
+from torchweft.capture.stops import Stop
+from torchweft.errors import RunError, StrategyError
+from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
+from torchweft.plan.plan import Plan
+from torchweft.plan.sizes import Size
+from torchweft.run.eager.given import Given, rows_at
+from torchweft.run.eager.nests import Nest, is_plain
+from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
+
+BATCH = "s0"
+CALL, ROWS = "weft.call", "weft.rows"
+"""Inputs of every graph of this level: the call at hand, and which rows a part has."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a model changes and that outlive the call: an argument, a buffer, or unknown."""
+
+    name: str
+    slot: int | None = None
+    path: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be looked at, and put back."""
+        return self.slot is not None or bool(self.path)
+
+    def tensor(self, model: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor in this call."""
+        if self.slot is not None:
+            return tensors[self.slot]
+        owner, _, name = self.path.rpartition(".")
+        found: torch.Tensor = getattr(model.get_submodule(owner), name)
+        return found
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was built of a recorded call."""
+
+    captured: Captured
+    stops: tuple[Stop, ...]
+    held: tuple[Held, ...]
+    uncut: str
+
+
+def build(
+    recorder: Recorder,
+    given: Given,
+    outputs: Any,
+    *,
+    model: Any,
+    name: str,
+    dim: int,
+    states: Sequence[str] = (),
+) -> Recorded:
+    """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so.
+
+    states: the names of the side state that is to be in force wherever a part goes on.
+    """
+    nest = Nest(outputs)
+    uncut = recorder.mixes or _uncut_arguments(given) or _uncut_outputs(nest, given.rows, dim)
+    builder = _Builder(recorder, given, model, None if uncut else Batch(0), dim)
+    builder.add_states(states)
+    makes = builder.ops_of(nest.tensors)
+    names = makes if nest.tensors else ()
+    graph = Graph(
+        name, tuple(builder.values.values()), tuple(builder.ops), tuple(builder.inputs), names,
+        batch=None if uncut else BATCH, level="boundary",
+    )  # fmt: skip
+    unknown = [held.name for held in builder.held.values() if not held.known]
+    num_tensors = len(given.slots)
+    captured = Captured(
+        graph=graph,
+        bodies=builder.bodies,
+        reasons={},
+        num_calls={op.name: 1 for op in graph.ops},
+        slots={each: slot for slot, each in enumerate(builder.inputs[: num_tensors + 2])},
+        constants={},
+        symbols=((BATCH, num_tensors + 1, 0, 1),) if graph.batch else (),
+        num_inputs=num_tensors + 2,
+        outputs=tuple(Slot(value=each) for each in names),
+        matched=frozenset(recorder.rules),
+        assumed=(f"{name}, which changes {', '.join(unknown)}",) if unknown else (),
+    )
+    held = tuple(dict.fromkeys(builder.held.values()))
+    return Recorded(captured, tuple(builder.stops), held, uncut)
+
+
+def check_steps(plan: Plan) -> Plan:
+    """The plan itself. Raises `StrategyError` for a step over some of several parts.
+
+    Every part is a run of the model of its own, so no step is about two of them.
+    """
+    for step in plan.steps:
+        several = step.parts is not None and step.parts[1] - step.parts[0] > 1
+        if step.kind in ("run", "issue") and several:
+            raise StrategyError(
+                f"boundary: {step.label} is a merged run; in boundary mode every part runs by "
+                "itself."
+            )
+    return plan
+
+
+def _uncut_arguments(given: Given) -> str:
+    if not given.rows:
+        return "batch: no argument is a tensor with rows"
+    for leaf in given.nest.leaves:
+        if not isinstance(leaf, torch.Tensor) and not is_plain(leaf):
+            return (
+                f"argument: nothing tells how a {type(leaf).__name__} falls into parts; give its "
+                "tensors as arguments, or a splitter for it"
+            )
+    return ""
+
+
+def _uncut_outputs(nest: Nest, rows: int, dim: int) -> str:
+    for number, leaf in enumerate(nest.leaves):
+        if isinstance(leaf, torch.Tensor):
+            if rows_at(leaf.shape, rows, dim) is None:
+                return f"output: output {number} of shape {list(leaf.shape)} has no {rows} rows"
+        elif not is_plain(leaf):
+            return f"output: output {number} is a {type(leaf).__name__}, which cannot be merged"
+    return ""
+
+
+class _Builder:
+    """Makes values and ops, stretch by stretch."""
+
+    def __init__(
+        self, recorder: Recorder, given: Given, model: Any, batch: Batch | None, dim: int
+    ) -> None:
+        self.halts, self.rows, self.batch, self.dim = recorder.halts, given.rows, batch, dim
+        self.values: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.bodies: dict[str, Body] = {}
+        self.stops: list[Stop] = []
+        self.held: dict[int, Held] = {}
+        self.inputs = [f"arg{number}" for number in range(len(given.slots))]
+        for name, tensor, has_rows in zip(self.inputs, given.tensors, given.batched, strict=True):
+            self._value(name, tensor.shape, _dtype(tensor), has_rows=has_rows)
+        self.inputs += [self._value(CALL, has_rows=False), self._value(ROWS, (self.rows,))]
+        self._hold(given, model)
+        self._names: Counter[str] = Counter()
+
+    def _value(
+        self, name: str, shape: Sequence[int] = (), dtype: str = "opaque", has_rows: bool = True
+    ) -> str:
+        """One more value; those of the parts have rows, if the graph has any."""
+        sizes, batch = tuple(map(Size.of, shape)), self.batch if has_rows else None
+        at = rows_at(shape, self.rows, self.dim) if batch is not None and shape else None
+        if at is not None:
+            inner = shape[at] // self.rows
+            sizes = (*sizes[:at], Size.of(BATCH) * inner, *sizes[at + 1 :])
+            batch = Batch(at, inner=Size.of(inner))
+        self.values[name] = Value(name, sizes, dtype, batch)
+        return name
+
+    def _hold(self, given: Given, model: Any) -> None:
+        """Name the bytes that the model changes and that outlive the call."""
+        written = {number for halt in self.halts for number in halt.stretch.writes}
+        for slot, tensor in enumerate(given.tensors):
+            for number in storages_of(tensor) & written:
+                self.held.setdefault(number, Held(self.inputs[slot], slot))
+        kept = [*model.named_buffers(), *model.named_parameters()] if _is_module(model) else []
+        for path, tensor in kept:
+            for number in storages_of(tensor) & written:
+                self.held.setdefault(number, Held(f"held.{path}", path=path))
+        for number in sorted(written - self.held.keys()):
+            self.held[number] = Held(f"held.{len(self.held)}")
+        for held in dict.fromkeys(self.held.values()):
+            if held.slot is None:
+                self.inputs.append(self._value(held.name, has_rows=False))
+
+    def add_states(self, names: Sequence[str]) -> None:
+        """Side state of the host: every stretch touches it, so its parts go in part order."""
+        self.states = tuple(self._value(STATE + name, has_rows=False) for name in names)
+        self.inputs += self.states
+
+    def ops_of(self, outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """Make all ops; what the last of them makes."""
+        before: tuple[str, ...] = (*self.inputs[: self.inputs.index(CALL)], CALL, ROWS)
+        makes: tuple[str, ...] = ()
+        for halt, stretch, passes in _stretches(self.halts):
+            self.stops.append(Stop(halt.text, passes))
+            if not passes:
+                continue
+            number = len(self.ops)
+            if halt is self.halts[-1] and outputs:
+                makes = tuple(
+                    self._value(f"out{n}", each.shape, _dtype(each))
+                    for n, each in enumerate(outputs)
+                )
+            else:
+                makes = (self._value(f"at{number}"),)
+            if halt.kind:
+                makes += (self._value(f"talk{number}", halt.shape, halt.dtype),)
+            self._stretch(stretch, before, makes)
+            before = makes[:1]
+            if halt.kind:
+                before += (self._talk(halt, makes[1]),)
+        self.stops.pop()  # the end is no stop
+        return makes
+
+    def _stretch(self, stretch: Stretch, reads: tuple[str, ...], makes: tuple[str, ...]) -> None:
+        mark = stretch.mark
+        touched = [self.held[number].name for number in stretch.touches if number in self.held]
+        changed = dict.fromkeys(self.held[number].name for number in stretch.writes)
+        name = self._name(mark.name if mark is not None else "op")
+        resume: Function = _begin if CALL in reads else _resume
+        self._op(
+            Op(
+                name,
+                tuple(dict.fromkeys((*reads, *sorted(touched)))),
+                makes,
+                (*changed, *self.states),
+                uses=(mark.uses if mark is not None else None) or "compute",
+                rows=self._kind,
+                mark=mark.name if mark is not None else None,
+                body=name,
+                flops=Size.of(BATCH) * (stretch.flops // self.rows) if self.batch else Size.of(0),
+            ),
+            functools.partial(resume, len(reads), len(makes)),
+            _same,
+        )
+
+    def _talk(self, halt: Halt, reads: str) -> str:
+        number = len(self.ops)
+        landed = self._value(f"landed{number}", halt.shape, halt.dtype)
+        op = Op(
+            self._name(halt.kind),
+            (reads,),
+            (landed,),
+            uses="network",
+            rows=self._kind,
+            two_phase=True,
+            collective=Collective(halt.kind, halt.communicator),
+            body=halt.text,
+        )
+        self._op(op, lambda caught: caught.start(), lambda caught: (caught.land(),))
+        return landed
+
+    def _op(self, op: Op, issue: Function, complete: Function) -> None:
+        self.ops.append(op)
+        self.bodies[op.name] = Body(op.body, EMPTY, issue=issue, complete=complete)
+
+    @property
+    def _kind(self) -> str:
+        return "row-wise" if self.batch is not None else "batch-free"
+
+    def _name(self, base: str) -> str:
+        number = self._names[base]
+        self._names[base] += 1
+        return f"{base}.{number}" if number else base
+
+
+def _stretches(halts: Sequence[Halt]) -> Iterator[tuple[Halt, Stretch, bool]]:
+    """Each halt with the stretch that ends there, and whether control passes to other parts.
+
+    It passes where something was computed since it last did, at collectives, and at the end; not
+    where nothing but the end is still to come.
+    """
+    behind = [
+        any(h.stretch.num_calls or h.kind for h in halts[at + 1 :]) for at in range(len(halts))
+    ]
+    open_stretch: Stretch | None = None
+    for number, halt in enumerate(halts):
+        open_stretch = _joined(open_stretch, halt.stretch)
+        ends = number == len(halts) - 1
+        passes = ends or bool(halt.kind) or bool(open_stretch.num_calls and behind[number])
+        yield halt, open_stretch, passes
+        if passes:
+            open_stretch = None
+
+
+def _joined(first: Stretch | None, second: Stretch) -> Stretch:
+    """Two stretches as one: the mark is that of the one that computes."""
+    if first is None:
+        return second
+    return Stretch(
+        first.mark if first.num_calls else second.mark,
+        first.num_calls + second.num_calls,
+        first.flops + second.flops,
+        first.touches | second.touches,
+        first.writes | second.writes,
+    )
+
+
+def _begin(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
+    """Start a part on its rows of the arguments."""
+    *tensors, call, rows = reads[:num_reads]
+    return _made(call.begin(rows, tensors), num_makes)
+
+
+def _resume(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
+    """Let a part go on from where it stands."""
+    part = reads[0]
+    part.resume()
+    return _made(part, num_makes)
+
+
+def _made(part: Any, num_makes: int) -> tuple[Any, ...]:
+    """What a stretch makes: the part, with what it called, or the tensors that it gave."""
+    if not part.over.is_set():
+        return (part,) if part.caught is None else (part, part.caught)
+    tensors = Nest(part.outputs).tensors
+    if len(tensors) != num_makes and tensors:
+        raise RunError(f"output: a part gave {len(tensors)} tensors; its first run {num_makes}.")
+    return tuple(tensors) or (part,)
+
+
+def _same(made: Any) -> Any:
+    return made
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return dtype if dtype in ITEM_BYTES else "opaque"
+
+
+def _is_module(model: Any) -> bool:
+    return isinstance(model, nn.Module)
+
+
+EMPTY = fx.GraphModule(nn.Module(), fx.Graph())
+"""A body of this level has no graph of its own."""

@@ -1,0 +1,118 @@
+"""The `Caught` collective: one that an eager model has called, on its way to c10d.
+
+    dist.all_reduce(y)  --c10d::allreduce_-->  Caught  --talk--> the listener of this thread
+                                               .start()   c10d begins to work
+                                               .land()    it has ended: the model may go on
+
+Every form of a collective (`dist.all_reduce`, with `async_op=True`, the functional ones, those of
+a DTensor) ends in one operator of c10d. `catch_collectives` puts a kernel of ours above c10d's own:
+where nobody listens it only hands on. No function of torch or of the model is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import DispatchKey, _dispatch_keyset_full_after
+from torch.utils._pytree import tree_leaves
+
+from torchweft.capture.stops import listener
+from torchweft.ranks.ranks import group, wait
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "allreduce_": "all_reduce",
+        "allreduce_coalesced_": "all_reduce_coalesced",
+        "broadcast_": "broadcast",
+        "reduce_": "reduce",
+        "allgather_": "all_gather",
+        "_allgather_base_": "all_gather_into_tensor",
+        "allgather_coalesced_": "all_gather_coalesced",
+        "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+        "reduce_scatter_": "reduce_scatter",
+        "_reduce_scatter_base_": "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+        "alltoall_": "all_to_all",
+        "alltoall_base_": "all_to_all_single",
+        "gather_": "gather",
+        "scatter_": "scatter",
+        "barrier": "barrier",
+        "send": "send",
+        "recv_": "recv",
+        "recv_any_source_": "recv",
+    }
+)
+"""Operators of c10d, and the kinds of collectives that they are in a graph."""
+BETWEEN_TWO = ("send", "recv")
+"""Kinds of which one rank alone does not know when they can end: they are never held up."""
+BELOW = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
+
+
+class Caught:
+    """A collective that was called and is not started yet."""
+
+    def __init__(self, kind: str, op: Any, keys: Any, args: tuple[Any, ...], at: int) -> None:
+        self.kind, self.op, self.keys, self.args, self.at = kind, op, keys, args, at
+        self.result: Any = None
+        self.group: str = dist.ProcessGroup.unbox(args[at]).group_name
+        self.communicator = re.sub(r"\W", "_", f"group_{self.group}")
+        self.text = f"{kind} on {self.communicator}"
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that tells how much is talked: what is given, not what is made."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        given = next((at for at, name in enumerate(names) if name.startswith("input")), 0)
+        tensors = [leaf for leaf in tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
+        found: torch.Tensor = next(iter(tree_leaves(self.args[given])), tensors[0])
+        return found
+
+    def start(self) -> Caught:
+        """Let c10d begin, on the communicator that plans use. The ranks have agreed by then."""
+        talked = group(self.group).boxed()
+        args = (*self.args[: self.at], talked, *self.args[self.at + 1 :])
+        self.result = self.op.redispatch(self.keys, *args)
+        return self
+
+    def land(self) -> Caught:
+        """Wait until it has ended (on an accelerator: the stream waits)."""
+        boxed = self.result[-1] if isinstance(self.result, tuple) else self.result
+        work = dist.Work.unbox(boxed)
+        if self.tensor.device.type == "cpu":
+            wait(work, self.group)
+        else:
+            work.wait()
+        return self
+
+    def pass_on(self) -> Any:
+        """What c10d makes of it, as if nobody had caught it."""
+        return self.op.redispatch(self.keys, *self.args)
+
+
+@functools.cache
+def catch_collectives() -> torch.library.Library:
+    """Catch the collectives of every thread that somebody listens to; once a process."""
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, kind in KINDS.items():
+        op = getattr(torch.ops.c10d, name).default
+        kernel = _kernel(kind, op)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _kernel(kind: str, op: Any) -> Any:
+    at = [argument.name for argument in op._schema.arguments].index("process_group")
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        told = listener()
+        if told is None:
+            return op.redispatch(keys & BELOW, *args)
+        return told.talk(Caught(kind, op, keys & BELOW, args, at))
+
+    return kernel

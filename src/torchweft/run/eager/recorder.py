@@ -1,0 +1,180 @@
+"""The `Recorder`: watches the first run of an eager model, and keeps what a plan needs to know.
+
+    with Recorder(speaker, watchdog_s) as recorder: outputs = model(x)
+    recorder.halts      the boundaries it came to, each with the stretch of calls before it
+
+A stretch tells how many operators it called, their flops, and which bytes it touched and changed
+that were there before the call. What keeps a model from being cut is noted in `mixes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from torchweft.capture.marks import Mark, MarkRule
+from torchweft.capture.stops import listening
+from torchweft.ranks.speakers import Speaker
+from torchweft.run.eager.caught import BETWEEN_TWO, Caught
+from torchweft.run.eager.eager import Eager
+
+
+@dataclass
+class Stretch:
+    """The calls between two boundaries."""
+
+    mark: Mark | None = None
+    num_calls: int = 0
+    flops: int = 0
+    touches: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Halt:
+    """A boundary that the model came to, and the stretch before it."""
+
+    text: str
+    stretch: Stretch
+    kind: str = ""
+    communicator: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = "opaque"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Listens to a model that runs as it is, and to every operator that it calls."""
+
+    def __init__(self, speaker: Speaker, watchdog_s: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eager = Eager(speaker, watchdog_s)
+        self.halts: list[Halt] = []
+        self.mixes = ""
+        self.rules: set[MarkRule] = set()
+        self.groups: set[str] = set()
+        self._marks: list[Mark] = []
+        self._stretch = Stretch()
+        self._fresh: set[int] = set()
+        self._called: Any = None
+
+    def __enter__(self) -> Recorder:
+        self._random = torch.get_rng_state()
+        self._listening = listening(self)
+        self.eager.__enter__()
+        self._listening.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._listening.__exit__(*error)
+        if not torch.equal(self._random, torch.get_rng_state()):
+            self.mixes = (
+                self.mixes or "random: the model draws numbers, and parts would draw others"
+            )
+        if error[0] is None:
+            self._halt("the end")
+        self.eager.__exit__(*error)
+
+    def stop(self, text: str, mark: Any) -> None:
+        """The model enters or leaves a mark."""
+        self._halt(text)
+        if isinstance(mark, MarkRule):
+            self.rules.add(mark)
+            mark = mark.mark
+        if text.startswith("enter"):
+            self._marks.append(mark)
+            if mark.rows in ("mixing", "random", "additive"):
+                self.mixes = self.mixes or f"rows: mark {mark.name!r} is declared {mark.rows}"
+        else:
+            self._marks.pop()
+        self._stretch.mark = self._marks[-1] if self._marks else None
+
+    def talk(self, caught: Caught) -> Any:
+        """The model calls a collective: what it changes counts to the stretch before it."""
+        if caught.kind in BETWEEN_TWO:
+            self.mixes = self.mixes or f"collective: {caught.kind} is for one part only"
+            return caught.pass_on()
+        # Inside of another operator (a functional form, a DTensor's) it works on what that made.
+        if self._called.namespace == "c10d" and caught.kind != "barrier":
+            self._stretch.writes |= set(_storages(caught.args[0])) - self._fresh
+        tensor, dtype = caught.tensor, str(caught.tensor.dtype).removeprefix("torch.")
+        self.groups.add(caught.group)
+        facts = (caught.kind, caught.communicator, tuple(tensor.shape), dtype)
+        self._halt(caught.text, *facts)
+        return self.eager.talk(caught)
+
+    def _halt(self, text: str, *facts: Any) -> None:
+        self.halts.append(Halt(text, self._stretch, *facts))
+        self._stretch = Stretch(self._stretch.mark)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        stretch, self._called = self._stretch, func
+        results = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return results
+        stretch.num_calls += 1
+        if not isinstance(func, torch._ops.OpOverload):
+            return results
+        stretch.flops += _flops(func, args, kwargs, results)
+        given = set(_storages((args, kwargs)))
+        stretch.touches |= given - self._fresh
+        stretch.writes |= set(_written(func, args, kwargs)) - self._fresh
+        made = set(_storages(results))
+        self._fresh |= made if "lift_fresh" in str(func) else made - given
+        if not self.mixes and "batch_norm" in str(func) and _trains(func, args, kwargs):
+            self.mixes = f"mixing: {func} looks at all rows while it trains"
+        return results
+
+
+def _storages(nest: Any) -> Iterator[int]:
+    """A number for the bytes of every tensor in a nest."""
+    for leaf in tree_leaves(nest):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        else:
+            yield storage_of(leaf)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the bytes of a tensor, which views share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storages_of(tensor: torch.Tensor) -> set[int]:
+    """The numbers of all bytes of a tensor; a tensor of tensors has several."""
+    return set(_storages(tensor))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    if func._schema.is_mutable:
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                yield from _storages(given)
+
+
+def _trains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    name = next((name for name in ("training", "train") if name in names), "")
+    at = names.index(name) if name else len(args)
+    return bool(args[at] if at < len(args) else kwargs.get(name, not name))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
+    count = flop_registry.get(func.overloadpacket)
+    try:
+        return int(count(*args, **kwargs, out_val=results)) if count is not None else 0
+    except Exception:  # a count is a help, never a reason to fail
+        return 0

@@ -1,0 +1,348 @@
+"""The `Writer`: a verified plan comes in, straight-line Python goes out, one function a lane.
+
+    plan --compile_program--> source --exec--> functions        no step is interpreted at run time
+
+The source holds only identifiers of our own (`v12_0_1`: value 12, parts 0 to 1); everything from
+graphs and plans enters as numbers or through the namespace:
+
+    def lane0(x, z, c, e, w, s, b, d):
+        (v0, v1,) = x                          the inputs
+        (b0, b1, b2,) = b                      the row borders of the parts
+        v0_0_1 = t0(v0, b2, b0, b1)            split
+        v9(1)                                  side state of this part, where it is another
+        (v3_0_1,) = f0(v0_0_1, v1, z[0])       run; z: sizes that bodies need, by part
+        h1_0_1 = i1(v3_0_1)                    issue
+        (v4_0_1,) = g1(h1_0_1)                 complete
+        e[0].set()                             somebody waits for this step
+        w(e[1])                                wait
+        v3_0_1 = None                          free
+
+Values that cross lanes live in the list `c`, all others in local variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchweft.capture.splitters import STATE
+from torchweft.errors import PlanError
+from torchweft.plan.graph import Value
+from torchweft.plan.plan import Plan, Range, Step, holds
+from torchweft.run.kernels import Results
+from torchweft.run.places import First, into_of, room_for, whole_like
+from torchweft.run.program import Body, Jitter, Program, makes_of, reads_of
+from torchweft.run.rows import putter, taker
+from torchweft.run.variables import Variables
+
+MAX_JITTER_S = 0.002
+_numbers = itertools.count()
+
+
+def compile_program(
+    plan: Plan,
+    bodies: Mapping[str, Body],
+    *,
+    traced: bool = False,
+    jitter: bool | Jitter = False,
+) -> Program:
+    """Turn a plan into Python functions. The plan should have been verified.
+
+    bodies: for each op its function, reads in, makes out. It may have `sizes`, which are passed
+    behind the reads, and for a two-phase op `issue` and `complete`.
+    traced: every step leaves (step, start, end). jitter: every step is delayed at random, or by
+    what a function says, in seconds, and room for whole values starts as NaN.
+    """
+    return Writer(plan, bodies, traced, jitter).program()
+
+
+class Writer(Variables):
+    """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
+
+    Here each lane is a function for a thread of its own. `accelerator.py` writes another layout.
+    """
+
+    threads = True
+
+    def __init__(
+        self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
+    ) -> None:
+        super().__init__(plan)
+        self.bodies, self.traced, self.jitter = bodies, traced, jitter
+        self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self.space |= {"first": First(), "j": time.sleep, "now": time.perf_counter}
+        self.space["r"] = random.random
+        self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
+        self.events: dict[str, int] = {}
+        self.labels = [step.label for step in plan.steps]
+        for step in plan.steps:
+            if step.target is not None:
+                self.events.setdefault(step.target, len(self.events))
+        self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
+        self.constants: dict[int, str] = {}
+        states = [name for name in self.graph.inputs if name.startswith(STATE)]
+        self.switch = f"v{self.index[states[0]]}" if states else ""
+        self.ranges: dict[Range | None, int] = {None: 0}
+        self.in_force: Range | None = None
+
+    def program(self) -> Program:
+        """All lanes' functions. The first ends the call: it joins the others and returns."""
+        lines, step_at = self._functions()
+        cells: dict[str, int] = {}
+        for name, lanes in self.users.items():
+            if len(lanes) > 1:
+                cells[name] = len(cells)
+        names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
+        names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
+        source = "\n".join(line.format_map(names) for line in lines) + "\n"
+        filename = f"<weft program {next(_numbers)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.space)
+        functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
+        return Program(
+            self.plan, self.lanes, functions, source, filename, step_at,
+            len(cells), len(self.events), tuple(self.sizes), tuple(filter(None, self.ranges)),
+        )  # fmt: skip
+
+    def _functions(self) -> tuple[list[str], dict[int, int]]:
+        """The lines of all functions, and for each line of a step (from 1) which step it is."""
+        lines: list[str] = []
+        step_at: dict[int, int] = {}
+        for number, lane in enumerate(self.lanes):
+            self.lane = number
+            lines += [f"def lane{self.lane}(x, z, c, e, w, s, b, d):", *self._head()]
+            for index, step in enumerate(self.plan.steps):
+                if step.lane == lane:
+                    for line in self._lines(index, step):
+                        lines.append(f"    {line}")
+                        step_at[len(lines)] = index
+            if self.lane == 0:
+                lines += ["    d()"] if len(self.lanes) > 1 else []
+                lines.append(f"    return {self._outputs()}")
+        return lines, step_at
+
+    def _head(self) -> list[str]:
+        names = [f"v{self.index[name]}" for name in self.graph.inputs]
+        bounds = [f"b{number}" for number in range(self.plan.num_parts + 1)]
+        head = [f"({', '.join(names)},) = x"] if names else []
+        return [f"    {line}" for line in (*head, f"({', '.join(bounds)},) = b")]
+
+    def _lines(self, index: int, step: Step) -> list[str]:
+        """One step as source lines."""
+        body = self._body(step)
+        if len(self.lanes) > 1:
+            body = [f"s[{self.lane}] = {index}", *body]
+        body = self._delay(step) + body
+        if self.traced:
+            body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
+        label = self.labels[index]
+        if label in self.events and self.first[label] == index:
+            body.append(f"e[{self.events[label]}].set()")
+        return body
+
+    def _body(self, step: Step) -> list[str]:
+        """What a step does."""
+        if step.target is not None:
+            return [f"w(e[{self.events[step.target]}])"]
+        if step.kind == "split":
+            return self._split(step)
+        if step.kind == "copy":
+            return self._copy(step)
+        if step.kind == "free":
+            return self._free(step)
+        if step.kind == "merge":
+            return []  # the value is whole already: its parts are slices of one place
+        return [*self._force(step), *self._op(step)]
+
+    def _force(self, step: Step) -> list[str]:
+        """Put the side state of a step's parts in force, where another is."""
+        if not self.switch or step.kind == "complete" or step.parts == self.in_force:
+            return []
+        self.in_force = step.parts
+        return [f"{self.switch}({self.ranges.setdefault(step.parts, len(self.ranges))})"]
+
+    def _delay(self, step: Step) -> list[str]:
+        if callable(self.jitter):
+            return [f"j({float(self.jitter(step))!r})"]
+        return [f"j(r() * {MAX_JITTER_S})"] if self.jitter else []
+
+    # Ops: what they read and make, and the function that does it.
+
+    def _op(self, step: Step) -> list[str]:
+        which = self._function(step)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
+        if step.kind == "complete":  # what has landed holds nothing any more
+            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
+        reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
+        if step.parts is not None and self._written(step):
+            return self._into(step, reads)
+        arguments = reads + self._z(step)
+        if step.kind == "issue":
+            return [f"{flight} = i{which}({', '.join(arguments)})"]
+        return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)
+
+    def _written(self, step: Step) -> set[str]:
+        """What a step makes straight into its place."""
+        return self.placed.difference(self.plan.copied).intersection(makes_of(self.graph, step))
+
+    def _into(self, step: Step, reads: list[str]) -> list[str]:
+        """A run that writes its part of whole values into their rooms."""
+        op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
+        number, makes, into = (
+            self.op_index[op],
+            makes_of(self.graph, step),
+            into_of(self.bodies[op], op),
+        )
+        self.space[f"o{number}"], slices = into.function, []
+        for at, room in enumerate(into.rooms):
+            name, views = f"m{number}_{at}", written.intersection(makes[n] for n in room.views)
+            self.space[f"n{name}"] = room_for(room, poison=bool(self.jitter))
+            if views:
+                self.space[f"t{name}"] = taker(Value(name, room.shape, batch=room.batch))
+                rows = f"b{self.plan.num_parts}, b{parts[0]}, b{parts[1]}"
+                slices.append(f"t{name}({self._use(f'm{self.index[min(views)]}')}, {rows})")
+            else:
+                slices.append(f"n{name}({self._numbers(room.shape, parts)})")
+        targets = ["_" if n in written else self._use(self._variable(n, parts)) for n in makes]
+        given = [*reads, self._numbers(into.sizes, parts), *slices]
+        call = f"({', '.join(targets)},) = o{number}({', '.join(filter(None, given))})"
+        return [*self._rooms(step), call, "_ = None"]
+
+    def _rooms(self, step: Step) -> list[str]:
+        """The rooms that a step writes into, and the whole values in them, made if it is first."""
+        op, written, lines = step.names[0], self._written(step), []
+        into, makes, steps = (
+            into_of(self.bodies[op], op),
+            makes_of(self.graph, step),
+            self._steps_of(step),
+        )
+        all_parts = (0, self.plan.num_parts)
+        for at, room in enumerate(into.rooms):
+            views = {makes[n]: view for n, view in room.views.items() if makes[n] in written}
+            name = f"m{self.index[min(views)]}" if views else ""
+            make = f"nm{self.op_index[op]}_{at}({self._numbers(room.shape, all_parts)})"
+            lines += self._once(name, make, step, steps) if views else []
+            for value in sorted(views):
+                self.space[f"y{self.index[value]}"] = views[value] or _same
+                arguments = f"{self._use(name)}, {self._numbers(into.sizes, all_parts)}"
+                whole = f"y{self.index[value]}({arguments})"
+                lines += self._once(f"p{self.index[value]}", whole, step, steps)
+        return lines
+
+    def _steps_of(self, step: Step) -> list[Step]:
+        """All steps of this kind with the same names, whatever their parts."""
+        return [s for s in self.plan.steps if s.kind == step.kind and s.names == step.names]
+
+    def _once(self, variable: str, make: str, step: Step, steps: list[Step]) -> list[str]:
+        """Fill a variable by the first of several steps; on several lanes by any of them."""
+        held = self._use(variable)
+        if self.threads and len({other.lane for other in steps}) > 1:
+            return [f"first(c, {{at_{variable}}}, lambda: {make})"]
+        return [f"{held} = {make}"] if steps[0] is step else []
+
+    def _z(self, step: Step) -> list[str]:
+        """The sizes that the body needs for the rows of the step."""
+        sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
+        parts = step.parts or (0, self.plan.num_parts)
+        return [self._numbers([size], parts) for size in sizes]
+
+    def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
+        """The makes of a step from a call, or, with its arguments, from the calls in its body."""
+        names = makes_of(self.graph, step)
+        if not names:
+            return [call]
+        if step.by is not None:
+            call = self._checked(step, call, arguments or ())
+        targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
+        if step.parts is None:  # what is made whole is its own place
+            whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
+            targets = [self._use(whole[t]) if t in whole else t for t in targets]
+        adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
+        if adds and step.parts is not None and step.parts[0] > 0:
+            return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+        calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
+        lines: list[str] | None = None
+        if calls is not None and arguments is not None:
+            lines = calls.write(arguments, targets, self._constant)
+        return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
+
+    def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
+        """What a kernel gives, held against the graph."""
+        check = self._constant(results := Results(self.plan, step))
+        sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
+        given = "".join(f"{read}, " for read in reads)
+        return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
+
+    def _constant(self, value: Any) -> str:
+        """The name of a constant; one that is in the namespace already is taken from there."""
+        name = self.constants.setdefault(id(value), f"k{len(self.constants)}")
+        self.space[name] = value
+        return name
+
+    def _function(self, step: Step) -> str:
+        """Put the step's function into the namespace; the number it has there."""
+        if step.by is None:
+            which, body = f"{self.op_index[step.names[0]]}", self.bodies.get(step.names[0])
+        else:
+            kernels = sorted(self.plan.kernels)
+            body = self.plan.kernels.get(step.by)
+            which = f"_{kernels.index(step.by)}" if body is not None else ""
+        if body is None:
+            what = f"'by {step.by}'" if step.by else f"op {step.names[0]!r}"
+            raise PlanError(f"kernel: no function is known for {what}.", rule="kernel")
+        function = getattr(body, "function", body)
+        self.space[f"f{which}"] = function
+        self.space[f"i{which}"] = getattr(body, "issue", None) or function
+        self.space[f"g{which}"] = getattr(body, "complete", None) or _same
+        return which
+
+    def _split(self, step: Step) -> list[str]:
+        name = step.names[0]
+        whole, last = self._variable(name, None), f"b{self.plan.num_parts}"
+        lines = []
+        for start, stop in sorted(self.split.get(name, ())):
+            target = self._use(self._variable(name, (start, stop)))
+            lines.append(f"{target} = {self._taker(name)}({whole}, {last}, b{start}, b{stop})")
+        return lines
+
+    def _copy(self, step: Step) -> list[str]:
+        if step.on is not None:
+            raise PlanError(f"device: this runtime has one device; {step.label}.", rule="device")
+        name, number = step.names[0], self.index[step.names[0]]
+        value = self.graph.value[name]
+        room = whole_like(value, poison=bool(self.jitter))
+        self.space |= {f"u{number}": putter(value), f"n{number}": room}
+        piece = next(p for p in self.made[name] if holds(p, step.parts))
+        part = self._take(name, self._variable(name, piece), piece, step.parts)
+        start, stop = step.parts or (0, self.plan.num_parts)
+        last = f"b{self.plan.num_parts}"
+        place = self._use(f"p{number}")
+        make = f"n{number}({part}, b{stop} - b{start}, {last})"
+        lines = self._once(f"p{number}", make, step, self._steps_of(step))
+        put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
+        dead = f"{self._use(self._variable(name, piece))} = None"
+        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+
+    def _free(self, step: Step) -> list[str]:
+        gone = []
+        for name in self.aliases[step.names[0]]:
+            if name in self.placed and step.parts is None:  # else other parts still live there
+                gone.append(f"p{self.index[name]}")
+                gone += [f"m{self.index[name]}"] if name not in self.plan.copied else []
+            for piece in self.made.get(name, ()):
+                if step.parts is None or piece == step.parts:
+                    gone.append(self._variable(name, piece))
+        return [f"{self._use(variable)} = None" for variable in gone]
+
+    def _outputs(self) -> str:
+        found = [self._read(name, None) for name in self.graph.outputs]
+        return f"({', '.join(found)}{',' if found else ''})"
+
+
+def _same(result: Any, *others: Any) -> Any:
+    return result

@@ -1,1 +1,0 @@
-"""Runtimes: each carries out a plan with the one meaning of `docs/plans.md` and leaves a trace."""

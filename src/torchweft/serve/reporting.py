@@ -1,0 +1,215 @@
+"""The `Report`: what became of a compiled model: plans, buckets, shares, fallbacks with reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchweft.capture.bodies.inner import compiled
+from torchweft.plan.graph import Op
+from torchweft.plan.plan import Plan
+from torchweft.plan.trace import Span
+from torchweft.serve.gate import Check
+from torchweft.serve.piece import Entry, Piece
+from torchweft.serve.session import Session
+
+MAX_TOLD = 8
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """One captured graph: its ops, what keeps some of them whole, and its plans."""
+
+    name: str
+    frame: int | None
+    num_ops: int
+    num_split_ops: int
+    whole_ops: tuple[tuple[str, str, str], ...]
+    plans: tuple[Plan, ...]
+    buckets: tuple[str, ...]
+    num_calls: int
+    strategy_runs: int
+    split_share: float | None
+    measured_s: float
+    head_room: float | None
+    num_copies: int
+    level: str = "torch"
+    additive_ops: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    broken: str = ""
+    num_compiled: int = 0
+    copied: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a compiled model. `str(report)` is the readable form."""
+
+    strategy: str
+    pieces: tuple[PieceReport, ...]
+    fallbacks: tuple[tuple[str, int], ...]
+    assumed: tuple[str, ...]
+    num_uncaptured: int
+    num_shadowed: int = 0
+    shadow_failures: tuple[Check, ...] = ()
+    seen_breaks: tuple[str, ...] = ()
+    unblocked: str = ""
+
+    @property
+    def split_share(self) -> float | None:
+        """The share of measured op time that ran in parts; None before the second call."""
+        total_s = sum(piece.measured_s for piece in self.pieces)
+        shared = [(piece.split_share or 0.0) * piece.measured_s for piece in self.pieces]
+        return sum(shared) / total_s if total_s else None
+
+    @property
+    def num_breaks(self) -> int:
+        """How often Dynamo broke the model; graphs of one frame are recompilations."""
+        return max(0, len({piece.frame for piece in self.pieces}) - 1)
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """What Dynamo could not capture: the user's line and the reason, once each."""
+        ended = [piece.broken for piece in self.pieces if piece.broken]
+        return tuple(dict.fromkeys([*ended, *self.seen_breaks]))
+
+    @property
+    def num_copies(self) -> int:
+        """Copy steps of all plans in use."""
+        return sum(piece.num_copies for piece in self.pieces)
+
+    def __str__(self) -> str:
+        lines = [f"strategy {self.strategy}: {len(self.pieces)} graph(s) captured"]
+        if self.num_uncaptured:
+            lines.append(f"  {self.num_uncaptured} graph(s) were not captured and run as they are")
+        for piece in self.pieces:
+            lines += _piece_lines(piece)
+        for reason, count in self.fallbacks:
+            lines.append(f"  fallback {count} x: {reason}")
+        lines.append(f"  assumed ops: {', '.join(self.assumed) or 'none'}")
+        if self.num_shadowed:
+            wrong = len(self.shadow_failures)
+            lines.append(
+                f"  shadow checks: {self.num_shadowed}, {wrong} of them differed from eager"
+            )
+        if self.unblocked:
+            lines.append(f"  captured without blocks: {self.unblocked}")
+        if self.num_breaks:
+            lines.append(f"  graph breaks: {self.num_breaks}; each piece is scheduled on its own")
+        lines += [f"    not captured, runs as it is: {text}" for text in self.breaks]
+        return "\n".join(lines)
+
+
+def _piece_lines(piece: PieceReport) -> list[str]:
+    share = "not measured yet" if piece.split_share is None else f"{piece.split_share:.0%}"
+    lines = [
+        f"  {piece.name} ({piece.level} level): {piece.num_ops} ops, {piece.num_split_ops} of them "
+        f"may be split; {piece.num_calls} calls, {piece.strategy_runs} strategy runs",
+        f"    share of op time in parts: {share}; copies: {piece.num_copies}",
+    ]
+    if piece.head_room is not None and piece.head_room < 1.01:
+        lines.append("    nothing to overlap: one resource takes all of the measured time")
+    elif piece.head_room is not None:
+        lines.append(f"    head-room: at best {piece.head_room:.2f} times as fast by overlap")
+    if piece.num_compiled:
+        lines.append(f"    compiled by Inductor: {piece.num_compiled} time(s) for all ops")
+    for plan, bucket in zip(piece.plans, piece.buckets, strict=True):
+        note = plan.history[0].removeprefix("write ") if plan.history else ""
+        size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
+        lines.append(f"    batch {bucket}: {note}, {size}")
+    lines += [f"    note: {note}" for note in piece.notes]
+    if piece.additive_ops:
+        lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
+    told = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
+    lines += [f"    {text}" for text in told[:MAX_TOLD]]
+    if len(told) > MAX_TOLD:
+        lines.append(f"    ... and {len(told) - MAX_TOLD} more values are copied together")
+    for name, rows, reason in piece.whole_ops[:MAX_TOLD]:
+        lines.append(f"    {name} runs whole ({rows}): {reason}")
+    if len(piece.whole_ops) > MAX_TOLD:
+        lines.append(f"    ... and {len(piece.whole_ops) - MAX_TOLD} more ops run whole")
+    return lines
+
+
+def report_of(session: Session) -> Report:
+    """The report of a session as it stands."""
+    return Report(
+        strategy=str(session.strategy),
+        pieces=tuple(_piece(piece) for piece in session.pieces),
+        fallbacks=tuple(session.fallbacks.most_common()),
+        assumed=tuple(name for piece in session.pieces for name in piece.captured.assumed),
+        num_uncaptured=session.num_uncaptured,
+        num_shadowed=session.shadow.num_compared if session.shadow else 0,
+        shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
+        seen_breaks=tuple(session.breaks),
+        unblocked=(blocks.refused or blocks.skipped) if (blocks := session.blocks) else "",
+    )
+
+
+def _piece(piece: Piece) -> PieceReport:
+    graph, reasons = piece.graph, piece.captured.reasons
+    num_compiled, refused = compiled(piece.bodies.values())
+    entries = piece.all_entries()
+    whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
+    spans = _spans(entries)
+    total_s = sum(span.busy_s for span in spans)
+    in_parts_s = sum(span.busy_s for span in spans if span.parts)
+    return PieceReport(
+        name=graph.name,
+        frame=piece.frame,
+        num_ops=len(graph.ops),
+        num_split_ops=sum(not op.whole for op in graph.ops),
+        whole_ops=tuple((op.name, op.rows, reasons.get(op.name, "")) for op in whole),
+        plans=tuple(entry.plan for entry in entries),
+        buckets=tuple(str(entry.bucket) for entry in entries),
+        num_calls=sum(entry.num_calls for entry in entries),
+        strategy_runs=piece.strategy_runs,
+        split_share=in_parts_s / total_s if total_s else None,
+        measured_s=total_s,
+        head_room=_head_room(entries),
+        num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
+        level=graph.level,
+        additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
+        notes=piece.captured.notes + refused,
+        broken=piece.captured.broken,
+        num_compiled=num_compiled,
+        copied=copied_values(piece),
+    )
+
+
+def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
+    """The values that plans in use copy together from their parts, each with the reason."""
+    steps = [step for entry in piece.all_entries() for step in entry.plan.steps]
+    names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
+    told = piece.unplaced if piece.session.zero_copy else dict.fromkeys(names, "zero_copy is off")
+    replaced = {name for step in steps if step.by for name in step.names}
+    makers = piece.graph.maker
+    return tuple((name, told.get(name) or _loose(makers[name], replaced)) for name in names)
+
+
+def _loose(op: Op, replaced: set[str]) -> str:
+    """Why the parts of what an op makes are loose pieces, if its body is not the reason."""
+    if op.name in replaced:
+        return "a kernel of the strategy makes it"
+    if op.collective is not None:
+        return "a collective makes it"
+    return "its parts add up" if op.rows == "additive" else "only the strategy needs it whole"
+
+
+def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:
+    """The measured spans of all entries, those of each as often as it was called."""
+    spans: list[Span] = []
+    for entry in entries:
+        for span in entry.trace.spans if entry.trace is not None else ():
+            if span.kind in kinds:
+                spans.append(span._replace(busy_s=span.busy_s * entry.num_calls))
+    return spans
+
+
+def _head_room(entries: list[Entry]) -> float | None:
+    """All op time over that of the busiest resource: what perfect overlap could bring."""
+    totals_s: dict[str, float] = {}
+    for span in _spans(entries, ("run", "transfer")):
+        resource = "compute" if span.uses == "memory" else span.uses
+        totals_s[resource] = totals_s.get(resource, 0.0) + span.busy_s
+    busiest_s = max(totals_s.values(), default=0.0)
+    return sum(totals_s.values()) / busiest_s if busiest_s else None

@@ -1,0 +1,132 @@
+"""`Trials`: which strategy serves which kind of call, found by trying, equal on all ranks.
+
+    trials = Trials(session, [None, "sequential", overlap(parts=2)])
+    outputs = trials.call(("prefill", 16), stock, by_plans, args, kwargs)
+
+The first calls of a kind (a phase, a power of two of rows) take the strategies in turn, round by
+round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
+host's own way, without plans. The first of the strategies stays unless another is faster by more
+than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
+decides nothing, nor does one that fell back.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torchweft.errors import StrategyError, clip
+from torchweft.plan.context import phase_of
+from torchweft.plan.write.strategy import Strategy, as_strategy
+from torchweft.ranks.talk import slowest
+from torchweft.serve.session import Session, context
+
+NUM_ROUNDS = 6
+GAIN = 1.02
+Wanted = str | Strategy | Callable[..., None] | None
+
+
+def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
+    """The strategies that a configuration names: "auto", "stock" (the host's own way), a name, or
+    several with their options: {"overlap": {"parts": 4}, "sequential": {}}.
+
+    Raises `StrategyError` for anything else."""
+    if options in ("auto", "stock"):
+        return tuple(auto) if options == "auto" else (None,)
+    named = {options: {}} if isinstance(options, str) else options
+    known = isinstance(named, Mapping) and all(isinstance(e, Mapping) for e in named.values())
+    if not known or not named:
+        raise StrategyError(
+            f"strategy: {clip(options)} names none. Say 'auto', 'stock', the name of a strategy, "
+            "or several with their options: {'overlap': {'parts': 4}}.",
+            rule="option",
+        )
+    return tuple(as_strategy(name)(**given) for name, given in named.items())
+
+
+class Trials:
+    """Trials of one session. Ranks that make the same calls make the same choices."""
+
+    def __init__(
+        self, session: Session, strategies: Sequence[Wanted], *, num_rounds: int = NUM_ROUNDS
+    ) -> None:
+        self.session = session
+        self.strategies = [each if each is None else as_strategy(each) for each in strategies]
+        self.num_calls = num_rounds * len(self.strategies)
+        self.times: dict[Hashable, list[list[float]]] = {}
+        self.chosen: dict[Hashable, Strategy | None] = {}
+
+    def forget(self) -> None:
+        """Begin anew: what was found holds for the machine as it was."""
+        self.times.clear()
+        self.chosen.clear()
+
+    def call(
+        self,
+        kind: Hashable,
+        stock: Callable[..., Any],
+        by_plans: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        **told: Any,
+    ) -> Any:
+        """One call of a kind, by the strategy whose turn it is. told: what `weft.context` takes."""
+        with self.turn(kind) as strategy, context(strategy=strategy, **told):
+            return (stock if strategy is None else by_plans)(*args, **kwargs)
+
+    @contextmanager
+    def turn(self, kind: Hashable) -> Iterator[Strategy | None]:
+        """The strategy for the one call inside; it is timed as long as the choice is open."""
+        if kind in self.chosen:
+            yield self.chosen[kind]
+            return
+        times = self.times.setdefault(kind, [[] for _ in self.strategies])
+        number = min(range(len(times)), key=lambda at: len(times[at]))
+        fallen, start = self.session.fallbacks.total(), time.perf_counter()
+        yield self.strategies[number]
+        taken_s = time.perf_counter() - start
+        times[number].append(taken_s if self.session.fallbacks.total() == fallen else math.inf)
+        if sum(map(len, times)) >= self.num_calls:
+            self.chosen[kind] = self._choose(times)
+
+    def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
+        graphs = (piece.graph for piece in self.session.pieces)
+        found = slowest(graphs, [min(each) for each in times], self.session.watchdog_s)
+        best = min(range(len(found)), key=found.__getitem__)
+        return self.strategies[best if found[0] > GAIN * found[best] else 0]
+
+
+class Phases:
+    """Trials for the steps of a serving engine: each phase has strategies of its own."""
+
+    def __init__(self, session: Session, strategies: Mapping[str, Sequence[Wanted]]) -> None:
+        self.session = session
+        self.trials = {phase: Trials(session, each) for phase, each in strategies.items()}
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What was found to be fastest, by the kind of step."""
+        found = [item for trials in self.trials.values() for item in trials.chosen.items()]
+        return {str(kind): str(strategy) for kind, strategy in found}
+
+    def call(
+        self,
+        tokens: Sequence[int],
+        stock: Callable[..., Any],
+        by_plans: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """One step: its phase and a power of two of its tokens are its kind.
+
+        tokens: of each request; without any it is a warm-up, which is the host's own, and counted.
+        """
+        if not tokens:  # expected, so no fallback that is warned of or forbidden
+            self.session.fallbacks["warm-up: no request is in this call"] += 1
+            return stock(*args, **kwargs)
+        phase = phase_of(tokens)
+        kind, told = (phase, sum(tokens).bit_length()), {"tokens_per_request": tokens}
+        return self.trials[phase].call(kind, stock, by_plans, args, kwargs, phase=phase, **told)

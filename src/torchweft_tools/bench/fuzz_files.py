@@ -1,0 +1,293 @@
+"""Files and messages to damage: one small right example of every format, and how it is read.
+
+A `Format` writes its example into a folder, and reads a file there: that raises our error, or gives
+what is written and read back as itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torchweft.placement import Placement, plan
+from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.learn.served import Served
+from torchweft.plan.blueprint import transformer
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.graph import Graph, Op, Value
+from torchweft.plan.graph_file import graph_data, load_graph, read_graph
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Device, Lane, Link, Machine, cpu, load_machine
+from torchweft.plan.machine import from_data as read_machine
+from torchweft.plan.machine import to_data as machine_data
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.strategies import get_strategy
+from torchweft.plan.trace import Trace
+from torchweft.plan.trace import from_data as read_trace
+from torchweft.plan.trace import to_data as trace_data
+from torchweft.plan.verify import findings, verify
+from torchweft.plan.write.write import write
+
+CONTEXT = Context(batch=64)
+PAIR = Machine(
+    "pair",
+    (Device("a"), Device("b", flops_per_s=2e10, memory_bytes=10**9)),
+    (Lane("a", "a"), Lane("b", "b")),
+    (Link("a", "b"), Link("b", "a")),
+)
+TREES = "(3 (2 It) (4 (4 (2 's) (2 good)) (2 .)))\n(ROOT\n (S (NP you)))\n"
+STG = "4\n0 0 0\n1 9 1 0\n2 4 1 0\n3 3 2 1 2\n4 5 1 0\n5 0 2 3 4\n# Standard Task Graph\n"
+NODE = {"supportedOnFpga": 1, "cpuLatency": 4.0, "fpgaLatency": 1.0, "size": 60.0}
+DNN = {
+    "maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 1,
+    "nodes": [{**NODE, "id": 7}, {**NODE, "id": 3, "colorClass": 5}, {**NODE, "id": 9}],
+    "edges": [{"sourceId": 7, "destId": 3, "cost": 0.5}, {"sourceId": 3, "destId": 9, "cost": 0.2}],
+}  # fmt: skip
+ROW = [[2], "torch.float32"]
+CELL = {
+    "name": "x", "reads": [ROW], "makes": [ROW], "weights": ["w"], "kind": "calls", "flops": 8,
+    "calls": [
+        ["aten.mul.Tensor", [{"v": 0}, 2.0], {}, 2],
+        ["aten.add.Tensor", [{"v": 1}, {"v": 2}], {"alpha": 1}, 3],
+    ],
+    "outputs": [3], "num_prepared": 1,
+}  # fmt: skip
+TASK = {"label": "a", "cell": "x", "rows": 2, "starts": [2], "needs": [], "sends": [["v", "home"]]}
+PART = {"tasks": [TASK], "blocks": {"v": [0, 2, 2]}, "num_rows": [[*ROW, 4]]}
+RECORDED = {
+    "num_values": 4, "cells": ["x"], "packs": [], "inputs": [[[0, 2]]], "wanted": [[*ROW, [2, 3]]],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file. data: an example; read: what is done with a file, our errors and all."""
+
+    name: str
+    data: bytes
+    read: Callable[[Path], object]
+    beside: tuple[tuple[str, bytes], ...] = ()  # other files of its folder
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Every format, with an example."""
+    graph = transformer(2, 64)
+    written = verify(lower(write(get_strategy("overlap")(parts=2), graph, CONTEXT, cpu())))
+    trace = simulate(written, CONTEXT, cpu())
+    local = transformer(1, 64, tensor_parallel=False)
+    table = CostTable.of({(op.name, "a"): {8: 1e-3, 64: 2e-3} for op in local.ops})
+    problem = read_problem_of(local)
+    placement = plan(problem, "heft")
+    served = served_data(local, table, trace)
+    found = [
+        Format("graph", _json(graph_data(graph)), _graph),
+        Format("graph of aliases", _json(graph_data(chain(200))), _graph),
+        Format("plan", str(written).encode(), lambda path: _plan(path, graph)),
+        Format("costs", _json({"weft_costs": 1, "entries": table.entries}), _costs),
+        Format("trace", _json(trace.to_chrome()), _trace),
+        Format("machine", _json(machine_data(PAIR)), _machine),
+        Format("placement", _json(placement.to_data()), _placement),
+        Format("served", _json(served), _served),
+        Format("problem of a graph", _json(graph_data(local)), _problem),
+        Format("DNN", _json(DNN), _problem),
+        Format("STG", STG.encode(), _problem),
+        Format("trees", TREES.encode(), _problem),
+    ]
+    return (*found, *_with_torch())
+
+
+def chain(count: int) -> Graph:
+    """A graph of values that are aliases, each of the one before it."""
+    values = [Value("v0")] + [Value(f"v{n}", alias_of=f"v{n - 1}") for n in range(1, count)]
+    ops = [Op(f"op{n}", (f"v{n - 1}",), (f"v{n}",), rows="batch-free") for n in range(1, count)]
+    return Graph("chain", tuple(values), tuple(ops), ("v0",), (f"v{count - 1}",))
+
+
+def read_problem_of(graph: Graph) -> Any:
+    """The problem of a graph on two devices."""
+    from torchweft.placement.graph_problem import graph_problem
+
+    return graph_problem(graph, PAIR, Costs(PAIR), CONTEXT)
+
+
+def served_data(graph: Graph, table: CostTable, trace: Trace) -> dict[str, Any]:
+    """A served run as plain data."""
+    return {
+        "weft_served": 1, "home": "a", "resident": [], "graph": graph_data(graph),
+        "machine": machine_data(PAIR), "costs": table.entries, "trace": trace_data(trace),
+    }  # fmt: skip
+
+
+def _json(data: object) -> bytes:
+    return json.dumps(data).encode()
+
+
+def _same(found: object, again: object) -> None:
+    assert found == again, "what was read is not what is read back"
+
+
+def _graph(path: Path) -> None:
+    graph = load_graph(path)
+    _same(read_graph(json.loads(json.dumps(graph_data(graph)))), graph)
+    str(graph)
+    if len(graph.values) < 1000:
+        made = verify(lower(write(get_strategy("sequential"), graph, CONTEXT, cpu())))
+        simulate(made, CONTEXT, cpu()).to_text()
+
+
+def _plan(path: Path, graph: Graph) -> None:
+    found = Plan.load(path)
+    _same(Plan.parse(str(found)), found)
+    bound = found.bind(graph)
+    if not findings(bound):
+        simulate(bound, CONTEXT, cpu()).to_text()
+
+
+def _costs(path: Path) -> None:
+    table = CostTable.load(path)
+    again = path.with_suffix(".again")
+    table.save(again)
+    _same(CostTable.load(again), table)
+    graph = transformer(1, 64, tensor_parallel=False)
+    for op in graph.ops:
+        Costs(PAIR, table).run_s(graph, op, CONTEXT.env(graph.batch), "a")
+
+
+def _trace(path: Path) -> None:
+    trace = Trace.load(path)
+    trace.to_text()
+    trace.to_chrome()
+    _same(read_trace(json.loads(json.dumps(trace_data(trace)))), trace)
+
+
+def _machine(path: Path) -> None:
+    machine = load_machine(path)
+    _same(read_machine(json.loads(json.dumps(machine_data(machine)))), machine)
+    graph = transformer(1, 64, tensor_parallel=False)
+    made = verify(lower(write(get_strategy("sequential"), graph, CONTEXT, machine)))
+    simulate(made, CONTEXT, machine).to_text()
+
+
+def _placement(path: Path) -> None:
+    placement = Placement.load(path)
+    _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
+
+
+def _served(path: Path) -> None:
+    served = Served.load(path)
+    again = path.with_suffix(".again")
+    served.save(again)
+    _same(Served.load(again), served)
+    served.problem()
+
+
+def _problem(path: Path) -> None:
+    found = read_problem(path, Wanted(machine=PAIR, context=CONTEXT))
+    if found.num_ops < 100:
+        placement = plan(found, "heft")
+        _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
+
+
+# What needs torch: policies, training runs, messages of workers.
+
+
+def _with_torch() -> Iterable[Format]:
+    import tempfile
+
+    from torchweft.placement.learn.checkpoint import OPTIMIZER, POLICY, RUN, load_run, save_run
+    from torchweft.placement.learn.policy import Policy
+    from torchweft.placement.learn.training import Settings, Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(Settings(1, 1, num_problems=4, num_tries=2), Policy((4, 3, 2, 4)))
+        trainer.advance()
+        save_run(Path(folder), trainer, [])
+        files = {name: (Path(folder) / name).read_bytes() for name in (OPTIMIZER, POLICY, RUN)}
+
+    def run(path: Path) -> None:
+        load_run(path.parent, ())
+
+    yield Format("policy", files[POLICY], lambda path: _policy(path))
+    for name in files:
+        beside = tuple((other, data) for other, data in files.items() if other != name)
+        yield Format(name, files[name], run, beside)
+    yield Format("cell", _json(CELL), _cell)
+    yield Format("part", _json(PART), _part)
+    yield Format("recording", _json(RECORDED), _recorded)
+    yield Format("message", _message(), _head)
+
+
+def _policy(path: Path) -> None:
+    from torchweft.placement.learn.policy import Policy
+
+    again = path.with_suffix(".again")
+    Policy.load(path).save(again)
+    Policy.load(again)
+
+
+def _read_json(path: Path) -> Any:
+    """JSON as a channel reads it."""
+    from torchweft.dynamic.cell import reading
+
+    with reading("message"):
+        return json.loads(path.read_bytes())
+
+
+def _cell(path: Path) -> None:
+    import torch
+
+    from torchweft.dynamic.cell import Cell, reading
+
+    cell = Cell.from_data(_read_json(path))
+    _same(Cell.from_data(json.loads(json.dumps(cell.to_data()))).to_data(), cell.to_data())
+    prepare, run = cell.functions
+    with torch.no_grad(), reading("run of a cell"):  # a worker tells of it, and goes on
+        run("cpu", prepare("cpu", *[torch.ones(2)] * len(cell.weights)), torch.ones(3, 2))
+
+
+def _part(path: Path) -> None:
+    import torch
+
+    from torchweft.dynamic.cell import Cell
+    from torchweft.dynamic.program import Part
+    from torchweft.dynamic.store import Store
+
+    part = Part.from_data(_read_json(path), torch.tensor([0, 1]), {"x": Cell.from_data(CELL)})
+    if sum(spec.num_bytes * count for spec, count in part.num_rows.items()) < 2**28:
+        Store().reserve(part.num_rows)
+
+
+def _recorded(path: Path) -> None:
+    import torch
+
+    from torchweft.dynamic.cell import Cell
+    from torchweft.dynamic.recorded import Unfolded
+    from torchweft.dynamic.store import Store
+
+    cell, numbers = Cell.from_data(CELL), torch.tensor([2, 0, 3, 1])
+    found = Unfolded(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, Store())
+    for group in found.groups:
+        found.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
+    found.answers()
+
+
+def _message() -> bytes:
+    import torch
+
+    from torchweft.dynamic.channel import head_of
+
+    message = {"kind": "call", "call": 1, "part": PART, "inputs": ["v"]}
+    return head_of(message, [torch.tensor([0, 1]), torch.ones(2, 2), torch.ones(100, 100)])
+
+
+def _head(path: Path) -> None:
+    from torchweft.dynamic.channel import read_head
+
+    read_head(path.read_bytes())

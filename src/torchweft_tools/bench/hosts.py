@@ -1,0 +1,221 @@
+"""The hosts bench: a stock host against the same host by plans, over links of several rates.
+
+    make hosts && torchweft bench hosts [--hosts transformers] [--links none,4gbit,1gbit] [--json]
+
+Each host runs with two ranks in the lab, in its own venv (`.venv-NAME`) unless this one has it.
+Stock and weft take turns in one process, in an order drawn anew for each round, with the same
+transport and the same threads; stock runs twice a round: that is the A/A control. A host that
+compiles by itself is raced in that mode as well, and the faster of the two is what counts.
+
+    stock, weft   the medians, in `unit` (more is better)
+    mode          which stock that is: eager, or compiled as the host does unless told otherwise
+    ratio         the median of weft / stock, pair by pair, with its 95 % interval
+    aa            the same of stock against itself: no row's ratio should be below the worst of it
+    equal         whether both gave the same (tokens, or numbers within 1e-4)
+    lines         lines of code of the integration, without docstrings and comments
+
+Where links cannot be limited there is one row a workload, over plain loopback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torchweft import integrations, lab
+from torchweft.errors import WeftError, unknown
+from torchweft_tools.bench.lines import code_lines
+from torchweft_tools.bench.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.told import Progress, listen, part_of
+
+ROOT = Path(__file__).parents[3]
+LINKS = "none,4gbit,2gbit,1gbit,500mbit"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""One thread a rank, nothing from outside, and libraries that keep quiet."""
+COLUMNS = (
+    *("host", "version", "strategy", "workload", "link", "stock", "mode", "weft", "unit"),
+    *("ratio", "ratio_low", "ratio_high", "equal", "lines", "aa_low", "aa_high"),
+)
+"""What people see; --json gives all."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the bench. `player`: the module that races it, given a spec in JSON.
+
+    ranked: the player is a rank, and two are started; else it is one command that starts its own.
+    """
+
+    package: str
+    player: str
+    integration: str
+    workloads: tuple[str, ...]
+    ranked: bool = True
+
+    @property
+    def lines(self) -> int:
+        """Lines of code of its integration."""
+        return code_lines(Path(integrations.__path__[0]) / self.integration)
+
+
+HOSTS = {
+    "transformers": Host(
+        "transformers",
+        "torchweft_tools.bench.host_transformers",
+        "transformers.py",
+        ("prefill", "generate"),
+    ),
+    "vllm": Host(
+        "vllm",
+        "torchweft_tools.bench.host_vllm",
+        "vllm.py",
+        ("serving", "prefill"),
+        ranked=False,
+    ),
+}
+
+
+def run(
+    *,
+    hosts: str = ",".join(HOSTS),
+    workloads: str = "",
+    links: str = LINKS,
+    num_pairs: int = MIN_PAIRS,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> tuple[list[Row], Row]:
+    """A row for each host, workload and link, and the summary.
+
+    workloads: of all hosts, by default all. quick: tiny models and three pairs, to see that
+    everything runs; its figures mean nothing.
+    """
+    if not quick and num_pairs < MIN_PAIRS:
+        raise WeftError(
+            f"bench hosts: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
+        )
+    chosen = _names("host", hosts, HOSTS)
+    known = {name for host in chosen for name in HOSTS[host].workloads}
+    wanted = _names("workload", workloads or ",".join(sorted(known)), known)
+    parsed = sorted(map(lab.Link.parse, links.split(",")), key=_kind)
+    cases = [
+        (host, workload, [link.label for link in like])
+        for host in chosen
+        for workload in HOSTS[host].workloads
+        if workload in wanted
+        for _, like in groupby(parsed, _kind)
+    ]
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for number, (host, workload, labels) in enumerate(cases):
+        spec = {
+            "workload": workload, "links": labels, "seed": seed,
+            "num_pairs": 3 if quick else num_pairs, "size": "tiny" if quick else "full",
+        }  # fmt: skip
+        told = part_of(progress, number, len(cases))
+        try:
+            rows += [row(host, workload, result) for result in compete(HOSTS[host], spec, told)]
+        except WeftError as error:
+            failed[" ".join((host, workload, *labels))] = str(error)
+    return rows, {**summary(rows), "failed": failed, "quick": quick}
+
+
+def compete(
+    host: Host, spec: Mapping[str, Any], on_progress: Progress = lambda done, total: None
+) -> Iterator[dict[str, Any]]:
+    """Race one workload of a host: for each link, what its player told.
+
+    Raises `WeftError` if the host is not installed, or ends before it has told all.
+    """
+    words = [_python(host), "-m", host.player, json.dumps(spec)]
+    link = spec["links"][0]
+    command = (
+        lab.spawn_ranks(words, link=link, env=ENVIRONMENT)
+        if host.ranked
+        else lab.start(words, link=link, env=ENVIRONMENT, stdout=subprocess.PIPE)
+    )
+    with command:
+        yield from listen(command, "hosts", on_progress)
+
+
+def row(host: str, workload: str, result: Mapping[str, Any]) -> Row:
+    """The row of what a player told: version, strategy, link, unit, work (of a run), times."""
+    times, work = result["times"], result["work"]
+    rates = {name: statistics.median(work / run_s for run_s in times[name]) for name in times}
+    best = max(("stock", "compiled"), key=lambda name: rates.get(name, 0.0))
+    return {
+        "host": host,
+        "version": result["version"],
+        "strategy": result["strategy"],
+        "workload": workload,
+        "link": result["link"],
+        "stock": rates[best],
+        "mode": "compiled" if best == "compiled" else "eager",
+        "weft": rates["weft"],
+        "unit": result["unit"],
+        **ratio_columns("ratio", times[best], times["weft"]),
+        "equal": result["equal"],
+        "lines": HOSTS[host].lines,
+        **ratio_columns("aa", times["stock"], times["again"]),
+        "eager": rates["stock"],
+        "compiled": rates.get("compiled"),
+        "num_pairs": len(times["stock"]),
+        "notes": result.get("notes", {}),
+    }
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """The best of each host; the worst of all, against the worst of the control."""
+    best: dict[str, float] = {}
+    for each in rows:
+        best[each["host"]] = max(each["ratio"], best.get(each["host"], 0.0))
+    spreads = [abs(each[name] - 1) for each in rows for name in ("aa_low", "aa_high")]
+    return {
+        "rows": len(rows),
+        "best": best,
+        "worst_ratio": min((each["ratio"] for each in rows), default=None),
+        "aa_worst": min((each["aa_low"] for each in rows), default=None),
+        "aa_spread": max(spreads, default=None),
+        "all_equal": all(each["equal"] for each in rows),
+    }
+
+
+def _python(host: Host) -> str:
+    """The Python that has a host: this one, or that of the venv that `make hosts` made for it."""
+    if importlib.util.find_spec(host.package) is not None:
+        return sys.executable
+    own = ROOT / f".venv-{host.package}" / "bin" / "python"
+    if not own.is_file():
+        raise WeftError(
+            f"bench hosts: {host.package} is not installed here; run `make hosts`.", rule="host"
+        )
+    return str(own)
+
+
+def _kind(link: lab.Link) -> tuple[bool, str]:
+    """Links of one kind can take each other's place while ranks run."""
+    return not link.bits_per_s, link.duplex
+
+
+def _names(kind: str, text: str, known: Mapping[str, object] | set[str]) -> list[str]:
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found:
+        if word not in known:
+            raise WeftError(f"bench hosts: {unknown(kind, word, sorted(known))}", rule="option")
+    if not found:
+        raise WeftError(f"bench hosts: no {kind} is chosen.", rule="option")
+    return found

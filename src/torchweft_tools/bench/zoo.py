@@ -1,0 +1,144 @@
+"""The zoo bench: many architectures, each captured, run by plans, and compared with eager.
+
+    torchweft bench zoo [--models llama,t5] [--json]
+
+Each model runs under `sequential` (must be bit-equal to eager) and under `overlap(parts=2)` on an
+odd batch (equal within tolerance). `split_share` is the measured share of op time run in parts.
+A model that cannot be split counts as such only if the op that forbids it is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from torchweft.api import compile, report
+from torchweft.errors import WeftError, unknown
+from torchweft.plan.strategies import overlap, sequential
+from torchweft.plan.write.strategy import Strategy
+from torchweft.serve.gate import compare
+from torchweft.serve.reporting import Report
+from torchweft_tools.bench.zoo_models import MODELS, Model, outputs_of
+
+NUM_CALLS = 4
+
+
+@dataclass
+class Row:
+    """What came out of one model."""
+
+    model: str
+    captured: bool = False
+    sequential_equal: bool = False
+    split_equal: bool = False
+    equal: str = ""
+    max_abs_diff: float = float("nan")
+    split_share: float | None = None
+    num_graphs: int = 0
+    num_ops: int = 0
+    num_copies: int = 0
+    whole_ops: list[str] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+
+
+def run(
+    *, models: str = "", progress: Callable[[int, int], None] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and summary of all models, or of those named (with commas between)."""
+    chosen = _chosen(models)
+    rows = []
+    for number, model in enumerate(chosen):
+        rows.append(look(model))
+        if progress is not None:
+            progress(number + 1, len(chosen))
+    return [asdict(row) for row in rows], summary(rows)
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """How many models were captured, equal, split; the median share of time in parts."""
+    shares = [row.split_share or 0.0 for row in rows]
+    unsplit = [row for row in rows if not row.split_equal and not row.error and row.whole_ops]
+    return {
+        "models": len(rows),
+        "captured": sum(row.captured for row in rows),
+        "sequential_equal": sum(row.sequential_equal for row in rows),
+        "split_equal": sum(row.split_equal for row in rows),
+        "unsplittable_with_reason": len(unsplit),
+        "failed": sum(bool(row.error) for row in rows),
+        "median_split_share": round(statistics.median(shares), 4) if shares else 0.0,
+    }
+
+
+def look(model: Model) -> Row:
+    """Capture one model and run it by plans; whatever it raises is told, not raised."""
+    row, start = Row(model.name), time.perf_counter()
+    try:
+        _look(model, row)
+    except ImportError as error:
+        raise WeftError(f"zoo: {error}. Install it: pip install {model.library}") from None
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        row.error = f"{type(error).__name__}: {lines[0][:200]}"
+    row.seconds = round(time.perf_counter() - start, 2)
+    return row
+
+
+def _look(model: Model, row: Row) -> None:
+    torch.manual_seed(0)
+    module, inputs = model.build().eval(), model.inputs()
+    wanted = _outputs(module, inputs)
+    found, told = _under(sequential, model, module, inputs)
+    row.captured = bool(told.pieces) and told.num_uncaptured == 0
+    row.sequential_equal = compare(wanted, found).equal == "bit-equal"
+    found, told = _under(overlap(parts=2), model, module, inputs)
+    verdict = compare(wanted, found)
+    row.equal, row.max_abs_diff = verdict.equal, verdict.max_abs_diff
+    row.split_share, row.num_copies = told.split_share, told.num_copies
+    split = any(plan.num_parts > 1 for piece in told.pieces for plan in piece.plans)
+    row.split_equal = bool(verdict) and split
+    if not verdict:
+        raise WeftError(f"zoo: {model.name} differs under overlap: {verdict}")
+    row.num_graphs = len(told.pieces)
+    row.num_ops = sum(piece.num_ops for piece in told.pieces)
+    row.whole_ops = [f"{n}: {why}" for piece in told.pieces for n, _, why in piece.whole_ops]
+    row.fallbacks = dict(told.fallbacks)
+
+
+def _under(
+    strategy: Strategy, model: Model, module: torch.nn.Module, inputs: dict[str, Any]
+) -> tuple[Any, Report]:
+    """The outputs of the last of several calls under a strategy, and the report."""
+    torch._dynamo.reset()
+    batch = model.batch if isinstance(model.batch, int | str) else None
+    compile(module, strategy, batch=batch)
+    try:
+        found = None
+        for _ in range(NUM_CALLS):
+            found = _outputs(module, inputs)
+        return found, report(module)
+    finally:
+        module._compiled_call_impl = None
+
+
+def _outputs(module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the models' own libraries
+        return outputs_of(module(**inputs))
+
+
+def _chosen(names: str) -> list[Model]:
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = {model.name: model for model in MODELS}
+    for name in wanted:
+        if name not in known:
+            raise WeftError(f"zoo: {unknown('model', name, known)}", rule="model")
+    return [known[name] for name in wanted] or list(MODELS)

@@ -1,0 +1,22 @@
+"""The link lab: a command comes in, and runs over a link of a chosen rate; its exit code goes out.
+
+    with lab.spawn_ranks([sys.executable, "script.py"], link="1gbit") as ranks:
+        for line in ranks.stdout:       # what rank 0 prints
+            ...
+        code = ranks.wait()
+
+Half duplex, all ranks share one network namespace, and its loopback is the link; both directions
+share the rate. Full duplex, two namespaces (sides) are joined, and each direction has the rate.
+
+      half:  [ rank 0  rank 1 ]          full:  [ rank 0 ]--->[ rank 1 ]
+              `- lo, rate R -'                          <---      each R
+
+No root is needed. Where the kernel or a missing tool forbids it, the command runs over plain
+loopback, and `label` says so.
+"""
+
+from torchweft_tools.lab.command import Command, check, run, spawn_ranks, start
+from torchweft_tools.lab.link import Link
+from torchweft_tools.lab.rate import is_limited, set_rate
+
+__all__ = ["Command", "Link", "check", "is_limited", "run", "set_rate", "spawn_ranks", "start"]

@@ -1,0 +1,268 @@
+"""A command in the lab: words and a link come in; a running command and its label go out.
+
+The lab process starts `inside.py`, in namespaces of its own if the link is limited, and holds one
+end of a pipe to it. Bytes in the pipe are signals for the command; its end, for whatever reason,
+is the end of the command and of everything it started:
+
+    lab --pipe--> unshare --> inside (process 1 of its namespace) --> the command, or its ranks
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from torchweft.errors import MachineError, WeftError
+from torchweft_tools.lab.link import Link
+
+log = logging.getLogger("torchweft")
+
+INSIDE = Path(__file__).with_name("inside.py")
+TOOLS = ("unshare", "ip", "tc")
+SBIN = ("/usr/sbin", "/sbin")  # where ip and tc are; not on every user's PATH
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FROM_TERMINAL = 0x80  # si_code SI_KERNEL: a Ctrl-C, which the terminal has given to the command too
+LOOK_S = 0.5  # another thread of ours may have taken the news of the command's end
+GRACE_S = 5.0  # how long the others may take to end when one has failed
+FIRST, PORT = "10.77.0.1", 29500
+
+# Ways into the namespaces, the best first. With a process namespace, the kernel itself ends
+# what is left; it needs a /proc of its own, or process numbers would contradict each other.
+_PROCESSES = ("--pid", "--fork", "--kill-child", "--mount-proc")
+WAYS = (("-Ur", "--net", "--mount", *_PROCESSES), ("-Ur", "--net", "--mount"))
+ROOT_WAY = ("--net", "--mount", *_PROCESSES)  # where user namespaces are forbidden even to root
+
+
+class Command:
+    """A command that runs in the lab; leaving its `with` ends it and all that it started."""
+
+    def __init__(self, link: Link, way: Sequence[str], spec: dict[str, Any], **options: Any):
+        self.link = link
+        reader, writer = os.pipe()
+        self._control = os.fdopen(writer, "wb", buffering=0)
+        words = [*way, sys.executable, "-I", "-S", str(INSIDE), str(reader)]
+        os.set_inheritable(reader, True)
+        try:
+            with _blocked():  # not for unshare: a signal must not end it before the command
+                self._process = subprocess.Popen(words, close_fds=False, text=True, **options)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            os.close(reader)
+        with suppress(BrokenPipeError):
+            self._control.write(json.dumps(spec).encode() + b"\n")
+
+    @property
+    def label(self) -> str:
+        """The link that it really runs over, for people: results are printed with it."""
+        return self.link.label
+
+    @property
+    def stdout(self) -> IO[str]:
+        """The lines it prints (of ranks: those of rank 0), if it was started with a pipe."""
+        assert self._process.stdout is not None, "not started with stdout=PIPE"
+        return self._process.stdout
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end; the exit code, 128 + N if signal N ended it. The first failure counts.
+
+        Raises `subprocess.TimeoutExpired` if it still runs.
+        """
+        code = self._process.wait(timeout_s)
+        return 128 - code if code < 0 else code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all of its processes."""
+        with suppress(BrokenPipeError, ValueError):
+            self._control.write(bytes([number]))
+
+    def close(self) -> None:
+        """End it if it still runs, with everything it started. Nothing is left afterwards."""
+        self._control.close()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check(link: str = "1gbit") -> str:
+    """Why links cannot be limited here, in a few words; empty if they can."""
+    return _find_way(Link.parse(link))[1]
+
+
+def start(
+    argv: Sequence[str],
+    *,
+    link: str | Link,
+    env: Mapping[str, str] | None = None,
+    stdout: int | IO[Any] | None = None,
+    require: bool = False,
+) -> Command:
+    """Start a command over a link; full duplex, once on each side, as two nodes of torchrun.
+
+    `env` is added to the environment. Raises `MachineError` with `require=True` where the link
+    cannot be limited; otherwise that is logged, and the command runs over plain loopback.
+    """
+    wanted = Link.parse(link) if isinstance(link, str) else link
+    way, found = _way(wanted, require=require)
+    if wanted.duplex == "half":
+        members = [_member(0, {})]
+    else:
+        address, port = _meeting_point(found)
+        common = {"MASTER_ADDR": address, "PET_MASTER_ADDR": address, "PET_NNODES": "2"}
+        common |= {"MASTER_PORT": port, "PET_MASTER_PORT": port}
+        sides = [{"NODE_RANK": str(side), "PET_NODE_RANK": str(side)} for side in (0, 1)]
+        members = [_member(side, {**common, **sides[side]}) for side in (0, 1)]
+    return _launch(argv, found, way, members, env, stdout=stdout)
+
+
+def spawn_ranks(
+    argv: Sequence[str],
+    *,
+    link: str | Link,
+    num_ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    require: bool = False,
+) -> Command:
+    """Start a command as several ranks over a link, without torchrun.
+
+    Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    `stdout` gives what rank 0 prints; what the others print goes to stderr. If one fails, the
+    others are ended after a while, and `wait` gives its exit code.
+    """
+    if num_ranks < 1:
+        raise WeftError(f"lab: {num_ranks} ranks cannot run; num_ranks must be 1 or more.")
+    wanted = Link.parse(link) if isinstance(link, str) else link
+    way, found = _way(wanted, require=require)
+    num_sides = 2 if found.bits_per_s and found.duplex == "full" else 1
+    address, port = _meeting_point(found)
+    side_of = [rank * num_sides // num_ranks for rank in range(num_ranks)]
+    members = []
+    for rank, side in enumerate(side_of):
+        places = {"RANK": rank, "LOCAL_RANK": rank - side_of.index(side)}
+        sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": side_of.count(side)}
+        told = {name: str(number) for name, number in {**places, **sizes}.items()}
+        told |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        members.append(_member(side, told, quiet=rank > 0))
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    return _launch(argv, found, way, members, env, **options)
+
+
+def run(argv: Sequence[str], *, link: str | Link, require: bool = False) -> int:
+    """Run a command to its end in this terminal, passing signals on; its exit code."""
+    told = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    with start(argv, link=link, require=require) as command, _blocked(*told, signal.SIGCHLD):
+        while sys.platform == "linux" and command.poll() is None:
+            got = signal.sigtimedwait({*told, signal.SIGCHLD}, LOOK_S)
+            if got is None or got.si_signo not in told:
+                continue
+            if got.si_signo != signal.SIGINT or got.si_code != FROM_TERMINAL:
+                command.send_signal(got.si_signo)
+        return command.wait()
+
+
+def _way(wanted: Link, *, require: bool) -> tuple[Sequence[str], Link]:
+    """The words in front of the command, and the link it really gets."""
+    way, reason = _find_way(wanted)
+    if not reason:
+        return way, wanted
+    if require:
+        raise MachineError(f"lab: no link limit: {reason}.", rule="lab")
+    log.warning("lab: no link limit: %s; runs over plain loopback", reason)
+    return (), Link(0, wanted.duplex)
+
+
+def _find_way(link: Link) -> tuple[Sequence[str], str]:
+    """A way into namespaces with this link, tried for real, or the reason why there is none."""
+    if not link.bits_per_s:
+        return (), ""
+    if sys.platform != "linux":
+        return (), f"network namespaces need Linux, and this is {sys.platform}"
+    missing = [tool for tool in TOOLS if _tool(tool) is None]
+    if missing:
+        verb = "are" if len(missing) > 1 else "is"
+        return (), f"{' and '.join(missing)} {verb} not installed"
+    reason = ""
+    for flags in (*WAYS, ROOT_WAY) if os.geteuid() == 0 else WAYS:
+        way = (str(_tool("unshare")), *flags)
+        empty = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        with Command(link, way, _spec(link, [], []), **empty, stderr=subprocess.PIPE) as probe:
+            _, said = probe._process.communicate()
+            if probe.wait() == 0:
+                return way, ""
+        lines = said.strip().splitlines() or ["refused without a word"]
+        why = lines[-1].replace("unshare: unshare failed:", "the kernel refuses namespaces:")
+        reason = reason or why.removeprefix("lab: ").rstrip(".")
+    return (), reason
+
+
+def _launch(
+    argv: Sequence[str],
+    link: Link,
+    way: Sequence[str],
+    members: list[dict[str, Any]],
+    env: Mapping[str, str] | None,
+    **options: Any,
+) -> Command:
+    words = [str(word) for word in argv]
+    if not words or not words[0]:
+        cure = "Give one, such as: torchweft lab run --link 1gbit -- torchrun train.py"
+        raise WeftError(f"lab: no command. {cure}", rule="lab")
+    told = {**os.environ, **(env or {}), "WEFT_LINK": link.label}
+    if sys.platform == "linux":
+        joined = bool(link.bits_per_s) and link.duplex == "full"
+        told.setdefault("GLOO_SOCKET_IFNAME", "weft0" if joined else "lo")
+    return Command(link, way, _spec(link, words, members), env=told, **options)
+
+
+def _spec(link: Link, words: list[str], members: list[dict[str, Any]]) -> dict[str, Any]:
+    facts = {"bits_per_s": link.bits_per_s, "duplex": link.duplex, "grace_s": GRACE_S}
+    return {**facts, "ip": _tool("ip"), "tc": _tool("tc"), "argv": words, "members": members}
+
+
+def _member(side: int, env: dict[str, str], *, quiet: bool = False) -> dict[str, Any]:
+    return {"side": side, "env": env, "quiet": quiet}
+
+
+def _meeting_point(link: Link) -> tuple[str, str]:
+    """Address and port where ranks meet; in a namespace of our own, every port is free."""
+    if link.bits_per_s:
+        return (FIRST if link.duplex == "full" else "127.0.0.1"), str(PORT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", str(probe.getsockname()[1])
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
+
+
+@contextmanager
+def _blocked(*numbers: int) -> Iterator[None]:
+    """Signals stay pending inside; what is started inside begins with them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers or SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
