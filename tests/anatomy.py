@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchweft.capture.dynamo import Captured
+from torchweft.capture.dynamo import Capture
 
 
-def anatomy(captured: Captured) -> list[object]:
+def anatomy(captured: Capture) -> list[object]:
     """The ops in their order: rows, uses, collectives, what they compute and on which values.
 
     A value is known by when it is first named, for inputs may be given in another order.
@@ -30,6 +30,6 @@ def anatomy(captured: Captured) -> list[object]:
     return [*found, tuple(map(number, graph.outputs))]
 
 
-def num_bodies(captured: Captured) -> int:
+def num_bodies(captured: Capture) -> int:
     """How many different bodies there are to compile."""
     return len({id(body.code) for body in captured.bodies.values()})

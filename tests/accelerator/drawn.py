@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from device import KIND
 
-from torchweft.capture.bodies.outs import Into, Room
+from torchweft.capture.bodies.outs import Into, ResultBytes
 from torchweft.errors import PlanError
 from torchweft.plan.context import Context
 from torchweft.plan.graph import Batch, Graph, Op, Value
@@ -131,7 +131,9 @@ class Direct:
     def __init__(self, body, into, value):
         self.function = body
         order = tuple(range(len(value.shape)))
-        room = Room(value.shape, torch.float32, torch.device(KIND), value.batch, order, {0: None})
+        room = ResultBytes(
+            value.shape, torch.float32, torch.device(KIND), value.batch, order, {0: None}
+        )
         self.into = Into(into, (), (room,))
 
     def __call__(self, *reads):

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.pool import Pool
+from torchweft.dynamic.pool import WorkerPool
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
 from torchweft.placement import Problem, placed
 from torchweft.placement.learn.learner import Learner, Pace
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import Served
+from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
 from torchweft_tools.bench.dynamic import drawn_trees
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Routed
+from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.dynamic_placed import ByNodes
 
 TOLERANCE = 1e-5
@@ -178,7 +178,7 @@ def test_prices_of_the_begin_and_the_end_follow_calls(calm: Calm) -> None:
 
 
 def test_model_that_needs_numbers_runs_on_workers_too() -> None:
-    model = Routed().eval()
+    model = RoutedExperts().eval()
     inputs = [torch.randn(3, 12) for _ in range(3)]
     wanted = [model(each) for each in inputs]
     with weft.dynamic(model, workers=TWO[:1], planner="heft", watchdog_s=CALM_S) as dynamic:
@@ -418,7 +418,7 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
         for _ in range(3):
             assert close(dynamic.map(inputs), wanted)
         assert "1 turns failed" in str(dynamic.report())
-    assert Served.load(tmp_path / "run.json") == run
+    assert ServedRun.load(tmp_path / "run.json") == run
     assert run.problem().num_ops == len(run.graph.ops)
 
 
@@ -517,16 +517,16 @@ def test_a_process_that_is_no_worker_is_given_up(
         return real([sys.executable, str(stranger), command[-1]], **facts)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules[Pool.__module__], "START_S", 2.0)
+        patched.setattr(sys.modules[WorkerPool.__module__], "START_S", 2.0)
         patched.setattr(subprocess, "Popen", start)
         with pytest.raises(MachineError, match="'one' did not start"):
-            Pool(TWO[:1])
-    with Pool(TWO[:1]) as pool:
+            WorkerPool(TWO[:1])
+    with WorkerPool(TWO[:1]) as pool:
         assert pool.names == ["one"], "the real worker still gets in"
 
 
 def test_stream_with_all_workers_lost_gives_an_error_for_each_input() -> None:
-    model = Routed().eval()  # it needs numbers while it is recorded
+    model = RoutedExperts().eval()  # it needs numbers while it is recorded
     inputs = [torch.randn(3, 12) for _ in range(5)]
     with weft.dynamic(model, workers=TWO[:1], planner="heft", watchdog_s=CALM_S) as dynamic:
         stream = dynamic.stream(inputs)

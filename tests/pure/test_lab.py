@@ -92,14 +92,14 @@ def python(code: str, *words: str) -> list[str]:
     ],
 )
 def test_link_is_read_from_text(text: str, bits: int, label: str) -> None:
-    link = lab.Link.parse(text)
+    link = lab.LabLink.parse(text)
     assert (link.bits_per_s, link.label) == (bits, label)
 
 
 @given(st.integers(MIN_BITS_PER_S, MAX_BITS_PER_S), st.sampled_from(["half", "full"]))
 def test_label_of_a_link_reads_back(bits: int, duplex: str) -> None:
-    link = lab.Link(bits, duplex)
-    assert lab.Link.parse(link.label) == link
+    link = lab.LabLink(bits, duplex)
+    assert lab.LabLink.parse(link.label) == link
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,16 @@ def test_label_of_a_link_reads_back(bits: int, duplex: str) -> None:
 )  # fmt: skip
 def test_bad_rate_lists_what_is_allowed(text: str) -> None:
     with pytest.raises(MachineError, match="Allowed: 1mbit to 100gbit") as caught:
-        lab.Link.parse(text)
+        lab.LabLink.parse(text)
     assert caught.value.rule == "link"
     assert len(str(caught.value)) < 250
 
 
 def test_bad_duplex_lists_the_choices() -> None:
     with pytest.raises(MachineError, match="Did you mean 'full'"):
-        lab.Link.parse("1gbit", "ful")
+        lab.LabLink.parse("1gbit", "ful")
     with pytest.raises(MachineError, match="is not half duplex"):
-        lab.Link.parse("1gbit full", "half")
+        lab.LabLink.parse("1gbit full", "half")
 
 
 def test_the_lab_is_reached_lazily_and_without_torch() -> None:

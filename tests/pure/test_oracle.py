@@ -15,7 +15,7 @@ from torchweft.plan.sizes import Size
 from torchweft_tools.bench import verify as bench
 from torchweft_tools.bench.mutations import MUTATIONS
 from torchweft_tools.bench.oracle import by_closure, by_interleavings, is_safe
-from torchweft_tools.bench.oracle.overlap import Span, overlap, overlap_at
+from torchweft_tools.bench.oracle.overlap import OracleSpan, overlap, overlap_at
 from torchweft_tools.bench.random_graphs import random_graph
 from torchweft_tools.bench.random_plans import random_pair, random_plan
 
@@ -206,7 +206,7 @@ def test_a_send_meets_its_receive() -> None:
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
 def test_spans_overlap_if_they_do_for_some_rows(num_parts: int) -> None:
     parts = [None, *range(num_parts)]
-    spans = [Span(*found) for found in product(range(3), (1, 2), parts)]
+    spans = [OracleSpan(*found) for found in product(range(3), (1, 2), parts)]
     rows = list(product(range(1, 8 if num_parts > 2 else 15), repeat=num_parts))
     for one, two in product(spans, spans):
         tried = any(overlap_at(one, two, counts) for counts in rows)

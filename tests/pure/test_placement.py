@@ -384,7 +384,9 @@ def test_a_search_without_time_starts_nothing_slow(monkeypatch):
 
 def test_annealing_of_a_large_problem_ends_without_a_deadline(monkeypatch):
     steps = []
-    monkeypatch.setattr(annealing._State, "step", lambda self, heat_s: steps.append(heat_s))
+    monkeypatch.setattr(
+        annealing._AnnealingState, "step", lambda self, heat_s: steps.append(heat_s)
+    )
     problem = case(random_tree(101, 0), MACHINES[1], 1.0)
     plan(problem, "annealing")
     assert len(steps) == 200 * problem.num_ops

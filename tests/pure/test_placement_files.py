@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import plan
-from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.files.read_any import ProblemOptions, read_problem
 from torchweft.placement.files.read_dnn import read_dnn
 from torchweft.placement.files.read_stg import read_stg
 from torchweft.placement.files.read_trees import read_trees
@@ -86,7 +86,7 @@ def test_stg_says_times_and_predecessors(write):
         (0, 1), (0, 2), (0, 4), (1, 3), (2, 3), (3, 5), (4, 5),
     }  # fmt: skip
     assert plan(problem, "heft").makespan_s == 12.0
-    assert read_problem(write(STG), Wanted(slowness=(1.0, 2.0, 2.0))).seconds[1] == (
+    assert read_problem(write(STG), ProblemOptions(slowness=(1.0, 2.0, 2.0))).seconds[1] == (
         9.0,
         18.0,
         18.0,
@@ -210,13 +210,13 @@ def test_a_damaged_dnn_file_is_refused(write, damage, why):
 
 def test_trees_are_read_one_by_one(write):
     path = write(TREES)
-    problem = read_problem(path, Wanted(slowness=(1.0, 2.0), ratio=0.5))
+    problem = read_problem(path, ProblemOptions(slowness=(1.0, 2.0), ratio=0.5))
     assert problem.ops == ("leaf0", "leaf1", "leaf2", "node3", "leaf4", "node5", "node6")
     assert problem.seconds[0] == (0.4, 0.8)
-    second = read_problem(path, Wanted(tree=1))
+    second = read_problem(path, ProblemOptions(tree=1))
     assert second.ops == ("leaf0", "node1", "node2")
     with pytest.raises(PlacementError, match="no tree number 2"):
-        read_problem(path, Wanted(tree=2))
+        read_problem(path, ProblemOptions(tree=2))
 
 
 def test_a_very_deep_tree_is_read():
@@ -247,9 +247,9 @@ MACHINE = Machine(
 
 
 def test_a_machine_takes_the_place_of_a_files_devices(write):
-    problem = read_problem(write(STG), Wanted(machine=MACHINE))
+    problem = read_problem(write(STG), ProblemOptions(machine=MACHINE))
     assert problem.seconds[1] == (36.0, 9.0, 18.0)
-    problem = read_problem(write(DNN), Wanted(machine=MACHINE))
+    problem = read_problem(write(DNN), ProblemOptions(machine=MACHINE))
     assert problem.seconds[0] == (4.0, 1.0, 2.0)
     assert problem.room_bytes == (float("inf"), 80.0, 100.0)
 
@@ -258,7 +258,7 @@ def test_a_graph_of_ours_needs_a_machine(write):
     path = write(graph_data(transformer(1, 64, tensor_parallel=False)), "g.json")
     with pytest.raises(PlacementError, match="give --machine"):
         read_problem(path)
-    assert read_problem(path, Wanted(machine=MACHINE)).num_ops == 3
+    assert read_problem(path, ProblemOptions(machine=MACHINE)).num_ops == 3
 
 
 @settings(max_examples=200)

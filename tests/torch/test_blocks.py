@@ -16,7 +16,7 @@ import torchweft as weft
 from torchweft.api import session_of
 from torchweft.capture.blocks.blocks import Blocks, find_blocks
 from torchweft.capture.tracing import Watch, compile_by
-from torchweft_tools.bench.depth_model import Layer, Model
+from torchweft_tools.bench.depth_model import DepthLayer, DepthModel
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def ops_of(model):
 @torch.no_grad()
 @pytest.mark.parametrize("strategy", ["sequential", weft.overlap(parts=2)])
 def test_layers_are_ops_of_one_graph_that_share_a_body(strategy):
-    model = Model(4).eval()
+    model = DepthModel(4).eval()
     wanted = model(TOKENS)
     weft.compile(model, strategy)
     torch.testing.assert_close(
@@ -298,7 +298,7 @@ def test_modes_around_the_stack_reach_into_blocks():
 
 
 def test_blocks_are_repeated_modules_of_the_user():
-    assert find_blocks(Model(2)) == [Layer]
+    assert find_blocks(DepthModel(2)) == [DepthLayer]
     assert find_blocks(Stack(num_layers=1)) == []
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     wide = nn.ModuleList([Block(8), Block(4)])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.dynamic.cell import ROOM, Cell, spec_of
-from torchweft.dynamic.channel import WORD, Channel, ChannelError, head_of, read_head
+from torchweft.dynamic.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
 from torchweft.dynamic.operators import operator_of
-from torchweft.dynamic.program import Part
-from torchweft.dynamic.recorded import Unfolded
-from torchweft.dynamic.store import Store
+from torchweft.dynamic.program import DevicePart
+from torchweft.dynamic.recorded import RecordedRun
+from torchweft.dynamic.store import RowStore
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
 
@@ -216,7 +216,7 @@ def cells() -> dict[str, Cell]:
 
 
 def test_a_part_of_plain_data_is_read(cells: dict[str, Cell]) -> None:
-    part = Part.from_data(PART, torch.tensor([0, 1]), cells)
+    part = DevicePart.from_data(PART, torch.tensor([0, 1]), cells)
     assert part.tasks[0].group.starts == (2,)
 
 
@@ -227,13 +227,13 @@ def test_a_part_that_is_none_is_refused_before_rows_are_reserved(
     data = copy.deepcopy(PART)
     PARTS[name](data)
     with pytest.raises(CaptureError):
-        Part.from_data(data, torch.tensor([0, 1]), cells)
+        DevicePart.from_data(data, torch.tensor([0, 1]), cells)
 
 
 @pytest.mark.parametrize("rows", [torch.tensor([0, 9]), torch.tensor([-1, 0]), torch.ones(2)])
 def test_rows_that_are_not_there_are_refused(rows: Tensor, cells: dict[str, Cell]) -> None:
     with pytest.raises(CaptureError):
-        Part.from_data(PART, rows, cells)
+        DevicePart.from_data(PART, rows, cells)
 
 
 RECORDED = {
@@ -257,7 +257,7 @@ RECORDINGS = {
 
 
 def unfolded(data: Any, cells: dict[str, Cell], numbers: Tensor = NUMBERS) -> list[Tensor]:
-    found = Unfolded(data, [numbers, torch.ones(2, 2)], cells, Store())
+    found = RecordedRun(data, [numbers, torch.ones(2, 2)], cells, RowStore())
     weights = cells["x"].functions[0]("cpu", torch.ones(2))
     for group in found.groups:
         found.store.run(group, lambda cell: weights)
@@ -316,9 +316,9 @@ def test_bytes_that_are_no_message_are_refused(name: str) -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, socket.socket]]:
+def ends() -> Iterator[tuple[WorkerChannel, socket.socket]]:
     here, there = socket.socketpair()
-    channel = Channel(here.detach())
+    channel = WorkerChannel(here.detach())
     with there:
         yield channel, there
     channel.close()
@@ -335,7 +335,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
     ],
 )
 def test_garbage_on_a_channel_is_one_clean_error(
-    sent: bytes, ends: tuple[Channel, socket.socket]
+    sent: bytes, ends: tuple[WorkerChannel, socket.socket]
 ) -> None:
     channel, stranger = ends
     stranger.sendall(sent)
@@ -346,7 +346,7 @@ def test_garbage_on_a_channel_is_one_clean_error(
 
 @pytest.mark.parametrize("size", [80_000, 8_000])
 def test_a_tensor_of_another_size_than_announced_is_refused(
-    size: int, ends: tuple[Channel, socket.socket]
+    size: int, ends: tuple[WorkerChannel, socket.socket]
 ) -> None:
     """Of one that is too short, the rest would be memory of the receiver, which an echo sends."""
     channel, stranger = ends

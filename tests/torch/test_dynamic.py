@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import torchweft as weft
 from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.channel import Channel
+from torchweft.dynamic.channel import WorkerChannel
 from torchweft.errors import CaptureError
 from torchweft_tools.bench import dynamic_models as models
 from torchweft_tools.bench.dynamic import read_trees
@@ -76,7 +76,7 @@ def cases() -> dict[str, tuple[nn.Module, list[Any]]]:
         "lattice": (models.LatticeLSTM(), lattices(5)),
         "recursive": (models.RecursiveNet(), trees(6)),
         "early exit": (models.EarlyExit(), [torch.randn(5, 16) for _ in range(6)]),
-        "routed": (models.Routed(), [torch.randn(4, 12) for _ in range(5)]),
+        "routed": (models.RoutedExperts(), [torch.randn(4, 12) for _ in range(5)]),
         "lora": (models.LoraPerRequest(), [(torch.randn(16), n % 8) for n in range(12)]),
         "condconv": (models.CondConv(), [torch.randn(4, 6, 6) for _ in range(5)]),
     }
@@ -203,10 +203,10 @@ def test_modules_have_their_own_class_outside_of_calls() -> None:
 def test_messages_keep_small_and_large_tensors() -> None:
     sent = [torch.arange(5), torch.empty(0, 3), torch.randn(100, 100), torch.tensor(True)]
     here, there = socket.socketpair()
-    channel = Channel(here.detach())
+    channel = WorkerChannel(here.detach())
     thread = threading.Thread(target=channel.send, args=({"kind": "x", "n": 1}, sent))
     thread.start()
-    message, found = Channel(there.detach()).receive()
+    message, found = WorkerChannel(there.detach()).receive()
     thread.join()
     assert message == {"kind": "x", "n": 1}
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, sent, strict=True))

@@ -206,7 +206,7 @@ def test_a_trace_that_cannot_be_made_costs_no_call(monkeypatch):
 @pytest.mark.parametrize("name", ["Piece", "build", "Given"])
 def test_boundary_mode_falls_back_too(name, monkeypatch):
     if name == "Given":
-        broken(monkeypatch, (boundary_module.Given, "of"), KeyError("dim0"))
+        broken(monkeypatch, (boundary_module.Arguments, "of"), KeyError("dim0"))
     else:
         broken(monkeypatch, (boundary_module, name), KeyError("dim0"))
     run, x = weft.compile(function, weft.overlap(parts=2), capture="boundary"), torch.randn(6, 8)

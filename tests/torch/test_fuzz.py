@@ -16,7 +16,7 @@ from torchweft.placement.files.read_any import read_problem
 from torchweft.placement.files.read_trees import read_trees
 from torchweft.placement.learn.checkpoint import POLICY, RUN, load_run
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import Served
+from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.cost import CostTable
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.graph_file import load_graph
@@ -28,7 +28,7 @@ from torchweft_tools.bench.fuzz_files import PAIR, chain, formats
 
 READERS: dict[str, Callable[[Path], object]] = {
     "graph": load_graph, "plan": Plan.load, "costs": CostTable.load, "trace": Trace.load,
-    "machine": load_machine, "placement": Placement.load, "served": Served.load,
+    "machine": load_machine, "placement": Placement.load, "served": ServedRun.load,
     "problem": read_problem, "policy": Policy.load,
 }  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_huge_numbers_of_a_served_file_are_our_error(number: Any, tmp_path: Path
 
     path = damaged("served", tmp_path, change)
     with pytest.raises(WeftError):
-        Served.load(path).problem()
+        ServedRun.load(path).problem()
 
 
 SETTINGS = [

@@ -20,7 +20,7 @@ from torchweft.placement.learn.cases import case, draw_case, random_tree
 from torchweft.placement.learn.learned import learned
 from torchweft.placement.learn.learner import Learner, Pace, one_thread
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import Served, problems_in
+from torchweft.placement.learn.served import ServedRun, problems_in
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.planners.portfolio import GUARD
 from torchweft.plan.cost import CostTable
@@ -28,7 +28,7 @@ from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
-from torchweft_tools.bench.recovery import Kept, intervals, policy_of, recovered, simulated
+from torchweft_tools.bench.recovery import FrozenPlanner, intervals, policy_of, recovered, simulated
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)
 
@@ -183,7 +183,7 @@ def test_the_interval_of_a_share_is_that_of_its_requests() -> None:
 
 
 def test_a_kept_placement_is_timed_anew() -> None:
-    kept, first = Kept(heft), case(random_tree(15, 0), (1.0, 1.5), 1.0)
+    kept, first = FrozenPlanner(heft), case(random_tree(15, 0), (1.0, 1.5), 1.0)
     before = plan(first, kept)
     slow = replace(first, seconds=tuple((2 * a, b) for a, b in first.seconds))
     after = plan(slow, kept)
@@ -201,7 +201,7 @@ MACHINE = Machine(
 )
 
 
-def a_run(num_ops: int = 6, slowness: float = 2.0) -> Served:
+def a_run(num_ops: int = 6, slowness: float = 2.0) -> ServedRun:
     """A served run of a small tree: ops of one body, two of which ran on the fast device."""
     values = [Value(f"v{n}", (Size.of(8),), "uint8") for n in range(num_ops)]
     ops = [
@@ -219,7 +219,7 @@ def a_run(num_ops: int = 6, slowness: float = 2.0) -> Served:
         for n in (0, 1)
     ]
     copy = Span("copy", "copy v0 to slow", "fast.to.slow", "fast", "io", "", None, 1.0, 2.0, 1.0)
-    return Served(graph, MACHINE, table, Trace("run", (*spans, copy)), "home", ("w",))
+    return ServedRun(graph, MACHINE, table, Trace("run", (*spans, copy)), "home", ("w",))
 
 
 def test_a_served_run_says_what_ops_took(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_served_run_says_what_ops_took(tmp_path: Path) -> None:
     assert seconds[1:] == (0.5 + 1.5, 2.0), "its spans and a start; the table"
     assert problem.ready_s[0][1] > 0
     run.save(tmp_path / "run.json")
-    assert Served.load(tmp_path / "run.json") == run
+    assert ServedRun.load(tmp_path / "run.json") == run
     assert [p.seconds for p in problems_in(tmp_path)] == [problem.seconds]
 
 
@@ -246,7 +246,7 @@ def test_a_damaged_run_is_told(tmp_path: Path) -> None:
     ):  # fmt: skip
         path.write_text(json.dumps({**whole, key: wrong}))
         with pytest.raises(WeftError, match=r"file|version|trace|costs"):
-            Served.load(path)
+            ServedRun.load(path)
     path.write_text(json.dumps({**whole, "home": "nowhere"}))
     with pytest.raises(WeftError, match="unknown device 'nowhere'"):
         problems_in(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.capture import Captured, probe, run_reference
+from torchweft.capture import Capture, probe, run_reference
 from torchweft.capture.marks import (
     MarkRule,
     mark,
@@ -276,7 +276,7 @@ def test_a_probe_of_a_marked_region() -> None:
     assert probe(captured, given(captured, x)).assumed == ("sorted",)
 
 
-def given(captured: Captured, x: torch.Tensor) -> list[Any]:
+def given(captured: Capture, x: torch.Tensor) -> list[Any]:
     """The inputs as Dynamo passes them: sizes where it wants sizes."""
     slots = max([*captured.slots.values(), *(found[1] for found in captured.symbols)]) + 1
     inputs: list[Any] = [x] * slots

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.bodies.outs import Into, Room
+from torchweft.capture.bodies.outs import Into, ResultBytes
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.machine import cpu
 from torchweft.run.cpu import Lanes, run
@@ -233,7 +233,9 @@ class Doubled:
     """A body that writes where it is told."""
 
     def __init__(self, value):
-        room = Room(value.shape, torch.float32, torch.device("cpu"), value.batch, (0, 1), {0: None})
+        room = ResultBytes(
+            value.shape, torch.float32, torch.device("cpu"), value.batch, (0, 1), {0: None}
+        )
         self.into = Into(lambda x, out: (torch.mul(x, 2, out=out),), (), (room,))
 
     def __call__(self, x):

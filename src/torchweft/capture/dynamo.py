@@ -1,4 +1,4 @@
-"""What was `Captured`: a graph, a body for each op, and how calls bind to it.
+"""What was `Capture`: a graph, a body for each op, and how calls bind to it.
 
     def backend(gm, example_inputs):          # what Dynamo calls
         captured = capture(gm, example_inputs)
@@ -43,7 +43,7 @@ GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
 
 
 @dataclass(frozen=True)
-class Captured:
+class Capture:
     """A graph with everything that is needed to run it."""
 
     graph: Graph
@@ -175,7 +175,7 @@ def capture(
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
     blocks: bool = False,
-) -> Captured:
+) -> Capture:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
@@ -204,7 +204,7 @@ def analyse(
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
     blocks: bool = False,
-) -> tuple[Captured, Rows]:
+) -> tuple[Capture, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
     best: tuple[float, Rows, Assembly, frozenset[MarkRule]] | None = None
     for symbols in tried:
@@ -304,7 +304,7 @@ def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
 
 def _captured(
     gm: fx.GraphModule, rows: Rows, built: Assembly, matched: frozenset[MarkRule], name: str
-) -> Captured:
+) -> Capture:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slot_of = {node: number for number, node in enumerate(placeholders)}
     constants = {
@@ -323,7 +323,7 @@ def _captured(
         batch=str(batch) if batch is not None else None,
         level=rows.level,
     )
-    return Captured(
+    return Capture(
         graph=graph,
         bodies=built.bodies,
         reasons=built.reasons,

@@ -42,12 +42,12 @@ def _check(condition: Any) -> Callable[[Mapping[str, int]], bool]:
     """A condition as Python: sympy itself would take longer than the call that it guards."""
     symbols = sorted(condition.free_symbols, key=str)
     names = {symbol: f"env[{str(symbol)!r}]" for symbol in symbols}
-    text = _Printer(names).doprint(condition)
+    text = _GuardPrinter(names).doprint(condition)
     found: Callable[[Mapping[str, int]], bool] = eval(f"lambda env: {text}", {"math": math})
     return found
 
 
-class _Printer(PythonPrinter):
+class _GuardPrinter(PythonPrinter):
     """Prints expressions with other names for their symbols."""
 
     def __init__(self, names: Mapping[Any, str]) -> None:

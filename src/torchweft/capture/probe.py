@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture.dynamo import Captured
+from torchweft.capture.dynamo import Capture
 from torchweft.capture.reference import merge, permute_rows, take_rows
 from torchweft.plan.graph import Op
 
@@ -28,16 +28,14 @@ TOLERANCE = 1e-4
 CURE = "(if it is row-wise, weft.row_wise or rows='row-wise' says so; strict=False tries it)"
 
 
-def untried(captured: Captured) -> Captured:
+def untried(captured: Capture) -> Capture:
     """What was captured, with a cure beside the reason of each op that could be tried."""
     told = {op.name for op in captured.graph.ops if _is_candidate(captured, op, None)}
     items = captured.reasons.items()
     return replace(captured, reasons={n: f"{why} {CURE}" if n in told else why for n, why in items})
 
 
-def probe(
-    captured: Captured, inputs: Sequence[Any], names: Iterable[str] | None = None
-) -> Captured:
+def probe(captured: Capture, inputs: Sequence[Any], names: Iterable[str] | None = None) -> Capture:
     """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed.
 
     names: the ops to try; by default every marked op and every custom operator.
@@ -67,7 +65,7 @@ def probe(
     return replace(captured, graph=graph, reasons=reasons, assumed=tuple(passed))
 
 
-def _is_candidate(captured: Captured, op: Op, wanted: set[str] | None) -> bool:
+def _is_candidate(captured: Capture, op: Op, wanted: set[str] | None) -> bool:
     if op.rows != "mixing" or op.mutates or op.collective is not None or not op.makes:
         return False
     made = [captured.graph.value[name] for name in op.makes]
@@ -82,7 +80,7 @@ def _is_candidate(captured: Captured, op: Op, wanted: set[str] | None) -> bool:
 
 
 def _passes(
-    captured: Captured, op: Op, reads: list[Any], made: Sequence[Any], env: dict[str, int]
+    captured: Capture, op: Op, reads: list[Any], made: Sequence[Any], env: dict[str, int]
 ) -> bool:
     """Whether parts join to the whole, and permuted rows give permuted results."""
     batch = captured.graph.batch
@@ -118,7 +116,7 @@ def _passes(
 
 
 def _unheard(
-    captured: Captured, op: Op, reads: Sequence[Any], env: dict[str, int]
+    captured: Capture, op: Op, reads: Sequence[Any], env: dict[str, int]
 ) -> tuple[Any, ...]:
     """What stands in for the results of a collective: other ranks may have nothing to try.
 

@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from torchweft.capture.dynamo import Captured
+from torchweft.capture.dynamo import Capture
 from torchweft.plan.graph import Batch, Op
 
 
 def run_reference(
-    captured: Captured, inputs: Sequence[Any], bounds: Sequence[int] | None = None
+    captured: Capture, inputs: Sequence[Any], bounds: Sequence[int] | None = None
 ) -> tuple[Any, ...]:
     """Run all ops in program order. With `bounds` (0, ..., rows), row-wise ops run part by part."""
     values, env = captured.bind(inputs)
-    run = _Run(captured, values, env, list(bounds or []))
+    run = _ReferenceRun(captured, values, env, list(bounds or []))
     for op in captured.graph.ops:
         run.run(op)
     whole = {name: run.whole(name) for name in captured.graph.outputs}
     return captured.rebuild(whole, env)
 
 
-class _Run:
+class _ReferenceRun:
     """Values of one run: whole, or as a list of parts."""
 
     def __init__(
-        self, captured: Captured, values: dict[str, Any], env: dict[str, int], bounds: list[int]
+        self, captured: Capture, values: dict[str, Any], env: dict[str, int], bounds: list[int]
     ) -> None:
         self.captured, self.graph = captured, captured.graph
         self.wholes, self.env, self.bounds = values, env, bounds

@@ -3,7 +3,7 @@
 tracer = Tracer(rules=...)
 compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
 compiled(x)                               # equal to model(x)
-tracer.captures                           # one `Captured` a graph (graph breaks make several)
+tracer.captures                           # one `Capture` a graph (graph breaks make several)
 tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
 """
 
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.dynamo import MARKED, Captured, capture, mark_batch
+from torchweft.capture.dynamo import MARKED, Capture, capture, mark_batch
 from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.marks import MarkRule, require_matched
 from torchweft.capture.ops.units import TORCH
@@ -60,7 +60,7 @@ AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 ONLY_KNOWN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
 
 
-class _Call:
+class _TracedCall:
     """One call of a model: what Dynamo compiles for it, and what went wrong."""
 
     def __init__(self, watch: Watch, inputs: Any) -> None:
@@ -70,7 +70,7 @@ class _Call:
         self.constant = False  # whether Dynamo is told to take the number of rows for a constant
 
 
-_calling: ContextVar[_Call | None] = ContextVar("weft calling", default=None)
+_calling: ContextVar[_TracedCall | None] = ContextVar("weft calling", default=None)
 
 
 class Watch:
@@ -103,7 +103,7 @@ class Watch:
             callback_handler.register_end_callback(_end)
             _watch_limits()
             _watch_frames()
-        call = _Call(self, (args, kwargs))
+        call = _TracedCall(self, (args, kwargs))
         token = _calling.set(call)
         try:
             outputs = compiled(*args, **kwargs)
@@ -119,7 +119,7 @@ class Watch:
             self.fall_back(reason)
         return outputs
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: _TracedCall) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
         self.news = True
         self._num_breaks = num_breaks()
@@ -135,7 +135,7 @@ class Watch:
         except Exception as error:  # Dynamo would wrap what is raised
             call.failures[first_line(as_own(error, "capture"))] = None
 
-    def limit(self, call: _Call, code: CodeType, number: int) -> None:
+    def limit(self, call: _TracedCall, code: CodeType, number: int) -> None:
         """A call past a limit of Dynamo: this frame of it runs without plans.
 
         Dynamo warns of it; once will do, so from then on we end its attempt as it does itself.
@@ -151,7 +151,7 @@ class Watch:
             raise _as_it_is("recompile limit")
         self._limited.add(code)
 
-    def compile_frame(self, call: _Call, code: CodeType, trace: Callable[[], Any]) -> Any:
+    def compile_frame(self, call: _TracedCall, code: CodeType, trace: Callable[[], Any]) -> Any:
         """Compile a frame. What cannot be compiled is tried without blocks, then for this number of
         rows alone: some operators of PyTorch cannot be traced in any other way.
 
@@ -187,7 +187,7 @@ class Watch:
         return made
 
     def _leave(
-        self, call: _Call, code: CodeType, error: TorchDynamoException | None = None
+        self, call: _TracedCall, code: CodeType, error: TorchDynamoException | None = None
     ) -> NoReturn:
         """Have Dynamo run a frame as it is, counted with the reason why it cannot be traced."""
         self._untraced[code] += 1
@@ -195,7 +195,7 @@ class Watch:
         call.closed.append(code)
         raise _as_it_is("runs as it is") from error
 
-    def end(self, call: _Call) -> None:
+    def end(self, call: _TracedCall) -> None:
         """Dynamo has compiled, or failed to."""
         self._settings.close()
         try:
@@ -361,7 +361,7 @@ class Tracer:
     rules: Sequence[MarkRule] = ()
     batch: int | str | Sequence[str] | None = None
     cut: Callable[[int], Sequence[int]] | None = None
-    captures: list[Captured] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that Dynamo calls."""

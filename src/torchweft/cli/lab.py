@@ -36,5 +36,5 @@ def run_command(
     ] = False,
 ) -> None:
     """Run a command over a limited link, in a private network namespace; needs no root."""
-    wanted = lab.Link.parse(link, duplex or None)
+    wanted = lab.LabLink.parse(link, duplex or None)
     raise typer.Exit(lab.run(command or (), link=wanted, require=require))

@@ -21,7 +21,7 @@ from torchweft.cli.text import read_context, read_literal, say, say_json
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.files.read_any import ProblemOptions, read_problem
 from torchweft.placement.planners.planner import Planner, get_planner
 from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
@@ -62,7 +62,7 @@ Seed = Annotated[int, typer.Option("--seed")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
 
-class _Asked(NamedTuple):
+class _PlaceOptions(NamedTuple):
     """What stands on the command line of every command here."""
 
     problem: Problem
@@ -296,10 +296,10 @@ def _explained(problem: Problem, found: Placement, brings: dict[str, float]) -> 
     return {**found.to_data(), **more}
 
 
-def _asked(context: typer.Context) -> _Asked:
+def _asked(context: typer.Context) -> _PlaceOptions:
     """The problem that the options describe."""
     given = context.params
-    wanted = Wanted(
+    wanted = ProblemOptions(
         machine=load_machine(given["machine"]) if given["machine"] else None,
         slowness=_slowness(given["devices"]),
         ratio=given["ratio"],
@@ -311,7 +311,7 @@ def _asked(context: typer.Context) -> _Asked:
     )
     deadline_ms = given["deadline_ms"]
     deadline_s = None if deadline_ms is None else deadline_ms / 1e3
-    return _Asked(read_problem(given["graph"], wanted), deadline_s, given["seed"])
+    return _PlaceOptions(read_problem(given["graph"], wanted), deadline_s, given["seed"])
 
 
 def _slowness(text: str) -> tuple[float, ...]:

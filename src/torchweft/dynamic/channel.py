@@ -1,4 +1,4 @@
-"""A `Channel`: messages between two of our processes, plain data and tensors, nothing else.
+"""A `WorkerChannel`: messages between two of our processes, plain data and tensors, nothing else.
 
     channel.send({"kind": "rows", "call": 3}, [tensor])        one writer
     message, tensors = channel.receive()                       one reader, from another thread
@@ -34,7 +34,7 @@ class ChannelError(WeftError):
     """The other side is gone, or says what is no message."""
 
 
-class Channel:
+class WorkerChannel:
     """One end of a pair of sockets."""
 
     def __init__(self, end: int) -> None:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torchweft.dynamic.cell import Cell, Spec
 from torchweft.dynamic.channel import Message
 from torchweft.dynamic.graphing import HOME, Drawing
-from torchweft.dynamic.pool import Mate, Pool
+from torchweft.dynamic.pool import Mate, WorkerPool
 from torchweft.dynamic.prices import Prices
-from torchweft.dynamic.program import Part
-from torchweft.dynamic.recorded import Recorded
-from torchweft.dynamic.store import Store
+from torchweft.dynamic.program import DevicePart
+from torchweft.dynamic.recorded import RecordedPart
+from torchweft.dynamic.store import RowStore
 from torchweft.dynamic.traffic import Traffic
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.plan import Plan
@@ -34,7 +34,7 @@ from torchweft.plan.trace import Span, Trace
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
-Parts = tuple[Mapping[str, Part | Recorded], dict[str, list[str]], Plan | None]
+Parts = tuple[Mapping[str, DevicePart | RecordedPart], dict[str, list[str]], Plan | None]
 Measure = Callable[[Cell, str, Sequence[Tensor]], None]
 
 
@@ -44,10 +44,10 @@ class Job:
 
     write: Callable[[], Parts]  # (parts, inputs of each device, plan), for the devices alive now
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    store: Store | None = None  # where rows go
+    store: RowStore | None = None  # where rows go
     drawing: Drawing | None = None
     number: int = 0
-    parts: Mapping[str, Part | Recorded] = field(default_factory=dict)
+    parts: Mapping[str, DevicePart | RecordedPart] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
     runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
     busy_s: float = 0.0
@@ -89,7 +89,7 @@ class Job:
 class Executor:
     """Jobs on the workers of a pool."""
 
-    def __init__(self, pool: Pool, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, pool: WorkerPool, weights: Mapping[str, Tensor]) -> None:
         self.pool, self.weights = pool, weights
         self.prices = Prices(pool)
         self.jobs: dict[int, Job] = {}
@@ -166,14 +166,14 @@ class Executor:
         self.jobs[job.number] = job
         for device, part in parts.items():
             mate = self.pool.mates[device]
-            job.blocks |= part.blocks if isinstance(part, Part) else {}
+            job.blocks |= part.blocks if isinstance(part, DevicePart) else {}
             for cell in part.cells:
                 self._ship(cell, mate)
             data, rows = part.to_data()
             names = given.get(device, [])
             message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
             mate.send(message, [*rows, *(job.inputs[name] for name in names)])
-            if isinstance(part, Part):
+            if isinstance(part, DevicePart):
                 job.written[device] = len(part.tasks), time.perf_counter() - job.began_s
         return None
 
@@ -225,7 +225,7 @@ class Executor:
         traffic, read_s = Traffic(job.spans, job.blocks), {}
         for device, taken_s in job.taken_s.items():
             part, spans = job.parts[device], [s[3:] for s in job.spans if s[1] == device]
-            assert isinstance(part, Part), "other parts answer"
+            assert isinstance(part, DevicePart), "other parts answer"
             if job.inputs.keys() >= set(part.tasks[0].needs):
                 read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
@@ -242,7 +242,7 @@ class Executor:
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
         part, runs = job.parts[name], tensors[0]
-        assert isinstance(part, Recorded), "other parts are done"
+        assert isinstance(part, RecordedPart), "other parts are done"
         job.runs = name, message["cells"], runs
         if self.heard[name] % SEEN == 0:
             cells = {cell.name: cell for cell in part.cells}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from torchweft.dynamic.executor import Executor, Job, Parts
-from torchweft.dynamic.recorded import Recorded
+from torchweft.dynamic.recorded import RecordedPart
 from torchweft.errors import PlacementError
 
 SLOTS = 2
@@ -59,7 +59,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentJob:
     """A job that is under way: where, what it should take there, and since when."""
 
     device: str
@@ -74,7 +74,7 @@ class Feed:
     """Decides about the whole jobs of one executor."""
 
     executor: Executor
-    sent: dict[Job, Sent] = field(default_factory=dict)  # in order
+    sent: dict[Job, SentJob] = field(default_factory=dict)  # in order
     lines: dict[str, Line] = field(default_factory=dict)
     input_ops: float = 0.0  # of an input, on average
     freed_s: dict[str, float] = field(default_factory=dict)  # when a job ended there last
@@ -105,7 +105,7 @@ class Feed:
                 return name, share
         return "", 0
 
-    def whole(self, recorded: Recorded, device: str = "", num_inputs: int = 1) -> Job:
+    def whole(self, recorded: RecordedPart, device: str = "", num_inputs: int = 1) -> Job:
         """A job that runs on one device: on this one, or where it would be done first."""
         self.executor.measure(dict.fromkeys(recorded.cells), self.executor.pool.names)
         num_ops = recorded.num_ops
@@ -115,7 +115,7 @@ class Feed:
         def write() -> Parts:
             name = self._device(recorded, num_ops, device)
             seconds = self._seconds(recorded, num_ops, name)
-            self.sent[job] = Sent(name, seconds, num_ops, num_inputs, time.perf_counter())
+            self.sent[job] = SentJob(name, seconds, num_ops, num_inputs, time.perf_counter())
             return {name: recorded}, {}, None
 
         job = Job(write)
@@ -137,7 +137,7 @@ class Feed:
         for gone in set(self.lines) - set(self.executor.pool.names):
             del self.lines[gone]  # another worker of that name is another one
 
-    def _at(self, device: str) -> list[Sent]:
+    def _at(self, device: str) -> list[SentJob]:
         return [sent for sent in self.sent.values() if sent.device == device]
 
     def _first(self, device: str, most: int) -> int:
@@ -153,7 +153,7 @@ class Feed:
         ran_s = now_s - max(jobs[0].began_s, self.freed_s.get(device, 0.0))
         return sum(job.seconds for job in jobs) - min(ran_s, jobs[0].seconds)
 
-    def _device(self, recorded: Recorded, num_ops: int, device: str) -> str:
+    def _device(self, recorded: RecordedPart, num_ops: int, device: str) -> str:
         """This device if it is alive and has room, else the one that would be done first."""
         executor, now_s = self.executor, time.perf_counter()
         names = {name for cell in recorded.cells for name in cell.weights}
@@ -172,7 +172,7 @@ class Feed:
             )
         return min(found)[2]
 
-    def _seconds(self, recorded: Recorded, num_ops: int, device: str) -> float:
+    def _seconds(self, recorded: RecordedPart, num_ops: int, device: str) -> float:
         """What a job should take: as those before it did; at first, as if each cell ran once."""
         if device in self.lines:
             fixed_s, op_s = self.lines[device].fit()

@@ -55,9 +55,9 @@ class Ops:
         return self._table[:, 1:]
 
     @property
-    def pending(self) -> Pending:
+    def pending(self) -> PendingOps:
         """The same, ready to be grouped."""
-        return Pending(self.cell, self.args, self._table[:, 0].contiguous())
+        return PendingOps(self.cell, self.args, self._table[:, 0].contiguous())
 
     @property
     def _table(self) -> Tensor:
@@ -65,7 +65,7 @@ class Ops:
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingOps:
     """The ops of one cell: the values they read, [ops, arguments], and make from `bases` on."""
 
     cell: Cell
@@ -112,7 +112,7 @@ class Layout:
 
 
 def read_of(
-    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | Pending]
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | PendingOps]
 ) -> set[int]:
     """Those of these values that pending ops, or packs, read."""
     found, kinds = set(_read_by_ops(specs, layout, pending)), set(specs.values())
@@ -123,7 +123,7 @@ def read_of(
 
 
 def _read_by_ops(
-    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | Pending]
+    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | PendingOps]
 ) -> list[int]:
     kinds = set(specs.values())
     readers = [item for item in pending if not kinds.isdisjoint(item.cell.reads)]
@@ -137,7 +137,9 @@ def _read_by_ops(
     return found
 
 
-def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = ()) -> list[Group]:
+def group(
+    layout: Layout, pending: Sequence[PendingOps], bundles: Sequence[int] = ()
+) -> list[Group]:
     """The groups of the pending ops, in an order in which they can run."""
     pending = [*pending, *_packs_read(layout, pending)]
     if not pending:
@@ -161,7 +163,7 @@ def group(layout: Layout, pending: Sequence[Pending], bundles: Sequence[int] = (
     return groups
 
 
-def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
+def _packs_read(layout: Layout, pending: Sequence[PendingOps]) -> list[PendingOps]:
     """Packs that pending ops read, as ops."""
     found: dict[tuple[Spec, int], list[int]] = {}
     for number in packs_needed(layout, pending):
@@ -172,11 +174,11 @@ def _packs_read(layout: Layout, pending: Sequence[Pending]) -> list[Pending]:
     for (spec, count), numbers in found.items():
         cell = pack_cell(spec, count)
         args = torch.tensor([layout.packed[number] for number in numbers])
-        made.append(Pending(cell, args, torch.tensor(numbers)))
+        made.append(PendingOps(cell, args, torch.tensor(numbers)))
     return made
 
 
-def packs_needed(layout: Layout, pending: Sequence[Ops | Pending]) -> list[int]:
+def packs_needed(layout: Layout, pending: Sequence[Ops | PendingOps]) -> list[int]:
     """The packs that ops read."""
     specs = {
         number: spec_of((len(values), *spec.shape), spec.dtype)
@@ -185,7 +187,7 @@ def packs_needed(layout: Layout, pending: Sequence[Ops | Pending]) -> list[int]:
     return _read_by_ops(specs, layout, pending)
 
 
-def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]:
+def _makers(layout: Layout, pending: Sequence[PendingOps]) -> tuple[Tensor, Tensor]:
     """For each value the first value of the op that makes it, and its cell (-1: none)."""
     bases = torch.cat([item.bases for item in pending])
     counts = numbers_of([len(item.bases) for item in pending])
@@ -199,7 +201,7 @@ def _makers(layout: Layout, pending: Sequence[Pending]) -> tuple[Tensor, Tensor]
     return maker_of, cells[maker_of]
 
 
-def _reads(cell_of: Tensor, pending: Sequence[Pending]) -> list[set[int]]:
+def _reads(cell_of: Tensor, pending: Sequence[PendingOps]) -> list[set[int]]:
     """For each cell the cells whose values it reads."""
     num = len(pending) + 1
     counts = numbers_of([item.args.numel() for item in pending])
@@ -214,7 +216,7 @@ def _reads(cell_of: Tensor, pending: Sequence[Pending]) -> list[set[int]]:
     return found
 
 
-def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
+def _levels(ring: list[PendingOps], maker_of: Tensor) -> list[Tensor]:
     """How deep each op stands in its ring; ops come in the order of recording."""
     inside = torch.zeros(len(maker_of), dtype=torch.bool)
     for item in ring:
@@ -239,7 +241,7 @@ def _levels(ring: list[Pending], maker_of: Tensor) -> list[Tensor]:
     return [numbers_of([depth[base] for base in numbers]) for numbers in bases]
 
 
-def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
+def _sort(item: PendingOps, levels: Tensor | None, borders: Tensor | None) -> None:
     """The ops of a cell by level and bundle, and where each group of them starts and ends."""
     count = len(item.bases)
     if levels is None and borders is None:
@@ -260,7 +262,7 @@ def _sort(item: Pending, levels: Tensor | None, borders: Tensor | None) -> None:
     item.bases, item.args = item.bases[order], item.args[order]
 
 
-def _place(item: Pending, layout: Layout) -> None:
+def _place(item: PendingOps, layout: Layout) -> None:
     """Rows for what the ops of a cell make: one after another, in their order."""
     count, makes = len(item.bases), item.cell.makes
     if item.cell.kind == "unpack":
@@ -276,7 +278,7 @@ def _place(item: Pending, layout: Layout) -> None:
     item.starts = tuple(starts)
 
 
-def _place_equal(item: Pending, layout: Layout) -> bool:
+def _place_equal(item: PendingOps, layout: Layout) -> bool:
     """Rows for what the ops of a cell make, one for all that read the same row; False if there is
     no such pair, or they read more than one value."""
     if item.args.shape[1] != 1 or item.cell.kind != "calls" or len(item.bases) < 2:
@@ -292,7 +294,7 @@ def _place_equal(item: Pending, layout: Layout) -> bool:
     return True
 
 
-def _cut(item: Pending, layout: Layout) -> list[Group]:
+def _cut(item: PendingOps, layout: Layout) -> list[Group]:
     rows = layout.row_of[item.args].t().contiguous() if item.rows is None else item.rows
     scale = len(item.cell.makes) if item.cell.kind == "unpack" else 1
     found = []

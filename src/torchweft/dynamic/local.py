@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, Spec, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Ops, Pending, group, numbers_of, read_of
+from torchweft.dynamic.grouping import Group, Layout, Ops, PendingOps, group, numbers_of, read_of
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.store import Store
+from torchweft.dynamic.store import RowStore
 from torchweft.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 Given = tuple[range, Tensor]  # numbers of values, and a row for each
 
 
-class Held:
+class LocalRows:
     """What a recording holds of its results: the layout, and the store here."""
 
     def __init__(self, device: torch.device, *, grad: bool) -> None:
         self.layout = Layout()
-        self.store = Store(device, grad=grad)
+        self.store = RowStore(device, grad=grad)
         self.first_away, self.brought = 1 << 62, frozenset[int]()
         self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
 
@@ -80,7 +80,7 @@ class Held:
         return spec_of(spec.shape[1:], spec.dtype), rows
 
 
-class Brought:
+class RemoteRows:
     """What a recording holds of results of a job that ran elsewhere: the values it wanted."""
 
     def __init__(self, job: Any, num_values: int) -> None:
@@ -124,7 +124,7 @@ class Weights:
         return found[1]
 
 
-def take(recording: Recording, layout: Layout) -> list[Pending]:
+def take(recording: Recording, layout: Layout) -> list[PendingOps]:
     """The pending ops of a recording, ready to be grouped; they are pending no more."""
     layout.grow(recording.next)
     return [ops.pending for ops in taken(recording, layout)]
@@ -143,7 +143,7 @@ def taken(recording: Recording, layout: Layout) -> list[Ops]:
 
 
 def inputs_in(
-    recording: Recording, layout: Layout, pending: Sequence[Ops | Pending]
+    recording: Recording, layout: Layout, pending: Sequence[Ops | PendingOps]
 ) -> list[Given]:
     """The pending inputs, with rows of those that were taken apart; they are pending no more.
 
@@ -197,8 +197,8 @@ def flush_here(recording: Recording, prepared: Weights) -> list[Group]:
     state = recording.state
     if recording.store is None:
         grad = torch.is_grad_enabled() and any(w.requires_grad for w in state.weights.values())
-        recording.store = Held(state.device, grad=grad)
-    held: Held = recording.store
+        recording.store = LocalRows(state.device, grad=grad)
+    held: LocalRows = recording.store
     pending = take(recording, held.layout)
     inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
     groups = group(held.layout, pending)

@@ -32,9 +32,9 @@ from torchweft.dynamic.executor import Executor, Job
 from torchweft.dynamic.feed import SLOTS, Feed
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.learning import Turns
-from torchweft.dynamic.local import Brought, Weights, flush_here
+from torchweft.dynamic.local import RemoteRows, Weights, flush_here
 from torchweft.dynamic.placing import Placer, load
-from torchweft.dynamic.pool import Pool, Spot
+from torchweft.dynamic.pool import Spot, WorkerPool
 from torchweft.dynamic.recorded import take_all
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.reporting import DynamicReport
@@ -42,7 +42,7 @@ from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
 from torchweft.placement.learn.learner import Learner
-from torchweft.placement.learn.served import Served
+from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 
@@ -82,7 +82,7 @@ class Dynamic:
         self.weights = Weights(self.state)
         self.num_groups = self.num_ops = 0
         self.state.flush = self._flush
-        self.pool = Pool(workers, watchdog_s=watchdog_s) if workers else None
+        self.pool = WorkerPool(workers, watchdog_s=watchdog_s) if workers else None
         self.placer: Placer | None = None
         self.feed: Feed | None = None
         if self.pool is not None:
@@ -174,7 +174,7 @@ class Dynamic:
                     self._flush(recording, _lazies(outputs))
                 return None, outputs
             job = feed.whole(take_all(recording, _lazies(outputs)), device, len(given))
-            recording.store = Brought(job, recording.next)
+            recording.store = RemoteRows(job, recording.next)
             return feed.executor.submit(job), outputs
 
     def _finish(
@@ -219,7 +219,7 @@ class Dynamic:
             raise WeftError("trace: no call has run on workers yet.", rule="trace")
         return self.job.trace()
 
-    def served(self) -> Served:
+    def served(self) -> ServedRun:
         """The last call that was placed, as data that a policy can be fine-tuned on."""
         self.plan()  # or its error
         placer, _ = self._workers()
@@ -241,7 +241,7 @@ class Dynamic:
             learning=str(self.turns or ""),
         )
 
-    def _workers(self) -> tuple[Placer, Pool]:
+    def _workers(self) -> tuple[Placer, WorkerPool]:
         if self.placer is None or self.pool is None:
             raise MachineError("dynamic: there are no workers; give workers=[Spot(...), ...].")
         return self.placer, self.pool

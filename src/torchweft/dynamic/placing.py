@@ -21,12 +21,12 @@ from torchweft.dynamic.executor import Executor, Job, Parts
 from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
 from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Held, inputs_in, place_inputs, take
+from torchweft.dynamic.local import LocalRows, inputs_in, place_inputs, take
 from torchweft.dynamic.program import parts_of
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.rehearsal import rehearse
 from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
-from torchweft.placement.learn.served import Served
+from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
@@ -42,15 +42,15 @@ class Load:
     blocks: dict[str, Block]
     tensors: dict[str, Tensor]
     outputs: dict[Spec, Tensor]
-    held: Held
+    held: LocalRows
 
 
 def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[int] = ()) -> Load:
     """Take what is pending; `wanted` None: the caller may ask for anything later."""
     state = recording.state
     if recording.store is None:
-        recording.store = Held(state.device, grad=False)
-    held: Held = recording.store
+        recording.store = LocalRows(state.device, grad=False)
+    held: LocalRows = recording.store
     before, first = dict(held.layout.num_rows), held.num_values
     pending = take(recording, held.layout)
     inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
@@ -88,7 +88,7 @@ def _all(groups: Sequence[Group]) -> dict[Spec, Tensor]:
     return {spec: torch.cat(found) for spec, found in rows.items()}
 
 
-def _rows(held: Held, wanted: Sequence[Lazy], groups: Sequence[Group]) -> dict[Spec, Tensor]:
+def _rows(held: LocalRows, wanted: Sequence[Lazy], groups: Sequence[Group]) -> dict[Spec, Tensor]:
     """The rows behind lazy values, of those that groups make."""
     rows: dict[Spec, list[Tensor]] = {}
     for lazy in wanted:
@@ -163,7 +163,7 @@ class Placer:
             costs = prices.costs(drawing, machine)
             return graph_problem(drawing.graph, machine, costs, home=HOME, resident=drawing.weights)
 
-    def served(self, drawing: Drawing, trace: Trace) -> Served:
+    def served(self, drawing: Drawing, trace: Trace) -> ServedRun:
         """What was drawn and how it went, with the prices of this moment."""
         prices = self.executor.prices
         machine = prices.machine()
@@ -173,7 +173,7 @@ class Placer:
         ]
         machine = replace(machine, devices=tuple(devices))
         weights = tuple(sorted(drawing.weights))
-        return Served(drawing.graph, machine, table, trace, HOME, weights)
+        return ServedRun(drawing.graph, machine, table, trace, HOME, weights)
 
     def _weight_bytes(self, names: Mapping[str, Any] | Sequence[str] | set[str]) -> int:
         weights = self.executor.weights

@@ -1,4 +1,4 @@
-"""The `Pool`: the worker processes behind the devices of a machine, and the watch over them.
+"""The `WorkerPool`: the worker processes behind the devices of a machine, and the watch over them.
 
     pool = Pool([Spot("fast", num_threads=1, cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)])
     pool.stop()            (or `with Pool(...) as pool:`)
@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torchweft.dynamic.channel import Channel, ChannelError, Message
+from torchweft.dynamic.channel import ChannelError, Message, WorkerChannel
 from torchweft.dynamic.graphing import HOME
 from torchweft.errors import MachineError, RunError
 from torchweft.plan.graph import check_name
@@ -83,7 +83,7 @@ class Mate:
         ours, theirs = socket.socketpair()
         self.door, inner = socket.socketpair()
         self.process = _start(spot, theirs, inner)
-        self.channel = Channel(ours.detach())
+        self.channel = WorkerChannel(ours.detach())
         self.lock = threading.Lock()
         self.here = threading.Event()  # it has said hello
         self.heard_s = time.monotonic()
@@ -132,7 +132,7 @@ def _start(spot: Spot, channel: socket.socket, door: socket.socket) -> subproces
 Listen = Callable[[str, Message, list[Tensor]], None]
 
 
-class Pool:
+class WorkerPool:
     """Worker processes, started and watched."""
 
     def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 10.0) -> None:

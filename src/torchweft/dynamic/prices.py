@@ -23,7 +23,7 @@ from torch import Tensor
 from torchweft.dynamic.cell import Cell
 from torchweft.dynamic.drift import FOLLOW, FROM, Drift
 from torchweft.dynamic.graphing import HOME, Drawing, body_of
-from torchweft.dynamic.pool import Pool
+from torchweft.dynamic.pool import WorkerPool
 from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.machine import Device, Lane, Link, Machine
 
@@ -37,7 +37,7 @@ START_GROUPS = 10
 class Prices:
     """Measured seconds of cells and links, with their drift."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self.seconds: dict[tuple[str, str], dict[int, float]] = {}
         self.drift = Drift()

@@ -1,6 +1,6 @@
-"""A `Part`: what one device has to do of a plan, as plain data; and how a worker reads it back.
+"""A `DevicePart`: what one device has to do of a plan, as plain data, and how it is read back.
 
-    Plan, groups --parts_of--> {device: Part} --to_data--> message, tensors --> Part
+    Plan, groups --parts_of--> {device: DevicePart} --to_data--> message, tensors --> DevicePart
 
 A part is the lane of its device: the groups in the plan's order, what each waits for from other
 devices, and where its results go (the copy steps of the lanes of its links).
@@ -40,7 +40,7 @@ class Task:
 
 
 @dataclass(eq=False)
-class Part:
+class DevicePart:
     """The lane of one device in one call; `blocks` says where the values are that it touches."""
 
     tasks: list[Task] = field(default_factory=list)
@@ -73,13 +73,13 @@ class Part:
         return data, [torch.cat([task.group.rows.reshape(-1) for task in self.tasks])]
 
     @staticmethod
-    def from_data(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> Part:
+    def from_data(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> DevicePart:
         """The part of plain data. Raises `CaptureError` for data that is none."""
         with reading("part"):
             return _read_part(data, rows, cells)
 
 
-def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> Part:
+def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> DevicePart:
     specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
     counts = [count_of(count, ROOM) for _, _, count in data["num_rows"]]
     num_rows = dict(zip(specs, counts, strict=True))
@@ -107,14 +107,14 @@ def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell])
             raise CaptureError("part: a group needs or sends a value that is nowhere.")
         group = Group(cell, item["rows"], mine, starts)
         tasks.append(Task(str(item["label"]), group, item["needs"], sends))
-    return Part(tasks, blocks, num_rows)
+    return DevicePart(tasks, blocks, num_rows)
 
 
 def parts_of(
     plan: Plan, drawing: Drawing, home: str
-) -> tuple[dict[str, Part], dict[str, list[str]]]:
+) -> tuple[dict[str, DevicePart], dict[str, list[str]]]:
     """What each device does, and the inputs that the home sends to each of them."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, DevicePart] = {}
     task_of: dict[str, Task] = {}
     device_of: dict[str, str] = {}
     inputs: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ def parts_of(
         if step.kind == "run" and device != home:
             name = step.names[0]
             task_of[name], device_of[name] = Task(name, drawing.groups[name]), device
-            part = parts.setdefault(device, Part(num_rows=drawing.num_rows))
+            part = parts.setdefault(device, DevicePart(num_rows=drawing.num_rows))
             part.tasks.append(task_of[name])
             for value in plan.graph.op[name].makes:
                 part.blocks[value] = drawing.blocks[value]

@@ -1,4 +1,4 @@
-"""`Recorded`: a whole recording for one device, as plain data. The worker groups it itself.
+"""`RecordedPart`: a whole recording for one device, as plain data. The worker groups it itself.
 
     Recording --take_all--> Recorded --message--> worker: layout, groups, rows --> the values wanted
 
@@ -20,7 +20,7 @@ from torchweft.dynamic.grouping import Group, Layout, Ops, group, numbers_of, pa
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.local import Given, inputs_in, place_inputs, taken
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.store import Store
+from torchweft.dynamic.store import RowStore
 from torchweft.errors import CaptureError
 
 Packs = dict[int, tuple[Spec, list[int]]]
@@ -28,7 +28,7 @@ MAX_VALUES = 50_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedPart:
     """Ops by cell, packs, inputs by number, and the values wanted by the spec of rows."""
 
     num_values: int
@@ -92,7 +92,7 @@ class Recorded:
         return made
 
 
-def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
+def take_all(recording: Recording, wanted: Sequence[Lazy]) -> RecordedPart:
     """Everything that a recording asks for; it must not have run anything before."""
     assert recording.store is None, "what ran before is not in it"
     layout = Layout()
@@ -107,10 +107,10 @@ def take_all(recording: Recording, wanted: Sequence[Lazy]) -> Recorded:
         if number in layout.packs:
             spec, _ = packs[number] = layout.packs[number]
         values.setdefault(spec, []).append(number)
-    return Recorded(recording.next, ops, packs, inputs, values)
+    return RecordedPart(recording.next, ops, packs, inputs, values)
 
 
-class Unfolded:
+class RecordedRun:
     """A recorded part on its device: groups to run, and rows for what they make.
 
     Raises `CaptureError` for data that is none.
@@ -121,7 +121,7 @@ class Unfolded:
         data: Mapping[str, Any],
         tensors: Sequence[Tensor],
         cells: Mapping[str, Cell],
-        store: Store,
+        store: RowStore,
     ) -> None:
         with reading("recording"):
             self._read(data, tensors, cells, store)
@@ -131,7 +131,7 @@ class Unfolded:
         data: Mapping[str, Any],
         tensors: Sequence[Tensor],
         cells: Mapping[str, Cell],
-        store: Store,
+        store: RowStore,
     ) -> None:
         num_values = count_of(data["num_values"], MAX_VALUES)
         self.wanted = [(spec_named(*spec), numbers) for *spec, numbers in data["wanted"]]

@@ -24,7 +24,7 @@ from torchweft.dynamic.lazy import Kind, Lazy, lazies
 from torchweft.errors import CaptureError
 
 if TYPE_CHECKING:
-    from torchweft.dynamic.state import Entry, State
+    from torchweft.dynamic.state import CellEntry, State
 
 _NUMBERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__str__, Tensor.data_ptr,
@@ -39,7 +39,7 @@ class Recording:
     def __init__(self, state: State) -> None:
         self.state = state
         self.next = 0  # the number of the next value
-        self.used: list[Entry] = []  # entries with ops that are pending
+        self.used: list[CellEntry] = []  # entries with ops that are pending
         self.inputs: dict[int, tuple[Tensor, int]] = {}  # pending: tensor, its version
         self.apart: dict[
             int, tuple[int, Tensor, int]
@@ -156,7 +156,7 @@ class Recording:
 
     # What goes into the recording.
 
-    def add(self, entry: Entry, values: list[Lazy]) -> list[Lazy]:
+    def add(self, entry: CellEntry, values: list[Lazy]) -> list[Lazy]:
         """One op of a cell on these values."""
         if not entry.ops:
             self.used.append(entry)
@@ -166,7 +166,7 @@ class Recording:
         self.next = number + len(makes)
         return [Lazy(number + at, self.kind(spec)) for at, spec in enumerate(makes)]
 
-    def each(self, entry: Entry, lazy: Lazy) -> Lazy:
+    def each(self, entry: CellEntry, lazy: Lazy) -> Lazy:
         """One op of a cell for each row of a value; all that they make is one value."""
         if not entry.ops:
             self.used.append(entry)

@@ -32,7 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, type(Ellipsis))
 
 
-class Entry:
+class CellEntry:
     """A cell with its pending ops: of each the first value it makes, and the values it reads."""
 
     __slots__ = ("cell", "ops", "unflatten")
@@ -54,7 +54,7 @@ class State:
         self.model, self.inline = model, inline
         self.weights: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
-        self.entries: dict[Any, Entry | str] = {}
+        self.entries: dict[Any, CellEntry | str] = {}
         self.inner: dict[nn.Module, tuple[nn.Module, ...]] = {}
         self.slow: dict[nn.Module, Callable[..., Any]] = {}
         self.fast: dict[nn.Module, Fast] = {}
@@ -162,12 +162,12 @@ class State:
 
     # Calls become ops.
 
-    def unpack(self, spec: Spec) -> Entry:
+    def unpack(self, spec: Spec) -> CellEntry:
         """The entry of taking values of a spec apart."""
         found = self.entries.get(spec)
         if found is None:
-            found = self.entries[spec] = Entry(unpack_cell(spec))
-        assert isinstance(found, Entry), "it is never refused"
+            found = self.entries[spec] = CellEntry(unpack_cell(spec))
+        assert isinstance(found, CellEntry), "it is never refused"
         return found
 
     def call_function(
@@ -241,7 +241,7 @@ class State:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Entry | None, list[Lazy]]:
+    ) -> tuple[CellEntry | None, list[Lazy]]:
         """The entry of a call (None: it cannot be an op), and the values among its arguments."""
         values: list[Lazy] = []
         try:
@@ -257,7 +257,7 @@ class State:
             )
             entry = self._trace(name, call, weights, pattern, [value.spec for value in values])
             self.entries[key] = entry
-            plain = not kwargs and len(values) == len(args) and isinstance(entry, Entry)
+            plain = not kwargs and len(values) == len(args) and isinstance(entry, CellEntry)
             if module and plain and all(type(arg) is Lazy for arg in args):
                 self._speed_up(module, entry)  # type: ignore[arg-type]
         if isinstance(entry, str):
@@ -272,7 +272,7 @@ class State:
         weights: Mapping[str, Tensor] | None,
         pattern: Any,
         specs: list[Spec],
-    ) -> Entry | str:
+    ) -> CellEntry | str:
         """The entry of a new cell, or the reason why there is none."""
         shared = weights
         if shared is None:
@@ -289,7 +289,7 @@ class State:
 
         was, self.paused = self.paused, True
         try:
-            number = sum(isinstance(each, Entry) for each in self.entries.values())
+            number = sum(isinstance(each, CellEntry) for each in self.entries.values())
             cell = trace(f"{_word(name)}.{number}", function, specs, shared)
         except CaptureError as error:
             return f"{name}: {str(error).partition(': ')[2]}"
@@ -302,10 +302,10 @@ class State:
         )  # fmt: skip
         tree = outer[0]
         if tree.is_leaf():
-            return Entry(cell)
+            return CellEntry(cell)
         if tree.type is tuple and all(child.is_leaf() for child in tree.children()):
-            return Entry(cell, tuple)
-        return Entry(cell, lambda made: pytree.tree_unflatten(made, tree))
+            return CellEntry(cell, tuple)
+        return CellEntry(cell, lambda made: pytree.tree_unflatten(made, tree))
 
     def _pattern(self, recording: Recording, item: Any, values: list[Lazy]) -> Any:
         """What stays of the arguments when tensors are taken out, as a key."""
@@ -331,7 +331,7 @@ class State:
             return kind, item
         raise _OddArgumentError
 
-    def _speed_up(self, module: nn.Module, entry: Entry) -> None:
+    def _speed_up(self, module: nn.Module, entry: CellEntry) -> None:
         """Let calls of this module with these shapes go the fast way, from the next call on."""
         num_args = len(entry.cell.reads)
         known = module in self.fast or type(module).__call__ is not nn.Module.__call__

@@ -1,4 +1,4 @@
-"""A `Store`: the rows that groups have made, one tensor for each spec, and how a group runs.
+"""A `RowStore`: the rows that groups have made, one tensor for each spec, and how a group runs.
 
     store of float32[150]:   row 0  row 1  row 2 ...      value number -> row: the layout
 
@@ -22,7 +22,7 @@ from torchweft.errors import CaptureError
 Prepared = Callable[[Cell], Sequence[Any]]
 
 
-class Store:
+class RowStore:
     """Rows by spec on one device."""
 
     def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:

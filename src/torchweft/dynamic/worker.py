@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.cell import Cell, spec_named
-from torchweft.dynamic.channel import Channel, ChannelError
+from torchweft.dynamic.channel import ChannelError, WorkerChannel
 from torchweft.dynamic.graphing import HOME
 from torchweft.dynamic.grouping import Group
-from torchweft.dynamic.program import Part, Task
-from torchweft.dynamic.recorded import Unfolded
-from torchweft.dynamic.store import Prepared, Store
+from torchweft.dynamic.program import DevicePart, Task
+from torchweft.dynamic.recorded import RecordedRun
+from torchweft.dynamic.store import Prepared, RowStore
 from torchweft.dynamic.throttle import Throttle
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
@@ -49,12 +49,12 @@ FROM_DRIVER = (
 
 
 @dataclass(eq=False)
-class _Call:
+class _WorkerCall:
     """A call under way: its part, its rows, what has arrived."""
 
     number: int
-    part: Part
-    store: Store
+    part: DevicePart
+    store: RowStore
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     taken_s: list[float] = field(default_factory=list)  # from each group, by messages
     arrived: set[str] = field(default_factory=set)
@@ -65,16 +65,16 @@ class Worker:
     """One device's process."""
 
     def __init__(
-        self, name: str, device: str, slowness: float, driver: Channel, door: socket.socket
+        self, name: str, device: str, slowness: float, driver: WorkerChannel, door: socket.socket
     ) -> None:
         self.name, self.device = name, torch.device(device)
         self.throttle = Throttle(slowness)
         self.driver, self.door = driver, door
-        self.channels: dict[str, Channel] = {HOME: driver}
+        self.channels: dict[str, WorkerChannel] = {HOME: driver}
         self.cells: dict[str, Cell] = {}
         self.weights: dict[str, Tensor] = {}
         self.prepared: dict[str, Sequence[Any]] = {}
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, _WorkerCall] = {}
         self.early: dict[int, list[tuple[Mapping[str, Any], Sequence[Tensor]]]] = {}
         self.over: set[int] = set()  # calls that have ended, or that nobody waits for
         self.news = threading.Condition()
@@ -95,7 +95,7 @@ class Worker:
 
     # Messages.
 
-    def read(self, name: str, channel: Channel) -> None:
+    def read(self, name: str, channel: WorkerChannel) -> None:
         """Handle the messages of a channel until its other side is gone."""
         known = FROM_DRIVER if name == HOME else FROM_PEERS
         while True:
@@ -131,7 +131,7 @@ class Worker:
     def on_peer(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Another worker; the end of a channel to it came through the door before."""
         _, (end,), _, _ = socket.recv_fds(self.door, 1, 1)
-        name, channel = check_name(message["name"], "worker"), Channel(end)
+        name, channel = check_name(message["name"], "worker"), WorkerChannel(end)
         self.channels[name] = channel
         threading.Thread(target=self.read, args=(name, channel), daemon=True).start()
 
@@ -154,8 +154,8 @@ class Worker:
 
         def begin() -> None:
             number, data = message["call"], message["part"]
-            part = Part.from_data(data, tensors[0], self.cells)
-            call = _Call(number, part, Store(self.device))
+            part = DevicePart.from_data(data, tensors[0], self.cells)
+            call = _WorkerCall(number, part, RowStore(self.device))
             call.store.reserve(part.num_rows)
             given = zip(message["inputs"], tensors[1:], strict=True)
             with self.news:
@@ -177,7 +177,7 @@ class Worker:
             if number in self.over:
                 return
             began_s = time.perf_counter()
-            found = Unfolded(message["part"], tensors, self.cells, Store(self.device))
+            found = RecordedRun(message["part"], tensors, self.cells, RowStore(self.device))
             runs = array("d")
             for group in found.groups:
                 if number in self.over:
@@ -269,18 +269,20 @@ class Worker:
             self.prepared[cell.name] = cell.functions[0](self.device, *weights)
         return self.prepared[cell.name]
 
-    def _write(self, call: _Call, value: str, rows: Tensor) -> None:
+    def _write(self, call: _WorkerCall, value: str, rows: Tensor) -> None:
         spec, start, count = call.part.blocks[value]
         call.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
         call.arrived.add(value)
 
-    def _arrive(self, call: _Call, message: Mapping[str, Any], found: Sequence[Tensor]) -> None:
+    def _arrive(
+        self, call: _WorkerCall, message: Mapping[str, Any], found: Sequence[Tensor]
+    ) -> None:
         where = f"{message['source']}.to.{self.name}", message["sent_s"]
         for value, rows in zip(message["values"], found, strict=True):
             self._write(call, value, rows)
             call.spans.append((f"copy {value} to {self.name}", *where, time.perf_counter()))
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: _WorkerCall) -> None:
         try:
             if not all(self._task(call, task) for task in call.part.tasks):
                 return  # cancelled
@@ -291,7 +293,7 @@ class Worker:
         facts = {"call": call.number, "spans": call.spans, "taken_s": call.taken_s}
         self._tell({"kind": "done", **facts})
 
-    def _task(self, call: _Call, task: Task) -> bool:
+    def _task(self, call: _WorkerCall, task: Task) -> bool:
         """Run a group and send what others need; False if the call was cancelled."""
         if not self._wait(call, task):
             return False
@@ -302,7 +304,7 @@ class Worker:
         call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
 
-    def _group(self, store: Store, group: Group, prepare: Prepared | None = None) -> float:
+    def _group(self, store: RowStore, group: Group, prepare: Prepared | None = None) -> float:
         """Run a group, as slow as this device is; when it began."""
         messages_s = sum(list(self.clocks.values()))
         began_s, worked_s = time.perf_counter(), self._clock()
@@ -318,13 +320,13 @@ class Worker:
         """Seconds of work: while others have the core, a device that is throttled does not work."""
         return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
-    def _send_rows(self, call: _Call, values: Sequence[str], target: str) -> None:
+    def _send_rows(self, call: _WorkerCall, values: Sequence[str], target: str) -> None:
         blocks = (call.part.blocks[value] for value in values)
         rows = [call.store.rows[spec][start : start + count] for spec, start, count in blocks]
         facts = {"call": call.number, "values": values, "source": self.name}
         self.outbox.put((target, {"kind": "rows", "sent_s": time.perf_counter(), **facts}, rows))
 
-    def _wait(self, call: _Call, task: Task) -> bool:
+    def _wait(self, call: _WorkerCall, task: Task) -> bool:
         """Wait for rows of other devices; False if the call was cancelled meanwhile."""
         with self.news:
             while not call.cancelled and not call.arrived.issuperset(task.needs):
@@ -334,7 +336,7 @@ class Worker:
     def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
         """Seconds of one run of a cell as a group, the median of several."""
         part = _example(cell, num_rows)
-        store = Store(self.device)
+        store = RowStore(self.device)
         store.reserve(part.num_rows)
         for rows in store.rows.values():
             rows.zero_()
@@ -356,7 +358,7 @@ def _number(found: Any, most: float) -> float:
     return found
 
 
-def _example(cell: Cell, num_rows: int) -> Part:
+def _example(cell: Cell, num_rows: int) -> DevicePart:
     """A part with one group of a cell, on rows of zeros."""
     counts: dict[Any, int] = {}
     for spec in cell.reads:
@@ -367,7 +369,7 @@ def _example(cell: Cell, num_rows: int) -> Part:
         counts[spec] = starts[-1] + num_rows * (len(cell.makes) if cell.kind == "unpack" else 1)
     rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
     task = Task(cell.name, Group(cell, num_rows, rows, tuple(starts)))
-    return Part([task], {}, counts)
+    return DevicePart([task], {}, counts)
 
 
 def main(config: Mapping[str, Any]) -> None:
@@ -376,7 +378,7 @@ def main(config: Mapping[str, Any]) -> None:
         os.sched_setaffinity(0, config["cores"])
     torch.set_num_threads(config["num_threads"])
     channel, door = config["ends"]
-    driver = Channel(channel)
+    driver = WorkerChannel(channel)
     facts = config["name"], config["device"], config["slowness"]
     worker = Worker(*facts, driver, socket.socket(fileno=door))
     driver.send({"kind": "hello"})

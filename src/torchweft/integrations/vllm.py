@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
     if name == "Worker":
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        return type(name, (Woven, CPUWorker), {})
+        return type(name, (WovenWorker, CPUWorker), {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -219,7 +219,7 @@ class Reports:
         return {"report": str(report_of(weft.session)), **found}
 
 
-class Woven(Reports):
+class WovenWorker(Reports):
     """What makes a worker of vLLM one whose eager model runs by plans."""
 
     def load_model(self, **options: Any) -> None:

@@ -36,7 +36,7 @@ from torchweft.plan.sizes import Size
 _INPUT = -1
 
 
-class Sent(NamedTuple):
+class Transfer(NamedTuple):
     """A value on its way: from when to when, between which devices; `op` made it, -1: an input."""
 
     start_s: float
@@ -47,15 +47,15 @@ class Sent(NamedTuple):
     target: int
 
 
-def transfers(problem: Problem, placement: Placement) -> list[Sent]:
+def transfers(problem: Problem, placement: Placement) -> list[Transfer]:
     """What goes over the links, by start: each value once to each device that needs it."""
-    found: set[Sent] = set()
+    found: set[Transfer] = set()
     for edge in problem.edges:
         source, target = placement.device[edge.source], placement.device[edge.target]
         if source != target and edge.value:
             start_s = placement.end_s[edge.source]
             end_s = start_s + problem.transfer_s(edge.num_bytes, source, target)
-            found.add(Sent(start_s, end_s, edge.value, edge.source, source, target))
+            found.add(Transfer(start_s, end_s, edge.value, edge.source, source, target))
     return sorted(found)
 
 
@@ -111,7 +111,7 @@ class _Writer:
         self.add(Step("run", lane, (name,)), *after)
 
 
-def _inputs_sent(problem: Problem, graph: Graph, placement: Placement) -> Iterator[Sent]:
+def _inputs_sent(problem: Problem, graph: Graph, placement: Placement) -> Iterator[Transfer]:
     """The inputs that ops on other devices than the home read, each once a device."""
     inputs, seen = set(graph.inputs), set[tuple[str, int]]()
     for op, name in enumerate(problem.ops):
@@ -120,11 +120,11 @@ def _inputs_sent(problem: Problem, graph: Graph, placement: Placement) -> Iterat
             if value in inputs and (value, target) not in seen:
                 seen.add((value, target))
                 # Inputs may be under way for as long as they like: nothing else uses their lane.
-                yield Sent(0.0, INF, value, _INPUT, problem.home, target)
+                yield Transfer(0.0, INF, value, _INPUT, problem.home, target)
 
 
 def _lanes(
-    problem: Problem, graph: Graph, sent: Sequence[Sent]
+    problem: Problem, graph: Graph, sent: Sequence[Transfer]
 ) -> tuple[tuple[Lane, ...], list[str]]:
     """A lane for each device, the home first, and those of the links; the lane of each copy."""
     uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
@@ -133,7 +133,7 @@ def _lanes(
     return (*(Lane(name, name, uses) for name in ordered), *links), lane_of
 
 
-def link_lanes(problem: Problem, sent: Sequence[Sent]) -> tuple[list[Lane], list[str]]:
+def link_lanes(problem: Problem, sent: Sequence[Transfer]) -> tuple[list[Lane], list[str]]:
     """Enough lanes for each link that none has two copies at once; the lane of each copy."""
     free_s: dict[tuple[int, int], list[float]] = {}
     lanes, lane_of = [], []

@@ -29,7 +29,7 @@ class Draft:
         self.finish_s = [0.0] * problem.num_ops
         self._starts: list[list[float]] = [[] for _ in problem.devices]
         self._ends: list[list[float]] = [[] for _ in problem.devices]
-        self._room = Room(problem)
+        self._room = OpenDevices(problem)
 
     def ready_s(self, op: int, device: int) -> float:
         """When all that the op reads is on the device; what it reads must have been put."""
@@ -75,7 +75,7 @@ class Draft:
         self._room.take(op, device)
 
 
-class Room:
+class OpenDevices:
     """Which devices are still open to an op: its group's device once that is decided, else those
     that can run the whole group and have room for all that it needs."""
 
@@ -161,10 +161,10 @@ def pack(problem: Problem) -> list[int]:
 
     Raises `PlacementError` if none is found.
     """
-    size = {group: Room(problem).need(group[0], 0) for group in problem.groups}
+    size = {group: OpenDevices(problem).need(group[0], 0) for group in problem.groups}
     ordered = sorted(problem.groups, key=lambda group: (-size[group], group))
     for fewest in (True, False):
-        room, devices = Room(problem), [-1] * problem.num_ops
+        room, devices = OpenDevices(problem), [-1] * problem.num_ops
         for group in ordered:
             need = {d: room.need(group[0], d) for d in room.open(group[0])}
             choices = [(need[d] * fewest, need[d] - room.left[d], d) for d in need]

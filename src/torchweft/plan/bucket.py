@@ -16,7 +16,7 @@ EXACT_BELOW = 4
 """Smaller batches have a bucket each: one row more or less decides whether they can be split."""
 
 
-class Watched(int):
+class WatchedNumber(int):
     """A number that remembers what it was compared with."""
 
     seen: set[int]
@@ -65,8 +65,8 @@ def watch(context: Context) -> tuple[Context, set[int]]:
     """The same context with numbers that remember, and what they will have seen."""
     seen: set[int] = set()
 
-    def watched(number: int) -> Watched:
-        found = Watched(number)
+    def watched(number: int) -> WatchedNumber:
+        found = WatchedNumber(number)
         found.seen = seen
         return found
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Told:
+class HostFacts:
     """What the host knows of a call beyond its shapes."""
 
     phase: str | None = None
@@ -37,7 +37,7 @@ def phase_of(tokens_per_request: Sequence[int]) -> str:
     return "mixed" if min(tokens_per_request) == 1 else "prefill"
 
 
-TOLD: ContextVar[Told | None] = ContextVar("weft context", default=None)
+TOLD: ContextVar[HostFacts | None] = ContextVar("weft context", default=None)
 """What the host told of the calls of this thread: `with weft.context(...)`."""
 
 

@@ -94,7 +94,7 @@ class _LaneThread(threading.Thread):
 
 
 @dataclass
-class Call:
+class CpuCall:
     """The state of one call: cells that lanes share, events, and what went wrong."""
 
     program: Program
@@ -160,7 +160,7 @@ def run_alone(
             inputs, numbers, (), (), None, None, bounds, None
         )
     except BaseException as error:
-        call = Call(program, state=[-1, []], failure=(program.lanes[0], error))
+        call = CpuCall(program, state=[-1, []], failure=(program.lanes[0], error))
         raise failure_of(call) from error
     return outputs
 
@@ -187,7 +187,7 @@ def _run(
     numbers: Sequence[int],
     num_threads: int | None,
 ) -> tuple[tuple[Any, ...], list[tuple[int, float, float]]]:
-    call = Call(program)
+    call = CpuCall(program)
     call.cells = [None] * program.num_cells
     call.events = [threading.Event() for _ in range(program.num_events)]
     call.state = [-1] * len(program.lanes) + [[]]
@@ -211,7 +211,7 @@ def _run(
 
 
 def _job(
-    call: Call, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], modes: Modes
+    call: CpuCall, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], modes: Modes
 ) -> Callable[[], None]:
     def job() -> None:
         try:
@@ -227,7 +227,7 @@ def _job(
     return job
 
 
-def failure_of(call: Call) -> BaseException:
+def failure_of(call: CpuCall) -> BaseException:
     """The one error that the caller sees."""
     assert call.failure is not None, "a call without a failure has no error"
     lane, error = call.failure
@@ -251,7 +251,7 @@ def step_of(program: Program, error: BaseException) -> int | None:
     return None
 
 
-def _story(call: Call, lane: str, at: int | None) -> str:
+def _story(call: CpuCall, lane: str, at: int | None) -> str:
     """Where each lane stood, and the values that may be half written."""
     plan = call.program.plan
     lines = []

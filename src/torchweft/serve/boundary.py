@@ -28,12 +28,12 @@ from torchweft.errors import CaptureError, RunError, StrategyError
 from torchweft.ranks.ranks import EagerError
 from torchweft.ranks.talk import SEQUENCE
 from torchweft.run.cpu import Lanes
-from torchweft.run.eager.build import EMPTY, Recorded, build
+from torchweft.run.eager.build import EMPTY, EagerRecord, build
 from torchweft.run.eager.caught import catch_collectives
 from torchweft.run.eager.eager import Eager
-from torchweft.run.eager.given import Given, Rows
+from torchweft.run.eager.given import Arguments, RowSpan
 from torchweft.run.eager.nests import Nest
-from torchweft.run.eager.parts import Part, cancel
+from torchweft.run.eager.parts import EagerPart, cancel
 from torchweft.run.eager.recorder import Recorder
 from torchweft.run.eager.watch_marks import MarkWatch
 from torchweft.run.modes import Modes
@@ -46,10 +46,10 @@ MAX_FORMS = 256
 
 
 @dataclass
-class Case:
+class EagerForm:
     """Calls of one form: what was recorded of the first, and what has become of the others."""
 
-    recorded: Recorded
+    recorded: EagerRecord
     piece: Piece
     tried: bool = False
     fallen: str = ""
@@ -64,7 +64,7 @@ class Boundary:
         self.dim = session.batch if isinstance(session.batch, int) else 0
         self.watch = MarkWatch(model, session.rules)
         self.modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
-        self.cases: dict[object, Case] = {}
+        self.cases: dict[object, EagerForm] = {}
         self.failed: dict[object, str] = {}
         self.threads = Lanes(linger_s=None)
         weakref.finalize(self, self.threads.release)
@@ -80,7 +80,7 @@ class Boundary:
         if listener() is not None:  # inside of a part of another model, or recorded by it
             return self.call(*args, **kwargs)
         try:
-            given = Given.of(args, kwargs, self.dim)
+            given = Arguments.of(args, kwargs, self.dim)
             key = self._key(given)
         except Exception as error:
             self.session.fall_back(None, first_line(as_own(error, "capture")))
@@ -97,7 +97,7 @@ class Boundary:
             return self._eager(args, kwargs)
         return self._run(case, given, args, kwargs)
 
-    def _key(self, given: Given) -> object:
+    def _key(self, given: Arguments) -> object:
         """What tells calls of unlike forms apart; sizes do not, but for one row or none."""
         state = (
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
@@ -106,7 +106,7 @@ class Boundary:
         leaves = tuple(map(_form, given.nest.leaves))
         return given.nest.key, leaves, given.batched, given.rows < 2, state
 
-    def _record(self, key: object, given: Given, args: Any, kwargs: Any) -> Any:
+    def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
         session = self.session
         with Recorder(session.speaker, session.watchdog_s) as recorder, self.watch:
@@ -125,7 +125,7 @@ class Boundary:
         session.settle(())
         return outputs
 
-    def _case(self, recorder: Recorder, given: Given, outputs: Any) -> Case:
+    def _case(self, recorder: Recorder, given: Arguments, outputs: Any) -> EagerForm:
         """What was recorded, as a piece."""
         session = self.session
         recorded = build(
@@ -140,18 +140,18 @@ class Boundary:
                 f"strict: {recorded.captured.assumed[0]}, cannot be tried on rows; strict=False "
                 "splits it untried"
             )
-        return Case(recorded, piece)
+        return EagerForm(recorded, piece)
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
         with Eager(self.session.speaker, self.session.watchdog_s) as eager, listening(eager):
             return self.call(*args, **kwargs)
 
-    def _run(self, case: Case, given: Given, args: Any, kwargs: Any) -> Any:
+    def _run(self, case: EagerForm, given: Arguments, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""
         run = Run(self, case, given, (args, kwargs))
         try:
-            merged = case.piece(*given.tensors, run, Rows(0, given.rows))
+            merged = case.piece(*given.tensors, run, RowSpan(0, given.rows))
         except BaseException as error:
             run.cancel()
             if not self._falls(case, run.trial, error):
@@ -165,7 +165,7 @@ class Boundary:
             return outputs
         return self._compare(case, run.trial, outputs, args, kwargs)
 
-    def _falls(self, case: Case, trial: _Trial | None, error: BaseException) -> bool:
+    def _falls(self, case: EagerForm, trial: _Trial | None, error: BaseException) -> bool:
         """Whether a call that failed may run as it is instead; from now on the others do, if so."""
         if isinstance(error, CaptureError) and error.rule == FAILURE:  # nothing has run yet
             case.fallen = first_line(error)
@@ -181,7 +181,7 @@ class Boundary:
         again = trial is not None or not case.recorded.held
         return again and not case.piece.talks
 
-    def _compare(self, case: Case, trial: _Trial, outputs: Any, args: Any, kwargs: Any) -> Any:
+    def _compare(self, case: EagerForm, trial: _Trial, outputs: Any, args: Any, kwargs: Any) -> Any:
         """Compare the first split with the model as it is. What the latter gives stands."""
         found = (Nest(outputs).leaves, [tensor.clone() for tensor in trial.tensors])
         trial.take_back()
@@ -197,13 +197,13 @@ class Boundary:
 class Run:
     """One call by a plan: its parts, begun by the plan's first op. `whole` are its arguments."""
 
-    def __init__(self, boundary: Boundary, case: Case, given: Given, whole: Any) -> None:
+    def __init__(self, boundary: Boundary, case: EagerForm, given: Arguments, whole: Any) -> None:
         self.boundary, self.case, self.given, self.whole = boundary, case, given, whole
-        self.parts: list[Part] = []
+        self.parts: list[EagerPart] = []
         self.trial: _Trial | None = None
         self.modes = Modes(boundary.session.num_threads)
 
-    def begin(self, rows: Rows, tensors: Sequence[Any]) -> Part:
+    def begin(self, rows: RowSpan, tensors: Sequence[Any]) -> EagerPart:
         """Start the part of these rows and let it run up to its first stop."""
         boundary, case = self.boundary, self.case
         splits = rows.shape[0] < self.given.rows
@@ -216,7 +216,7 @@ class Run:
             with boundary.watch:
                 return boundary.call(*args, **kwargs)
 
-        part = Part(run, case.recorded.stops, rows.start, self.modes)
+        part = EagerPart(run, case.recorded.stops, rows.start, self.modes)
         self.parts.append(part)
         part.start(boundary.threads)
         return part
@@ -248,7 +248,7 @@ class _Trial:
     before: tuple[Tensor, ...]
 
     @staticmethod
-    def of(case: Case, model: Any, given: Given) -> _Trial | None:
+    def of(case: EagerForm, model: Any, given: Arguments) -> _Trial | None:
         """None where the model changes what nobody can put back: its split is assumed."""
         if any(not held.known for held in case.recorded.held):
             return None

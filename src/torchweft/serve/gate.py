@@ -23,7 +23,7 @@ from torchweft.run.cpu import run
 from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker
 from torchweft.run.writer import compile_program
-from torchweft.serve.piece import Entry, Piece
+from torchweft.serve.piece import Piece, PlanEntry
 
 log = logging.getLogger("torchweft")
 DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -197,7 +197,7 @@ class _Judge:
 
 
 def _record(
-    piece: Piece, entry: Entry, given: Sequence[Any], env: dict[str, int]
+    piece: Piece, entry: PlanEntry, given: Sequence[Any], env: dict[str, int]
 ) -> dict[str, list[tuple[Any, ...]]]:
     """Run an entry's plan and keep a copy of everything each op made, run by run."""
     made: dict[str, list[tuple[Any, ...]]] = {}
@@ -224,7 +224,7 @@ class _Recorder:
         return results
 
 
-def _ranges(entry: Entry) -> Mapping[str, list[tuple[int, int] | None]]:
+def _ranges(entry: PlanEntry) -> Mapping[str, list[tuple[int, int] | None]]:
     found: dict[str, list[tuple[int, int] | None]] = {op.name: [] for op in entry.plan.graph.ops}
     for step in entry.plan.steps:
         if step.kind in ("run", "issue"):

@@ -21,7 +21,7 @@ from torch._guards import CompileContext
 from torchweft.capture.bodies.inner import compile_bodies
 from torchweft.capture.bodies.replay import placed_by
 from torchweft.capture.bodies.trusted import trusted_inputs
-from torchweft.capture.dynamo import Captured
+from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.guards import Guards, guards_of
 from torchweft.capture.shared import shared_bytes
@@ -58,13 +58,13 @@ MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 Shape = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
 """Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
-Ready = tuple["Entry", Program | None, tuple[int, ...], tuple[int, ...], dict[str, int]]
+Ready = tuple["PlanEntry", Program | None, tuple[int, ...], tuple[int, ...], dict[str, int]]
 """All that a call of known sizes needs: its entry, its program if one lane runs it all in the
 caller's thread and nobody is talked to, and its shape."""
 
 
 @dataclass
-class Entry:
+class PlanEntry:
     """A plan in use, with its program and what calls have shown of it."""
 
     plan: Plan
@@ -80,7 +80,7 @@ class Entry:
 class Piece:
     """One captured graph and its plans. Calls may come from several threads."""
 
-    def __init__(self, session: Session, captured: Captured, gm: fx.GraphModule) -> None:
+    def __init__(self, session: Session, captured: Capture, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.gm = session, captured, gm
         self.bodies = compile_bodies(captured, session.inner)
         self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
@@ -100,7 +100,7 @@ class Piece:
         self.splitters = tuple(item for item in session.splitters if item.name in touched)
         self.writes = bool(captured.graph.mutated & inputs - states)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
-        self.entries: list[Entry] = []
+        self.entries: list[PlanEntry] = []
         self.strategy_runs = 0
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
@@ -109,10 +109,10 @@ class Piece:
         self._as_made = captured.gives_as_made
         self._trusted = trusted_inputs(self.graph, self.bodies)
         self._ready: dict[object, Ready] = {}
-        self._by_batch: dict[object, Entry] = {}
+        self._by_batch: dict[object, PlanEntry] = {}
         self._refused: dict[object, str] = {}
         self._failed: dict[object, WeftError] = {}
-        self._sequential: Entry | None = None
+        self._sequential: PlanEntry | None = None
         self._here = session.here
         self._lock = threading.Lock()
 
@@ -215,8 +215,8 @@ class Piece:
         return env if refused else filled
 
     def _switch(
-        self, entry: Entry, env: dict[str, int], context: Context
-    ) -> tuple[Entry, Switch | None]:
+        self, entry: PlanEntry, env: dict[str, int], context: Context
+    ) -> tuple[PlanEntry, Switch | None]:
         """What puts the side state of each part in force; the fallback if that cannot be cut."""
         if not self.splitters or entry.plan.num_parts == 1:
             return entry, None
@@ -239,7 +239,7 @@ class Piece:
 
     def run(
         self,
-        entry: Entry,
+        entry: PlanEntry,
         given: Sequence[Any],
         bounds: Sequence[int],
         numbers: Sequence[int],
@@ -256,7 +256,7 @@ class Piece:
             return self._run(entry, given, bounds, numbers)
 
     def _run(
-        self, entry: Entry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
+        self, entry: PlanEntry, given: Sequence[Any], bounds: Sequence[int], numbers: Sequence[int]
     ) -> tuple[Any, ...]:
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
@@ -279,7 +279,7 @@ class Piece:
             collected.append(entry.trace)
         return outputs
 
-    def _traced(self, entry: Entry) -> Any:
+    def _traced(self, entry: PlanEntry) -> Any:
         """The program that measures its steps; None, counted, if it cannot be made."""
         try:
             return self.compile(entry.plan, traced=True)
@@ -309,7 +309,7 @@ class Piece:
             found |= {op.makes[number]: why for number, why in reasons.items()}
         return found
 
-    def all_entries(self) -> list[Entry]:
+    def all_entries(self) -> list[PlanEntry]:
         """The entries in use, the fallback last."""
         found = list(self.entries)
         return found + ([self._sequential] if self._sequential is not None else [])
@@ -324,7 +324,7 @@ class Piece:
     def _fall_back(self, reason: str) -> None:
         self.session.fall_back(self, reason)
 
-    def _shape(self, entry: Entry, env: dict[str, int], context: Context) -> Shape:
+    def _shape(self, entry: PlanEntry, env: dict[str, int], context: Context) -> Shape:
         """Borders, sizes and digests of a call; remembered, for a shape rarely comes alone."""
         key = _shape_key(entry, env, context)
         found = entry.shapes.get(key)
@@ -339,7 +339,7 @@ class Piece:
             entry.shapes[key] = found
         return found
 
-    def entry(self, context: Context, env: dict[str, int]) -> tuple[Entry, bool]:
+    def entry(self, context: Context, env: dict[str, int]) -> tuple[PlanEntry, bool]:
         """The plan for a call, and whether it is the strategy's own: else the reason is counted."""
         key = (context.batch, context.num_tokens, *_told(context))
         entry = self._by_batch.get(key)
@@ -361,7 +361,7 @@ class Piece:
             self.session.fall_back(self, reason)
         return entry, not reason
 
-    def _find(self, context: Context) -> tuple[Entry, str]:
+    def _find(self, context: Context) -> tuple[PlanEntry, str]:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
         for entry in self.entries:
             if context.batch in entry.bucket and entry.told == _told(context):
@@ -374,7 +374,7 @@ class Piece:
                 raise own from error
             return self.sequential(context), first_line(own)
 
-    def _write(self, strategy: Strategy, context: Context) -> Entry:
+    def _write(self, strategy: Strategy, context: Context) -> PlanEntry:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
@@ -385,7 +385,7 @@ class Piece:
         lanes = {step.lane for step in plan.steps}
         if self.splitters and plan.num_parts > 1 and len(lanes) > 1:
             raise StrategyError(f"state: one thread has side state in force; lanes are {lanes}.")
-        entry = Entry(plan, self.compile(plan), bucket_of(context, seen), _told(context))
+        entry = PlanEntry(plan, self.compile(plan), bucket_of(context, seen), _told(context))
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
         self.entries.append(entry)
@@ -404,14 +404,14 @@ class Piece:
             check_steps(bare)
         return verify(lower(bare))
 
-    def sequential(self, context: Context) -> Entry:
+    def sequential(self, context: Context) -> PlanEntry:
         """The plan that needs no split; it serves every batch."""
         if self._sequential is None:
             plan = self.plan(sequential, context)
-            self._sequential = Entry(plan, self.compile(plan), Bucket(0, 2**62))
+            self._sequential = PlanEntry(plan, self.compile(plan), Bucket(0, 2**62))
         return self._sequential
 
-    def _parts_refused(self, entry: Entry, env: dict[str, int], context: Context) -> str:
+    def _parts_refused(self, entry: PlanEntry, env: dict[str, int], context: Context) -> str:
         """Why a call cannot be cut as its plan says; empty if it can. Remembered by shape."""
         key = _shape_key(entry, env, context)
         if key not in entry.refused:
@@ -420,7 +420,7 @@ class Piece:
             entry.refused[key] = self._refusal(entry, env, context)
         return entry.refused[key]
 
-    def _refusal(self, entry: Entry, env: dict[str, int], context: Context) -> str:
+    def _refusal(self, entry: PlanEntry, env: dict[str, int], context: Context) -> str:
         batch = self.graph.batch
         assert batch is not None, "a graph without a batch is not split"
         if not self.captured.splits(env):
@@ -435,7 +435,7 @@ class Piece:
         return ""
 
 
-def _shape_key(entry: Entry, env: Mapping[str, int], context: Context) -> object:
+def _shape_key(entry: PlanEntry, env: Mapping[str, int], context: Context) -> object:
     """What the borders of the parts hang on; requests only where the cut looks at them."""
     return (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
 

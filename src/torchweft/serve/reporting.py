@@ -9,7 +9,7 @@ from torchweft.plan.graph import Op
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span
 from torchweft.serve.gate import Check
-from torchweft.serve.piece import Entry, Piece
+from torchweft.serve.piece import Piece, PlanEntry
 from torchweft.serve.session import Session
 
 MAX_TOLD = 8
@@ -195,7 +195,7 @@ def _loose(op: Op, replaced: set[str]) -> str:
     return "its parts add up" if op.rows == "additive" else "only the strategy needs it whole"
 
 
-def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:
+def _spans(entries: list[PlanEntry], kinds: tuple[str, ...] = ("run",)) -> list[Span]:
     """The measured spans of all entries, those of each as often as it was called."""
     spans: list[Span] = []
     for entry in entries:
@@ -205,7 +205,7 @@ def _spans(entries: list[Entry], kinds: tuple[str, ...] = ("run",)) -> list[Span
     return spans
 
 
-def _head_room(entries: list[Entry]) -> float | None:
+def _head_room(entries: list[PlanEntry]) -> float | None:
     """All op time over that of the busiest resource: what perfect overlap could bring."""
     totals_s: dict[str, float] = {}
     for span in _spans(entries, ("run", "transfer")):

@@ -17,7 +17,7 @@ from torchweft.capture.aten.aten import check_level, level_of, run_aten
 from torchweft.capture.blocks.blocks import BlockError, Blocks
 from torchweft.capture.blocks.inlining import inline
 from torchweft.capture.bodies.inner import check_inner
-from torchweft.capture.dynamo import Captured, capture
+from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.failures import as_own, copied, first_line
 from torchweft.capture.marks import MarkRule, require_matched, touches_state
 from torchweft.capture.ops.collectives import communicators_of
@@ -25,7 +25,7 @@ from torchweft.capture.probe import probe, untried
 from torchweft.capture.shared import shared_bytes
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, WeftError, unknown
-from torchweft.plan.context import TOLD, Context, Told
+from torchweft.plan.context import TOLD, Context, HostFacts
 from torchweft.plan.cost import Costs
 from torchweft.plan.graph import Graph
 from torchweft.plan.machine import Machine, cpu
@@ -57,7 +57,7 @@ def context(
     strategy: what it wants for them, instead of the strategy that the model was compiled with.
     """
     wanted = as_strategy(strategy) if strategy is not None else None
-    told = Told(phase, tuple(tokens_per_request), num_tokens, wanted)
+    told = HostFacts(phase, tuple(tokens_per_request), num_tokens, wanted)
     token = TOLD.set(told)
     try:
         yield
@@ -152,7 +152,7 @@ class Session:
             make = partial(self._aten_piece, unsplit=why)
             return run_aten(gm, example_inputs, make, **options)
 
-        def captured() -> Captured:
+        def captured() -> Capture:
             found = capture(gm, example_inputs, blocks=blocks, **options)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
@@ -162,7 +162,7 @@ class Session:
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
     def _aten_piece(
-        self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str
+        self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str
     ) -> Callable[..., Any]:
         """A graph of AOTAutograd as a piece: what fails in one leaves the others alone."""
         plain = copied(gm)
@@ -171,7 +171,7 @@ class Session:
         except Exception as error:
             return self._uncaptured(plain, as_own(error, "capture"))
 
-    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Captured], *, unsplit: str) -> Piece:
+    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str) -> Piece:
         """A graph that was captured, as a piece of this session."""
         piece = Piece(self, capture(), gm)
         piece.unsplit = piece.unsplit or unsplit

@@ -55,7 +55,7 @@ def run(
         raise WeftError(
             f"bench ablation: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
         )
-    label = lab.Link.parse(link).label
+    label = lab.LabLink.parse(link).label
     rows: list[Row] = []
     for number, phase in enumerate(PHASES):
         spec = {

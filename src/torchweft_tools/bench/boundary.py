@@ -48,7 +48,7 @@ def run(
         raise WeftError(
             f"bench boundary: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
         )
-    label = lab.Link.parse(link).label
+    label = lab.LabLink.parse(link).label
     chosen = models.split(",")
     for model in chosen:
         if model not in MODELS:

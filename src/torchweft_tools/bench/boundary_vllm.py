@@ -50,7 +50,7 @@ def main(text: str) -> None:
 def measure(spec: Mapping[str, Any], engines: Mapping[str, LLM]) -> dict[str, Any]:
     """What the race found over one link; `diffs` counts tokens that are others than stock's."""
     asked = requests({**spec, "workload": "prefill"})
-    link = spec["links"][0] if lab.is_limited() else lab.Link().label
+    link = spec["links"][0] if lab.is_limited() else lab.LabLink().label
     wanted: list[list[int]] = []
     diffs: dict[str, int] = dict.fromkeys(RUNS, 0)
     times: dict[str, list[float]] = {name: [] for name in RUNS}

@@ -28,7 +28,7 @@ from torchweft.capture.marks import INNERS
 from torchweft.errors import WeftError, unknown
 from torchweft.plan.context import Context
 from torchweft.plan.strategies import overlap
-from torchweft_tools.bench.depth_model import VOCABULARY, Model
+from torchweft_tools.bench.depth_model import VOCABULARY, DepthModel
 from torchweft_tools.bench.pairs import MIN_PAIRS, measure
 
 ROWS, TOKENS, DEEP = 4, 16, 80
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 @dataclass
-class Row:
+class DepthRow:
     """One depth under one inner compiler; `steady` is Weft's time over that of the full graph."""
 
     inner: str
@@ -75,7 +75,7 @@ def run(
     for inner in chosen:
         if inner not in INNERS:
             raise WeftError(f"depth: {unknown('inner compiler', inner, INNERS)}", rule="depth")
-    rows: list[Row] = []
+    rows: list[DepthRow] = []
     total = len(chosen) * len(depths) + 1
     with torch.no_grad(), fresh_cache():
         for inner in chosen:
@@ -88,7 +88,7 @@ def run(
     return [asdict(row) for row in rows], summary(rows, depths, plan_s)
 
 
-def summary(rows: list[Row], depths: list[int], plan_s: float) -> dict[str, Any]:
+def summary(rows: list[DepthRow], depths: list[int], plan_s: float) -> dict[str, Any]:
     """The worst of all inner compilers."""
     slopes, compilations = [], dict.fromkeys(depths, 0)
     for inner in dict.fromkeys(row.inner for row in rows):
@@ -112,7 +112,7 @@ def summary(rows: list[Row], depths: list[int], plan_s: float) -> dict[str, Any]
 def plan_seconds(depth: int) -> float:
     """Seconds to write, lower and verify the plan of a deep model for two parts: a median."""
     torch._dynamo.reset()
-    model = Model(depth).eval()
+    model = DepthModel(depth).eval()
     compile(model, "sequential")
     model(_tokens())
     piece = session_of(model).pieces[0]
@@ -124,8 +124,8 @@ def plan_seconds(depth: int) -> float:
     return statistics.median(times_s)
 
 
-def _look(inner: str, depth: int, num_pairs: int) -> Row:
-    row = Row(inner, depth)
+def _look(inner: str, depth: int, num_pairs: int) -> DepthRow:
+    row = DepthRow(inner, depth)
     stock, model, row.full_graph_s, row.weft_s = _first_calls(inner, depth)
     for _ in range(NUM_REPEATS - 1 if inner != "inductor" else 0):  # its cache would know them
         stock, model, full_graph_s, weft_s = _first_calls(inner, depth)
@@ -145,11 +145,11 @@ def _look(inner: str, depth: int, num_pairs: int) -> Row:
     return row
 
 
-def _first_calls(inner: str, depth: int) -> tuple[Any, Model, float, float]:
+def _first_calls(inner: str, depth: int) -> tuple[Any, DepthModel, float, float]:
     """The same model under `torch.compile` and under Weft, and the seconds of each first call."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Model(depth).eval()
+    model = DepthModel(depth).eval()
     twin = copy.deepcopy(model)
     tokens = _tokens()
     stock = torch.compile(twin, backend=inner, fullgraph=True)

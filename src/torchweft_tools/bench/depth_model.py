@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
+class DepthLayer(nn.Module):
     """One block."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
 
 
-class Model(nn.Module):
+class DepthModel(nn.Module):
     """Tokens in, logits out."""
 
     frequency: Tensor
@@ -73,7 +73,7 @@ class Model(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(DepthLayer() for _ in range(num_layers))
         self.norm, self.head = Norm(), nn.Linear(HIDDEN, VOCABULARY, bias=False)
         steps = torch.arange(0, HEAD_DIM, 2) / HEAD_DIM
         self.register_buffer("frequency", 10_000.0**-steps)

@@ -187,7 +187,7 @@ class RecursiveNet(nn.Module):
         return torch.tanh(self.weight @ both + self.bias)
 
 
-class Block(nn.Module):
+class SequenceLayer(nn.Module):
     """A transformer layer over one sequence."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -212,7 +212,7 @@ class EarlyExit(nn.Module):
         self, dim: int = 16, num_layers: int = 4, num_classes: int = 5, sure: float = 0.5
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dim, 2) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(SequenceLayer(dim, 2) for _ in range(num_layers))
         self.heads = nn.ModuleList(nn.Linear(dim, num_classes) for _ in range(num_layers))
         self.sure = sure
 
@@ -227,7 +227,7 @@ class EarlyExit(nn.Module):
         return scores, number
 
 
-class Routed(nn.Module):
+class RoutedExperts(nn.Module):
     """A mixture of experts: each token goes to the one that its router likes best."""
 
     def __init__(self, dim: int = 12, num_experts: int = 4) -> None:

@@ -39,7 +39,7 @@ from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.dynpartition import MAX_OPS, Bandit, train
 from torchweft_tools.bench.pairs import ratio
-from torchweft_tools.bench.recovery import Kept, Progress, no_progress
+from torchweft_tools.bench.recovery import FrozenPlanner, Progress, no_progress
 
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
@@ -142,7 +142,7 @@ def run_placed(
 
 
 def _by_groups(dynamic: Dynamic, planner: str) -> Callable[[Sequence[Input]], list[Tensor]]:
-    kept = Kept(partial(plan, planner=planner))
+    kept = FrozenPlanner(partial(plan, planner=planner))
 
     def way(given: Sequence[Input]) -> list[Tensor]:
         assert dynamic.placer is not None, "there are workers"

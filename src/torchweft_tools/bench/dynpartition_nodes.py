@@ -23,7 +23,7 @@ from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
 Node = Callable[[], None]
 
 
-class _Run:
+class _NodeRun:
     """One tree under way: the states and outputs of its nodes."""
 
     def __init__(self, model: BinaryTreeLSTM, words: list[int], device: torch.device) -> None:
@@ -66,7 +66,7 @@ async def run_ready(nodes: list[Node], before: dict[Node, list[Node]]) -> None:
 @torch.no_grad()
 def per_node(model: BinaryTreeLSTM, tree: Tree, words: list[int]) -> Tensor:
     """[nodes, classes], children before parents, as `BinaryTreeLSTM.forward` gives them."""
-    run = _Run(model, words, torch.device("cpu"))
+    run = _NodeRun(model, words, torch.device("cpu"))
     nodes: list[Node] = []
     before: dict[Node, list[Node]] = {}
     state_of: dict[int, Node] = {}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.placement import Placement, plan
-from torchweft.placement.files.read_any import Wanted, read_problem
-from torchweft.placement.learn.served import Served
+from torchweft.placement.files.read_any import ProblemOptions, read_problem
+from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs, CostTable
@@ -181,15 +181,15 @@ def _placement(path: Path) -> None:
 
 
 def _served(path: Path) -> None:
-    served = Served.load(path)
+    served = ServedRun.load(path)
     again = path.with_suffix(".again")
     served.save(again)
-    _same(Served.load(again), served)
+    _same(ServedRun.load(again), served)
     served.problem()
 
 
 def _problem(path: Path) -> None:
-    found = read_problem(path, Wanted(machine=PAIR, context=CONTEXT))
+    found = read_problem(path, ProblemOptions(machine=PAIR, context=CONTEXT))
     if found.num_ops < 100:
         placement = plan(found, "heft")
         _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
@@ -256,23 +256,23 @@ def _part(path: Path) -> None:
     import torch
 
     from torchweft.dynamic.cell import Cell
-    from torchweft.dynamic.program import Part
-    from torchweft.dynamic.store import Store
+    from torchweft.dynamic.program import DevicePart
+    from torchweft.dynamic.store import RowStore
 
-    part = Part.from_data(_read_json(path), torch.tensor([0, 1]), {"x": Cell.from_data(CELL)})
+    part = DevicePart.from_data(_read_json(path), torch.tensor([0, 1]), {"x": Cell.from_data(CELL)})
     if sum(spec.num_bytes * count for spec, count in part.num_rows.items()) < 2**28:
-        Store().reserve(part.num_rows)
+        RowStore().reserve(part.num_rows)
 
 
 def _recorded(path: Path) -> None:
     import torch
 
     from torchweft.dynamic.cell import Cell
-    from torchweft.dynamic.recorded import Unfolded
-    from torchweft.dynamic.store import Store
+    from torchweft.dynamic.recorded import RecordedRun
+    from torchweft.dynamic.store import RowStore
 
     cell, numbers = Cell.from_data(CELL), torch.tensor([2, 0, 3, 1])
-    found = Unfolded(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, Store())
+    found = RecordedRun(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, RowStore())
     for group in found.groups:
         found.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
     found.answers()

@@ -76,7 +76,7 @@ def measure(
     plain, mine = _call(stock, spec), _call(woven, spec)
     rows, length = PROMPTS[spec["size"]]
     work = rows * (length if spec["workload"] == "prefill" else NUM_NEW[spec["size"]])
-    links = spec["links"] if lab.is_limited() else [lab.Link().label]
+    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
     order, done, total = Random(spec["seed"]), 0, len(links) * (spec["num_pairs"] + 1)
 
     def step() -> None:

@@ -63,7 +63,7 @@ class GlooCommunicator(CpuCommunicator):  # type: ignore[misc]
         return False
 
 
-class Worker(CPUWorker):  # type: ignore[misc]
+class TimedWorker(CPUWorker):  # type: ignore[misc]
     """vLLM's worker, with the transport that it has between nodes."""
 
     def init_device(self) -> None:
@@ -103,7 +103,7 @@ def save(spec: Mapping[str, Any], folder: str) -> None:
 def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict[str, Any]]:
     """What the race found, link by link."""
     asked = requests(spec)
-    links = spec["links"] if lab.is_limited() else [lab.Link().label]
+    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
     order, done, total = Random(spec["seed"]), 0, len(links) * (spec["num_pairs"] + 1)
     for link in links:
         if lab.is_limited():

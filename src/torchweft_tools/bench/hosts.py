@@ -111,7 +111,7 @@ def run(
     chosen = _names("host", hosts, HOSTS)
     known = {name for host in chosen for name in HOSTS[host].workloads}
     wanted = _names("workload", workloads or ",".join(sorted(known)), known)
-    parsed = sorted(map(lab.Link.parse, links.split(",")), key=_kind)
+    parsed = sorted(map(lab.LabLink.parse, links.split(",")), key=_kind)
     cases = [
         (host, workload, [link.label for link in like])
         for host in chosen
@@ -206,7 +206,7 @@ def _python(host: Host) -> str:
     return str(own)
 
 
-def _kind(link: lab.Link) -> tuple[bool, str]:
+def _kind(link: lab.LabLink) -> tuple[bool, str]:
     """Links of one kind can take each other's place while ranks run."""
     return not link.bits_per_s, link.duplex
 

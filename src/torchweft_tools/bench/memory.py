@@ -42,7 +42,7 @@ from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
 from torchweft_tools.bench.kernels import Known, hidden_copies, plain_copies
 from torchweft_tools.bench.meter import Allocations, Meter
-from torchweft_tools.bench.zoo_models import MODELS, ROWS, Model, outputs_of
+from torchweft_tools.bench.zoo_models import MODELS, ROWS, ZooModel, outputs_of
 
 PARTS = (2, 4)
 NUM_WARM, NUM_METERED = 4, 3
@@ -56,7 +56,7 @@ COLUMNS = (
 
 
 @dataclass
-class Row:
+class MemoryRow:
     """One model in a number of parts."""
 
     model: str
@@ -92,7 +92,7 @@ def run(
         if name not in known:
             raise WeftError(f"bench memory: {unknown('model', name, known)}", rule="model")
     ranked = [name for name in wanted if name in RANKED]
-    rows: list[Row] = []
+    rows: list[MemoryRow] = []
     for number, name in enumerate(name for name in wanted if name in zoo):
         rows += [_told(zoo[name], parts, inner) for parts in PARTS]
         if progress is not None:
@@ -101,7 +101,7 @@ def run(
     return [asdict(row) for row in rows], summary(rows)
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[MemoryRow]) -> dict[str, Any]:
     """Of the models that were split: the share without any copied byte, and the worst peak."""
     models = {row.model for row in rows if row.split}
     copying = {row.model for row in rows if row.copied_bytes > 0 or row.hidden or row.error}
@@ -117,9 +117,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _told(model: Model, parts: int, inner: str) -> Row:
+def _told(model: ZooModel, parts: int, inner: str) -> MemoryRow:
     """A row of the zoo; whatever the model raises is told, not raised."""
-    row = Row(model.name, 1, parts)
+    row = MemoryRow(model.name, 1, parts)
     try:
         torch.manual_seed(0)
         module, inputs = model.build().eval(), _doubled(model.inputs())
@@ -143,7 +143,7 @@ def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(
-    row: Row,
+    row: MemoryRow,
     module: torch.nn.Module,
     call: Callable[[], Any],
     inner: str,
@@ -228,7 +228,7 @@ def _quiet(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def on_ranks(names: list[str], inner: str) -> list[Row]:
+def on_ranks(names: list[str], inner: str) -> list[MemoryRow]:
     """The rows of models on two ranks; of both ranks the worse figures."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -246,14 +246,16 @@ def on_ranks(names: list[str], inner: str) -> list[Row]:
         told = [_read(Path(folder) / f"rank{rank}.json") for rank in range(2)]
     if not all(told):
         raise WeftError(f"bench memory: the ranks ended with code {code} and told nothing.")
-    return [_worse(Row(**left), Row(**right)) for left, right in zip(*told, strict=True)]
+    return [
+        _worse(MemoryRow(**left), MemoryRow(**right)) for left, right in zip(*told, strict=True)
+    ]
 
 
 def _read(path: Path) -> list[Mapping[str, Any]]:
     return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
-def _worse(left: Row, right: Row) -> Row:
+def _worse(left: MemoryRow, right: MemoryRow) -> MemoryRow:
     if left.error or right.error:
         return left if left.error else right
     worst = max(left, right, key=lambda row: (row.copied_bytes, row.peak_ratio))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchweft_tools.bench.memory import PARTS, Row, measure
+from torchweft_tools.bench.memory import PARTS, MemoryRow, measure
 from torchweft_tools.bench.overlap_candidates import peer_module
 from torchweft_tools.bench.overlap_rank import SIZES
 
@@ -45,7 +45,7 @@ def main(names: list[str], inner: str, folder: Path) -> None:
     rows = []
     for name in names:
         for parts in PARTS:
-            row = Row(name, dist.get_world_size(), parts)
+            row = MemoryRow(name, dist.get_world_size(), parts)
             try:
                 measure(row, *build(name, folder), inner)
             except Exception as error:  # the other rank fails at the same place, and both go on

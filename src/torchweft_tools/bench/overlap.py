@@ -55,7 +55,7 @@ def run(
 
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    parsed = sorted(map(lab.Link.parse, _words(links)), key=_kind)
+    parsed = sorted(map(lab.LabLink.parse, _words(links)), key=_kind)
     cases: list[dict[str, Any]] = [
         {"model": model, "phase": phase, "links": [link.label for link in like]}
         for model in _names("model", models, MODELS)
@@ -98,7 +98,7 @@ def compete(
             yield result["link"], result
 
 
-def _kind(link: lab.Link) -> tuple[bool, str]:
+def _kind(link: lab.LabLink) -> tuple[bool, str]:
     """Links of one kind can take each other's place while ranks run."""
     return not link.bits_per_s, link.duplex
 

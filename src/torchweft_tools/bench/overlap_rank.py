@@ -87,7 +87,7 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
     arena = make_arena(spec)
     table = TABLES[spec.get("table", "race")]
     chosen = [each for each in table if spec["names"] is None or each.name in spec["names"]]
-    links = spec["links"] if lab.is_limited() else [lab.Link().label]
+    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
     total = len(chosen) + len(links) * (spec["num_rounds"] + spec["num_pairs"])
     done = 0
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Placement, Planner, Problem, plan, planner_names
-from torchweft.placement.files.read_any import Wanted, read_problem
+from torchweft.placement.files.read_any import ProblemOptions, read_problem
 from torchweft.placement.learn.cases import (
     MACHINES,
     RATIOS,
@@ -59,7 +59,7 @@ COLUMNS = ("family", "devices", "ratio", "planner", "cases", "over_best", "worst
            "over_bound", "plan_ms", "with_planning")  # fmt: skip
 
 
-class Case(NamedTuple):
+class PlannedCase(NamedTuple):
     """A problem with the group of rows it belongs to; `optimum_s` where it is known."""
 
     family: str
@@ -71,7 +71,7 @@ class Case(NamedTuple):
 class Result(NamedTuple):
     """What every planner found for a case."""
 
-    case: Case
+    case: PlannedCase
     found: dict[str, Placement]
     best_s: float
     bound_s: float
@@ -116,7 +116,7 @@ def _policies() -> dict[str, Planner]:
     return {f"learned, seed {seed}": planner_of(trained_policy(seed)) for seed in SEEDS[1:]}
 
 
-def _bandit(item: Case, num_ops: int) -> dict[str, Planner]:
+def _bandit(item: PlannedCase, num_ops: int) -> dict[str, Planner]:
     """DynPartition's bandit as a planner, if the case is a tree that it can take."""
     from torchweft_tools.bench.dynpartition import MAX_OPS
 
@@ -156,7 +156,7 @@ def _folder(data: str) -> Path | None:
     return folder
 
 
-def _drawn(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[Case]:
+def _drawn(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[PlannedCase]:
     """Trees and graphs on every machine, with every ratio."""
     draw = random.Random(seed)
     sentences = [tree for tree in sst_trees(folder) if len(tree) >= 15] if folder else []
@@ -172,32 +172,32 @@ def _drawn(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iter
                 if sentences:
                     works["sst"] = tree_case(draw.choice(sentences), "sst")
                 for family, work in works.items():
-                    yield Case(family, ratio, case(work, slowness, ratio))
+                    yield PlannedCase(family, ratio, case(work, slowness, ratio))
 
 
-def _dnn(folder: Path | None) -> Iterator[Case]:
+def _dnn(folder: Path | None) -> Iterator[PlannedCase]:
     """DNN graphs with the devices, transfers and memory limits of their files."""
     for path in sorted((folder / "dnn-partitioning").rglob("*.json")) if folder else ():
         if "throughput" in str(path):
-            problem = read_problem(path, Wanted(objective="throughput"))
+            problem = read_problem(path, ProblemOptions(objective="throughput"))
         else:
             problem = read_problem(path)
         unit = scaled(problem, UNIT_S / (mean_op_s(problem) or 1.0))
-        yield Case(f"dnn {problem.objective}", None, unit)
+        yield PlannedCase(f"dnn {problem.objective}", None, unit)
 
 
-def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[Case]:
+def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[PlannedCase]:
     """Equal processors, no transfers: STG files with a proven optimum, else generated graphs."""
     draw, found = random.Random(seed), stg_optima(folder) if folder else []
     for processors in STG_PROCESSORS:
         equal = (1.0,) * processors
         known = [item for item in found if item[1] == processors]
         for path, _, optimum_s in draw.sample(known, min(num_cases, len(known))):
-            problem = scaled(read_problem(path, Wanted(slowness=equal)), UNIT_S)
-            yield Case("stg", 0.0, problem, optimum_s * UNIT_S)
+            problem = scaled(read_problem(path, ProblemOptions(slowness=equal)), UNIT_S)
+            yield PlannedCase("stg", 0.0, problem, optimum_s * UNIT_S)
         for _ in range(0 if found else num_cases):
             work = random_dag(num_ops, draw.randrange(10**6))
-            yield Case("equal processors", 0.0, case(work, equal, 0.0))
+            yield PlannedCase("equal processors", 0.0, case(work, equal, 0.0))
 
 
 def _warm(problem: Problem) -> None:
@@ -210,7 +210,7 @@ def _warm(problem: Problem) -> None:
 
 
 def _plan(
-    item: Case, policies: Mapping[str, Planner], search_s: float, solver_s: float, seed: int
+    item: PlannedCase, policies: Mapping[str, Planner], search_s: float, solver_s: float, seed: int
 ) -> Result:
     wanted: dict[str, tuple[str | Planner, float | None]] = {
         name: (name, search_s if name in SEARCH else None)

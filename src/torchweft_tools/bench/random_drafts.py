@@ -19,9 +19,9 @@ from torchweft.plan.graph import USES, Graph, Op
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Buffer, Place, Plan, Range, Step
 from torchweft.plan.sizes import ONE, Size
-from torchweft_tools.bench.oracle.overlap import Span, overlap, units_of
+from torchweft_tools.bench.oracle.overlap import OracleSpan, overlap, units_of
 from torchweft_tools.bench.oracle.reading import Reading, read
-from torchweft_tools.bench.oracle.reference import Spot, parts_of, spots
+from torchweft_tools.bench.oracle.reference import OracleSpot, parts_of, spots
 
 Ranges = dict[str, list[Range | None]]
 UNITS = {True: ("rows", Size.parse("4*s0")), False: ("flat", Size.of(4))}
@@ -32,7 +32,7 @@ class ImpossibleError(Exception):
 
 
 @dataclass
-class Draft:
+class PlanDraft:
     """Steps in program order; the lane of each is named after its device."""
 
     graph: Graph
@@ -75,23 +75,23 @@ class Drafter:
     ) -> None:
         self.rng, self.graph, self.ranges, self.takers = rng, graph, ranges, takers
         self.num_parts = len(cut.fractions)
-        self.draft = Draft(graph, cut, tuple(takers))
-        self.homes: dict[Spot, str] = {}
-        self.version: dict[Spot, int] = {}
-        self.copies: dict[tuple[str, str], list[dict[Spot, int]]] = {}
+        self.draft = PlanDraft(graph, cut, tuple(takers))
+        self.homes: dict[OracleSpot, str] = {}
+        self.version: dict[OracleSpot, int] = {}
+        self.copies: dict[tuple[str, str], list[dict[OracleSpot, int]]] = {}
         self.demands: list[tuple[str, set[int]]] = []
         self.ranged: set[str] = set()
         for name in graph.inputs:
             for spot in self.spots(name, None):
                 self.homes[spot], self.version[spot] = self.draft.devices[0], 0
 
-    def spots(self, name: str, parts: Range | None) -> list[Spot]:
+    def spots(self, name: str, parts: Range | None) -> list[OracleSpot]:
         if parts is None or self.graph.value[name].batch is None:
             return spots(self.graph, self.num_parts, name, None)
         found = [spots(self.graph, self.num_parts, name, part) for part in range(*parts)]
         return list(dict.fromkeys(spot for some in found for spot in some))
 
-    def run(self) -> Draft:
+    def run(self) -> PlanDraft:
         """The draft. Raises `ImpossibleError` if the dice fell badly."""
         for op in self.graph.ops:
             device = None
@@ -250,7 +250,9 @@ class Drafter:
             for cell in action.touches:
                 if cell[0] in ("place", "loose", "made"):
                     device = (
-                        str(cell[1]) if cell[0] != "place" else self.homes[Spot(str(cell[1]), 0)]
+                        str(cell[1])
+                        if cell[0] != "place"
+                        else self.homes[OracleSpot(str(cell[1]), 0)]
                     )
                     last = touched.setdefault((device, str(cell[-2])), {})
                     last[int(cell[-1] or 0)] = at
@@ -298,7 +300,7 @@ class Drafter:
 
     def moved(self, place: Place, lives: dict[tuple[str, int], tuple[int, int]]) -> Place:
         batched = self.graph.value[place.value].batch is not None
-        buffer = f"{UNITS[batched][0]}.{self.homes[Spot(place.value, 0)]}"
+        buffer = f"{UNITS[batched][0]}.{self.homes[OracleSpot(place.value, 0)]}"
         for _ in range(4):
             found = Place(place.value, buffer, self.rng.randrange(5))
             if not any(self.clash(found, other, lives) for other in self.draft.places):
@@ -319,10 +321,10 @@ class Drafter:
         return False
 
 
-def spans(graph: Graph, num_parts: int, place: Place) -> list[tuple[int, Span]]:
+def spans(graph: Graph, num_parts: int, place: Place) -> list[tuple[int, OracleSpan]]:
     """The span of each cell of a place in a buffer."""
     value = graph.value[place.value]
     units = units_of(value.bytes, UNITS[value.batch is not None][1]) or 0
     leading = value.batch is not None and value.batch.dim == 0 and value.batch.outer == ONE
     parts = [part or 0 for part in parts_of(graph, num_parts, place.value)]
-    return [(part, Span(place.offset, units, part if leading else None)) for part in parts]
+    return [(part, OracleSpan(place.offset, units, part if leading else None)) for part in parts]

@@ -20,9 +20,9 @@ from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft_tools.bench.oracle.content import Action, conflict
 from torchweft_tools.bench.random_drafts import (
-    Draft,
     Drafter,
     ImpossibleError,
+    PlanDraft,
     Ranges,
     random_ranges,
 )
@@ -129,7 +129,9 @@ class _Node:
 class _Deal:
     """Deals the steps of a draft to lanes."""
 
-    def __init__(self, rng: Random, draft: Draft, lanes: tuple[Lane, ...], talked: Talked) -> None:
+    def __init__(
+        self, rng: Random, draft: PlanDraft, lanes: tuple[Lane, ...], talked: Talked
+    ) -> None:
         self.rng, self.draft, self.lanes, self.graph = rng, draft, lanes, draft.graph
         reading = draft.reading()
         self.actions: tuple[Action, ...] = reading.actions

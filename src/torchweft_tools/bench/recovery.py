@@ -59,7 +59,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 @dataclass(eq=False)
-class Kept:
+class FrozenPlanner:
     """A planner that places each problem once, and as it did then whenever it comes again."""
 
     planner: Planner
@@ -242,13 +242,13 @@ def served(
 
         undrifted_s = statistics.median(serve(num_before)[num_before // 2 :])
         before = copy.deepcopy(learner.policy)
-        frozen = Kept(planner_of(before, guarded))
+        frozen = FrozenPlanner(planner_of(before, guarded))
         for request in requests:
             run(request, frozen)
         pool.mates[spots[0].name].send({"kind": "throttle", "slowness": SLOWER})
         took_s = serve(num_inputs)
         after = {**arms_of(before, learner), "best": long_search}
-        arms = {"frozen": frozen, **{arm: Kept(planner) for arm, planner in after.items()}}
+        arms = {"frozen": frozen, **{arm: FrozenPlanner(planner) for arm, planner in after.items()}}
         medians = in_turns(arms, requests, run, repeats)
         assert dynamic.turns is not None, "the planner learns"
         waited_s = dynamic.turns.waited_s

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 Row = dict[str, Any]
 
 
-class Layer(nn.Module):
+class StreamLayer(nn.Module):
     """A gated layer over flat tokens."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def run(
 
 def _run(num_calls: int, num_counts: int, seed: int, progress: Progress) -> tuple[list[Row], Row]:
     torch.manual_seed(seed)
-    plain = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS))).eval()
+    plain = nn.Sequential(*(StreamLayer() for _ in range(NUM_LAYERS))).eval()
     model = nn.Sequential(*plain).eval()  # the same layers, run by weft
     compile(model, overlap(parts=2, min_tokens=MIN_TOKENS))
     tokens = torch.randn(MAX_TOKENS, HIDDEN)

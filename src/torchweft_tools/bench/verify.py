@@ -34,7 +34,7 @@ COUNTS = ("plans", "safe", "false_accepts", "false_rejects", "mutations", "mutat
 
 
 @dataclass(frozen=True)
-class Case:
+class JudgedCase:
     """Plans to judge, one a rank, and which mutation made them (None: meant to be safe)."""
 
     plans: list[Plan]
@@ -46,22 +46,22 @@ def case(seed: int, index: int) -> list[Plan]:
     return draw(seed, index).plans
 
 
-def draw(seed: int, index: int) -> Case:
+def draw(seed: int, index: int) -> JudgedCase:
     """One case of the bench: an even one is safe, an odd one unsafe, where the dice allow it."""
     rng = Random(f"{seed}/{index}")
     kind = rng.choice(list(MUTATIONS))
     if index % 2 == 0:
         found = _plans(rng, pair=rng.random() < 0.2)
         changed = mutate(rng, found, MUTATIONS[kind], draws=1) if rng.random() < 0.4 else None
-        return Case(changed if changed is not None and by_closure(changed) else found, None)
+        return JudgedCase(changed if changed is not None and by_closure(changed) else found, None)
     for _ in range(8):
         found = _plans(rng, pair=rng.random() < (0.9 if kind == "swap_collectives" else 0.15))
         if rng.random() < 0.1:
             found = mutate(rng, found, MUTATIONS["scramble"], draws=1) or found
         changed = mutate(rng, found, MUTATIONS[kind])
         if changed is not None and not by_closure(changed):
-            return Case(changed, kind)
-    return Case(found, None)
+            return JudgedCase(changed, kind)
+    return JudgedCase(found, None)
 
 
 def _plans(rng: Random, *, pair: bool) -> list[Plan]:

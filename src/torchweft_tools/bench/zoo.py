@@ -24,13 +24,13 @@ from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.serve.gate import compare
 from torchweft.serve.reporting import Report
-from torchweft_tools.bench.zoo_models import MODELS, Model, outputs_of
+from torchweft_tools.bench.zoo_models import MODELS, ZooModel, outputs_of
 
 NUM_CALLS = 4
 
 
 @dataclass
-class Row:
+class ZooRow:
     """What came out of one model."""
 
     model: str
@@ -62,7 +62,7 @@ def run(
     return [asdict(row) for row in rows], summary(rows)
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[ZooRow]) -> dict[str, Any]:
     """How many models were captured, equal, split; the median share of time in parts."""
     shares = [row.split_share or 0.0 for row in rows]
     unsplit = [row for row in rows if not row.split_equal and not row.error and row.whole_ops]
@@ -77,9 +77,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def look(model: Model) -> Row:
+def look(model: ZooModel) -> ZooRow:
     """Capture one model and run it by plans; whatever it raises is told, not raised."""
-    row, start = Row(model.name), time.perf_counter()
+    row, start = ZooRow(model.name), time.perf_counter()
     try:
         _look(model, row)
     except ImportError as error:
@@ -91,7 +91,7 @@ def look(model: Model) -> Row:
     return row
 
 
-def _look(model: Model, row: Row) -> None:
+def _look(model: ZooModel, row: ZooRow) -> None:
     torch.manual_seed(0)
     module, inputs = model.build().eval(), model.inputs()
     wanted = _outputs(module, inputs)
@@ -113,7 +113,7 @@ def _look(model: Model, row: Row) -> None:
 
 
 def _under(
-    strategy: Strategy, model: Model, module: torch.nn.Module, inputs: dict[str, Any]
+    strategy: Strategy, model: ZooModel, module: torch.nn.Module, inputs: dict[str, Any]
 ) -> tuple[Any, Report]:
     """The outputs of the last of several calls under a strategy, and the report."""
     torch._dynamo.reset()
@@ -135,7 +135,7 @@ def _outputs(module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         return outputs_of(module(**inputs))
 
 
-def _chosen(names: str) -> list[Model]:
+def _chosen(names: str) -> list[ZooModel]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {model.name: model for model in MODELS}
     for name in wanted:

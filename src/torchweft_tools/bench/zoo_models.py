@@ -25,7 +25,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Model:
+class ZooModel:
     """How to build one model and its inputs; `library` is what must be installed."""
 
     name: str
@@ -36,7 +36,7 @@ class Model:
 
 
 @dataclass
-class Check:
+class ZooCheck:
     """What came out of one model."""
 
     name: str
@@ -201,15 +201,15 @@ def _hf(
     model: str,
     sizes: Mapping[str, Any],
     inputs: Callable[[], Inputs] = tokens,
-) -> Model:
-    return Model(name, "transformers", transformer(config, model, sizes), inputs)
+) -> ZooModel:
+    return ZooModel(name, "transformers", transformer(config, model, sizes), inputs)
 
 
-def _df(name: str, model: str, sizes: Mapping[str, Any], inputs: Callable[[], Inputs]) -> Model:
-    return Model(name, "diffusers", diffusion(model, sizes), inputs)
+def _df(name: str, model: str, sizes: Mapping[str, Any], inputs: Callable[[], Inputs]) -> ZooModel:
+    return ZooModel(name, "diffusers", diffusion(model, sizes), inputs)
 
 
-MODELS: tuple[Model, ...] = (
+MODELS: tuple[ZooModel, ...] = (
     _hf("llama", "LlamaConfig", "LlamaForCausalLM", SMALL),
     _hf("qwen3", "Qwen3Config", "Qwen3ForCausalLM", SMALL),
     _hf("mistral", "MistralConfig", "MistralForCausalLM", SMALL),
@@ -235,9 +235,9 @@ def unequal(rows: int) -> tuple[int, ...]:
     return (0, 1, rows) if rows < 4 else (0, 1, rows // 2 + 1, rows)
 
 
-def check(model: Model, *, split: Callable[[int], tuple[int, ...]] = unequal) -> Check:
+def check(model: ZooModel, *, split: Callable[[int], tuple[int, ...]] = unequal) -> ZooCheck:
     """Capture one model, run it whole and in parts by the reference, compare with eager."""
-    found, start = Check(model.name), time.perf_counter()
+    found, start = ZooCheck(model.name), time.perf_counter()
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
@@ -265,7 +265,7 @@ def _run(model: Callable[..., Any], inputs: Inputs) -> Any:
         return model(**inputs)
 
 
-def _describe(found: Check, tracer: Tracer) -> None:
+def _describe(found: ZooCheck, tracer: Tracer) -> None:
     graphs = tracer.captures
     found.num_graphs = len(graphs)
     found.num_ops = sum(len(captured.graph.ops) for captured in graphs)

@@ -38,7 +38,8 @@ def story() -> Iterator[str]:
         "about two minutes:\n"
     )
     spec = {
-        "model": "dense", "phase": "prefill", "links": [lab.Link.parse(LINK).label], "size": "demo",
+        "model": "dense", "phase": "prefill", "links": [lab.LabLink.parse(LINK).label],
+        "size": "demo",
         "num_pairs": MIN_PAIRS, "num_rounds": 3, "seed": 0, "names": NAMES, "timeline": True,
     }  # fmt: skip
     [(label, result)] = compete(spec)

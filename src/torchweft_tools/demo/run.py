@@ -55,7 +55,7 @@ def ranks(x: Tensor) -> Tensor:
     return x.argsort().argsort().float()
 
 
-class Alike(nn.Module):
+class RankCorrelation(nn.Module):
     """Spearman's correlation of two columns: two branches that do not need each other."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def story(folder: Path) -> Iterator[str]:
     yield from _run(model, inputs, lambda m: compile(m, branches, rules=rules), folder)
     yield "7. Two branches of compute on two lanes:\n"
     pair = torch.randn(100_000), torch.randn(100_000)
-    yield from _run(Alike(), pair, lambda m: compile(m, branches, machine=cpu(2)), None)
+    yield from _run(RankCorrelation(), pair, lambda m: compile(m, branches, machine=cpu(2)), None)
     yield "8. What one process cannot gain: a plain stack of layers has nothing to overlap.\n"
     plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     compile(plain, "overlap")

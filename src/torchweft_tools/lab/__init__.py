@@ -16,7 +16,7 @@ loopback, and `label` says so.
 """
 
 from torchweft_tools.lab.command import Command, check, run, spawn_ranks, start
-from torchweft_tools.lab.link import Link
+from torchweft_tools.lab.link import LabLink
 from torchweft_tools.lab.rate import is_limited, set_rate
 
-__all__ = ["Command", "Link", "check", "is_limited", "run", "set_rate", "spawn_ranks", "start"]
+__all__ = ["Command", "LabLink", "check", "is_limited", "run", "set_rate", "spawn_ranks", "start"]

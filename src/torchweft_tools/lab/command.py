@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchweft.errors import MachineError, WeftError
-from torchweft_tools.lab.link import Link
+from torchweft_tools.lab.link import LabLink
 
 log = logging.getLogger("torchweft")
 
@@ -46,7 +46,7 @@ ROOT_WAY = ("--net", "--mount", *_PROCESSES)  # where user namespaces are forbid
 class Command:
     """A command that runs in the lab; leaving its `with` ends it and all that it started."""
 
-    def __init__(self, link: Link, way: Sequence[str], spec: dict[str, Any], **options: Any):
+    def __init__(self, link: LabLink, way: Sequence[str], spec: dict[str, Any], **options: Any):
         self.link = link
         reader, writer = os.pipe()
         self._control = os.fdopen(writer, "wb", buffering=0)
@@ -108,13 +108,13 @@ class Command:
 
 def check(link: str = "1gbit") -> str:
     """Why links cannot be limited here, in a few words; empty if they can."""
-    return _find_way(Link.parse(link))[1]
+    return _find_way(LabLink.parse(link))[1]
 
 
 def start(
     argv: Sequence[str],
     *,
-    link: str | Link,
+    link: str | LabLink,
     env: Mapping[str, str] | None = None,
     stdout: int | IO[Any] | None = None,
     require: bool = False,
@@ -124,7 +124,7 @@ def start(
     `env` is added to the environment. Raises `MachineError` with `require=True` where the link
     cannot be limited; otherwise that is logged, and the command runs over plain loopback.
     """
-    wanted = Link.parse(link) if isinstance(link, str) else link
+    wanted = LabLink.parse(link) if isinstance(link, str) else link
     way, found = _way(wanted, require=require)
     if wanted.duplex == "half":
         members = [_member(0, {})]
@@ -140,7 +140,7 @@ def start(
 def spawn_ranks(
     argv: Sequence[str],
     *,
-    link: str | Link,
+    link: str | LabLink,
     num_ranks: int = 2,
     env: Mapping[str, str] | None = None,
     require: bool = False,
@@ -153,7 +153,7 @@ def spawn_ranks(
     """
     if num_ranks < 1:
         raise WeftError(f"lab: {num_ranks} ranks cannot run; num_ranks must be 1 or more.")
-    wanted = Link.parse(link) if isinstance(link, str) else link
+    wanted = LabLink.parse(link) if isinstance(link, str) else link
     way, found = _way(wanted, require=require)
     num_sides = 2 if found.bits_per_s and found.duplex == "full" else 1
     address, port = _meeting_point(found)
@@ -169,7 +169,7 @@ def spawn_ranks(
     return _launch(argv, found, way, members, env, **options)
 
 
-def run(argv: Sequence[str], *, link: str | Link, require: bool = False) -> int:
+def run(argv: Sequence[str], *, link: str | LabLink, require: bool = False) -> int:
     """Run a command to its end in this terminal, passing signals on; its exit code."""
     told = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     with start(argv, link=link, require=require) as command, _blocked(*told, signal.SIGCHLD):
@@ -182,7 +182,7 @@ def run(argv: Sequence[str], *, link: str | Link, require: bool = False) -> int:
         return command.wait()
 
 
-def _way(wanted: Link, *, require: bool) -> tuple[Sequence[str], Link]:
+def _way(wanted: LabLink, *, require: bool) -> tuple[Sequence[str], LabLink]:
     """The words in front of the command, and the link it really gets."""
     way, reason = _find_way(wanted)
     if not reason:
@@ -190,10 +190,10 @@ def _way(wanted: Link, *, require: bool) -> tuple[Sequence[str], Link]:
     if require:
         raise MachineError(f"lab: no link limit: {reason}.", rule="lab")
     log.warning("lab: no link limit: %s; runs over plain loopback", reason)
-    return (), Link(0, wanted.duplex)
+    return (), LabLink(0, wanted.duplex)
 
 
-def _find_way(link: Link) -> tuple[Sequence[str], str]:
+def _find_way(link: LabLink) -> tuple[Sequence[str], str]:
     """A way into namespaces with this link, tried for real, or the reason why there is none."""
     if not link.bits_per_s:
         return (), ""
@@ -219,7 +219,7 @@ def _find_way(link: Link) -> tuple[Sequence[str], str]:
 
 def _launch(
     argv: Sequence[str],
-    link: Link,
+    link: LabLink,
     way: Sequence[str],
     members: list[dict[str, Any]],
     env: Mapping[str, str] | None,
@@ -236,7 +236,7 @@ def _launch(
     return Command(link, way, _spec(link, words, members), env=told, **options)
 
 
-def _spec(link: Link, words: list[str], members: list[dict[str, Any]]) -> dict[str, Any]:
+def _spec(link: LabLink, words: list[str], members: list[dict[str, Any]]) -> dict[str, Any]:
     facts = {"bits_per_s": link.bits_per_s, "duplex": link.duplex, "grace_s": GRACE_S}
     return {**facts, "ip": _tool("ip"), "tc": _tool("tc"), "argv": words, "members": members}
 
@@ -245,7 +245,7 @@ def _member(side: int, env: dict[str, str], *, quiet: bool = False) -> dict[str,
     return {"side": side, "env": env, "quiet": quiet}
 
 
-def _meeting_point(link: Link) -> tuple[str, str]:
+def _meeting_point(link: LabLink) -> tuple[str, str]:
     """Address and port where ranks meet; in a namespace of our own, every port is free."""
     if link.bits_per_s:
         return (FIRST if link.duplex == "full" else "127.0.0.1"), str(PORT)

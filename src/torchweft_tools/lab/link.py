@@ -21,7 +21,7 @@ _TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(mbit|gbit)(?: (half|full)(?: duplex)?
 
 
 @dataclass(frozen=True)
-class Link:
+class LabLink:
     """What joins the ranks: bits in a second (0: plain loopback), and whether directions share."""
 
     bits_per_s: int = 0
@@ -34,7 +34,7 @@ class Link:
             raise MachineError(f"link: {self.bits_per_s} bits a second is out of range. {_ALLOWED}")
 
     @classmethod
-    def parse(cls, text: str, duplex: str | None = None) -> Link:
+    def parse(cls, text: str, duplex: str | None = None) -> LabLink:
         """The link of a text such as "1gbit" or "1gbit full". Raises `MachineError` for another."""
         words = text.strip().lower()
         if words in ("none", "loopback", UNLIMITED):

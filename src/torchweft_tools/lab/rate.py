@@ -13,7 +13,7 @@ import os
 from torchweft.errors import MachineError
 from torchweft_tools.lab.command import _tool
 from torchweft_tools.lab.inside import JOINT, LinkError, limit
-from torchweft_tools.lab.link import Link
+from torchweft_tools.lab.link import LabLink
 
 
 def is_limited() -> bool:
@@ -21,12 +21,12 @@ def is_limited() -> bool:
     return bool(_own().bits_per_s)
 
 
-def set_rate(link: str | Link) -> None:
+def set_rate(link: str | LabLink) -> None:
     """Give the link that this process runs over another rate.
 
     Raises `MachineError` outside of a limited link, and for a link of another duplex.
     """
-    own, wanted = _own(), Link.parse(link) if isinstance(link, str) else link
+    own, wanted = _own(), LabLink.parse(link) if isinstance(link, str) else link
     if not own.bits_per_s:
         raise MachineError("lab: this process runs over no limited link.", rule="lab")
     if not wanted.bits_per_s or wanted.duplex != own.duplex:
@@ -41,6 +41,6 @@ def set_rate(link: str | Link) -> None:
     os.environ["WEFT_LINK"] = wanted.label
 
 
-def _own() -> Link:
+def _own() -> LabLink:
     label = os.environ.get("WEFT_LINK", "")
-    return Link.parse(label) if label else Link()
+    return LabLink.parse(label) if label else LabLink()

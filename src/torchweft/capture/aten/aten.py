@@ -27,14 +27,14 @@ from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.aten.passes import prepare
 from torchweft.capture.breaks import break_of
-from torchweft.capture.dynamo import Captured, analyse, candidates
+from torchweft.capture.dynamo import Capture, analyse, candidates
 from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
 from torchweft.capture.rows.rows import Rows
 from torchweft.errors import RunError, StrategyError, unknown
 
 LEVELS = ("torch", "aten")
-Make = Callable[[fx.GraphModule, Callable[[], Captured]], Callable[..., Any]]
+Make = Callable[[fx.GraphModule, Callable[[], Capture]], Callable[..., Any]]
 """(graph, how to capture it) -> what runs in its place."""
 
 
@@ -146,7 +146,7 @@ class _Pair:
     def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph of a call without gradients."""
 
-        def capture() -> Captured:
+        def capture() -> Capture:
             _, notes = prepare(gm)
             captured, _ = self._analyse(gm, "inference", None)
             return replace(captured, notes=tuple(notes), broken=self.broken)
@@ -157,7 +157,7 @@ class _Pair:
         """The graph of a call that keeps what the backward graph needs."""
         _keep_saved()
 
-        def capture() -> Captured:
+        def capture() -> Capture:
             names, notes = prepare(gm)
             captured, rows = self._analyse(gm, "forward", {})
             self._remember(gm, names, rows)
@@ -169,7 +169,7 @@ class _Pair:
         """The graph of gradients: saved values and tangents in, gradients out."""
         _keep_saved()
 
-        def capture() -> Captured:
+        def capture() -> Capture:
             prepare(gm)
             given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
             return self._analyse(gm, "backward", given)[0]
@@ -178,7 +178,7 @@ class _Pair:
 
     def _analyse(
         self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None
-    ) -> tuple[Captured, Rows]:
+    ) -> tuple[Capture, Rows]:
         name = f"{self.name}.{kind}"
         if kind != "backward":
             self.tried = self._known(gm)

@@ -102,10 +102,10 @@ class Blocks:
             if isinstance(tensor, Tensor)
         }
         modules = {id(module): module for module in self.model.modules()}
-        first: dict[str, _Call] = {}
+        first: dict[str, _BlockCall] = {}
         nodes = gm.graph.find_nodes(op="call_function", target=INVOKE)
         for node in nodes:
-            call = _Call(node, modules, given)
+            call = _BlockCall(node, modules, given)
             if first.setdefault(str(node.args[1]), call).names != call.names:
                 raise BlockError(f"block: {call} was given weights that are not its own.")
         return bool(nodes)
@@ -130,7 +130,7 @@ class Blocks:
         return next(kind for kind in kinds if "forward" in vars(kind)) in self._plain
 
 
-class _Call:
+class _BlockCall:
     """One call of a block in Dynamo's graph: the module, its weights by place."""
 
     def __init__(

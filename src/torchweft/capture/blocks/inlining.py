@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from torchweft.capture.blocks.blocks import INVOKE, BlockError
-from torchweft.capture.blocks.twins import Inlined
+from torchweft.capture.blocks.twins import InlinedCall
 from torchweft.capture.marks import MarkRule, marks_of
 from torchweft.capture.ops.units import is_collective
 from torchweft.capture.rows.rows import AGAIN, is_getitem
@@ -37,7 +37,7 @@ def inline(gm: fx.GraphModule, rules: Sequence[MarkRule] = (), *, everything: bo
     Raises `BlockError` for a block that is marked otherwise than the first of its kind.
     """
     first: dict[str, fx.Node] = {}
-    found: dict[str, list[Inlined]] = {}
+    found: dict[str, list[InlinedCall]] = {}
     calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
     for call in calls if everything else _near_slow(gm, calls, rules):
         name = _name(call)
@@ -85,7 +85,7 @@ def _drop_sizes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _inline(gm: fx.GraphModule, call: fx.Node, first: fx.Node) -> Inlined:
+def _inline(gm: fx.GraphModule, call: fx.Node, first: fx.Node) -> InlinedCall:
     """Put what a block calls in the place of its call."""
     operands, inner = call.args[2:], list(_code(gm, call).graph.nodes)
     placeholders = [node for node in inner if node.op == "placeholder"]
@@ -105,7 +105,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, first: fx.Node) -> Inlined:
         taker.replace_all_uses_with(made[taker.args[1]])
         gm.graph.erase_node(taker)
     gm.graph.erase_node(call)
-    return Inlined(operands, tuple(known[node] for node in inner[len(placeholders) : -1]))
+    return InlinedCall(operands, tuple(known[node] for node in inner[len(placeholders) : -1]))
 
 
 def _stack(node: fx.Node, call: fx.Node, first: fx.Node) -> dict[str, Any]:

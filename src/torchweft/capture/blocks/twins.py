@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.capture.rows.aten_call import AtenCall
 from torchweft.capture.rows.axes import SYMBOLIC
-from torchweft.capture.rows.rows import BYTES, Call, Rows, id_of
+from torchweft.capture.rows.rows import BYTES, CallRows, Rows, id_of
 
 
 @dataclass(frozen=True)
-class Inlined:
+class InlinedCall:
     """One inlined call of a block: what it was given, and its nodes in the block's own order."""
 
     operands: tuple[Any, ...]
@@ -37,7 +37,7 @@ class Inlined:
 class Twins:
     """The inlined calls of a graph, those of one block together."""
 
-    def __init__(self, inlined: Sequence[Sequence[Inlined]]) -> None:
+    def __init__(self, inlined: Sequence[Sequence[InlinedCall]]) -> None:
         worked = [calls for calls in inlined if calls[0].nodes]
         self.pairs = {each.nodes[0]: (calls[0], each) for calls in worked for each in calls[1:]}
         self.plain: dict[fx.Node, bool] = {}
@@ -57,7 +57,7 @@ class Twins:
         return True
 
 
-def _by_data(block: Inlined, rows: Rows) -> bool:
+def _by_data(block: InlinedCall, rows: Rows) -> bool:
     """Whether a size in a block hangs on data: each call of it has symbols of its own then."""
     leaves = tree_leaves([rows.value(node) for node in block.nodes])
     return any(free_unbacked_symbols(x) for x in leaves if isinstance(x, (Tensor, *SYMBOLIC)))
@@ -71,7 +71,7 @@ class _Twin:
         self.tensors: dict[int, Tensor] = {}
         self.bytes: dict[int, int] = {}
 
-    def match(self, first: Inlined, other: Inlined) -> bool:
+    def match(self, first: InlinedCall, other: InlinedCall) -> bool:
         """Whether two calls are given alike operands, and what they hand out can be told apart."""
         for old, new in self._given(first, other):
             if self.rows.symbols.laid(old) != self.rows.symbols.laid(new):
@@ -86,7 +86,7 @@ class _Twin:
             return False  # two share bytes here, and not there
         return all(map(self._make, self._shown(first, other)))
 
-    def call(self, old: Call, node: fx.Node) -> Call:
+    def call(self, old: CallRows, node: fx.Node) -> CallRows:
         """What is known of a node."""
         return replace(
             old,
@@ -96,7 +96,7 @@ class _Twin:
             twins=cache(partial(self._atens, old)),
         )
 
-    def _given(self, first: Inlined, other: Inlined) -> Iterator[tuple[Any, Any]]:
+    def _given(self, first: InlinedCall, other: InlinedCall) -> Iterator[tuple[Any, Any]]:
         """Pairs of operands, and each constant of the block with itself."""
         for pair in zip(first.operands, other.operands, strict=True):
             yield tuple(self.rows.value(n) if isinstance(n, fx.Node) else n for n in pair)
@@ -104,7 +104,7 @@ class _Twin:
             if node.op == "get_attr":
                 yield self.rows.value(node), self.rows.value(node)
 
-    def _shown(self, first: Inlined, other: Inlined) -> list[Tensor]:
+    def _shown(self, first: InlinedCall, other: InlinedCall) -> list[Tensor]:
         """The tensors of the first call whose like is used by other nodes of the graph."""
         inside = set(other.nodes)
         nodes = [
@@ -141,7 +141,7 @@ class _Twin:
         if (axis := self.rows.axis(old)) is not None:
             self.rows.axes[new] = axis
 
-    def _atens(self, old: Call) -> list[AtenCall]:
+    def _atens(self, old: CallRows) -> list[AtenCall]:
         return [
             replace(
                 aten,

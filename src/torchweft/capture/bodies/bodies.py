@@ -137,7 +137,7 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
     return found
 
 
-class Writer:
+class BodyWriter:
     """Copies calls of a graph into a new one, with everything from outside as an argument."""
 
     def __init__(

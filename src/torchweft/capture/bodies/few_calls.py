@@ -29,12 +29,12 @@ def calls_of(graph: fx.Graph) -> Calls | None:
     if len(nodes) > MAX_CALLS:
         return None
     try:
-        return _Printer(graph, nodes).calls()
+        return _CallPrinter(graph, nodes).calls()
     except WriteError:
         return None
 
 
-class _Printer:
+class _CallPrinter:
     """Prints calls as lines of Python."""
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies.bodies import Body
-from torchweft.capture.bodies.outs import Room
+from torchweft.capture.bodies.outs import ResultBytes
 from torchweft.capture.guards import Guards
 from torchweft.capture.marks import target_name
 from torchweft.capture.rows.rows import id_of
@@ -77,7 +77,7 @@ class Structure:
         guarded: Set[int],
         *,
         writes: bool,
-        rooms: tuple[Room, ...] = (),
+        rooms: tuple[ResultBytes, ...] = (),
     ) -> None:
         self.name, self.body, self.eager = name, body, body.function
         self.reads, self.writes, self.rooms = reads, writes, rooms

@@ -21,8 +21,8 @@ from torch import fx
 
 from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.bodies.inductor import Structure
-from torchweft.capture.bodies.outs import GAPS, Into, Room, Unfit, without
-from torchweft.capture.dynamo import Captured
+from torchweft.capture.bodies.outs import GAPS, Into, ResultBytes, Unfit, without
+from torchweft.capture.dynamo import Capture
 from torchweft.capture.marks import INNERS
 from torchweft.capture.ops.units import storages
 from torchweft.errors import StrategyError, unknown
@@ -63,7 +63,7 @@ def check_inner(inner: str) -> str:
     return inner
 
 
-def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody]:
+def compile_bodies(captured: Capture, inner: str) -> dict[str, Body | InnerBody]:
     """The bodies of a graph as the inner compiler makes them (Inductor: at their first call)."""
     compiler = _Compiler(captured, inner)
     return {op.name: compiler.body(op) for op in captured.graph.ops}
@@ -72,7 +72,7 @@ def compile_bodies(captured: Captured, inner: str) -> dict[str, Body | InnerBody
 class _Compiler:
     """Compiles the forms of bodies, equal ones once."""
 
-    def __init__(self, captured: Captured, inner: str) -> None:
+    def __init__(self, captured: Capture, inner: str) -> None:
         self.captured, self.inner = captured, inner
         self.live = captured.graph.level == "torch" and _wants_gradients(captured)
         self.made: dict[object, Form] = {}
@@ -136,7 +136,7 @@ def _fitting(chosen: str, into: Into) -> tuple[Into | None, dict[int, str]]:
     return fitting if rooms else None, told
 
 
-def _reason(chosen: str, room: Room) -> str:
+def _reason(chosen: str, room: ResultBytes) -> str:
     """Why an inner compiler cannot write into a room; empty if it can."""
     if chosen == "onednn":
         product = room.call in ONEDNN and room.made_by in (aten.mm.default, aten.addmm.default)
@@ -184,7 +184,7 @@ def compiled(bodies: Iterable[Body | InnerBody]) -> tuple[int, tuple[str, ...]]:
     return number, tuple(dict.fromkeys(told))
 
 
-def _wants_gradients(captured: Captured) -> bool:
+def _wants_gradients(captured: Capture) -> bool:
     """Whether autograd records the calls of a graph, seen from where it is captured."""
     if not torch.is_grad_enabled():
         return False
@@ -199,7 +199,7 @@ def _laid(body: Body) -> tuple[object, ...]:
     return strides, tuple(numbers.index(number) for number in numbers)
 
 
-def _guarded(captured: Captured, op: Op) -> frozenset[int]:
+def _guarded(captured: Capture, op: Op) -> frozenset[int]:
     """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
     graph = captured.graph
     if graph.level != "torch":

@@ -1,4 +1,4 @@
-"""The `Room`: where the parts of a result lie side by side, written there by their own maker.
+"""The `ResultBytes`: where the parts of a result lie side by side, written there by their makers.
 
     y = linear(x, w).view(b, t, h, d).transpose(1, 2)           one part makes y for its own rows
     room = empty(b * t, h * d), whole                           mm(x, w, out=rows of room)
@@ -34,7 +34,7 @@ Slices = Mapping[int, fx.Node]
 
 
 @dataclass(frozen=True)
-class Room:
+class ResultBytes:
     """Bytes for one result: shape, dtype, device, where its rows are, its dims from outermost.
 
     views: for each make of the body that shows these bytes, by number, the function
@@ -68,7 +68,7 @@ class Into:
 
     function: Function
     sizes: tuple[Size, ...]
-    rooms: tuple[Room, ...]
+    rooms: tuple[ResultBytes, ...]
     code: fx.GraphModule | None = None
     key: str = ""
 

@@ -1,6 +1,6 @@
 """The `Replayer`: writes the form of a body that puts its results where it is told.
 
-It copies the calls of an op as the `Writer` does, but the calls that make the wanted results are
+It copies the calls of an op as the `BodyWriter` does, but calls that make the wanted results are
 replayed operator by operator, as `rows` saw them, and the maker among these in the form that writes
 into a slice. What else the call does (a transpose before it, a bias behind it) stays as it was.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchweft.capture.bodies.bodies import Writer, key_of
-from torchweft.capture.bodies.outs import Into, Maker, Makers, Room, Unfit, layout, view_of
+from torchweft.capture.bodies.bodies import BodyWriter, key_of
+from torchweft.capture.bodies.outs import Into, Maker, Makers, ResultBytes, Unfit, layout, view_of
 from torchweft.capture.rows.aten_call import AtenCall
 from torchweft.capture.rows.rows import id_of, is_getitem, is_view
 from torchweft.errors import SizeError
@@ -31,7 +31,7 @@ SAFE: Mapping[Any, Any] = MappingProxyType(  # a part may lie in memory otherwis
 
 
 def into_of(
-    writer: Writer,
+    writer: BodyWriter,
     makers: Makers,
     calls: Sequence[fx.Node],
     makes: Sequence[fx.Node],
@@ -71,10 +71,10 @@ def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
     return replace(graph, values=tuple(values))
 
 
-class Replayer(Writer):
+class Replayer(BodyWriter):
     """A writer that replays the calls which make wanted results."""
 
-    def __init__(self, writer: Writer, known: Makers) -> None:
+    def __init__(self, writer: BodyWriter, known: Makers) -> None:
         super().__init__(
             writer.gm, writer.rows, writer.is_copied, writer.canonical, writer.modes, writer.written
         )
@@ -114,7 +114,7 @@ class Replayer(Writer):
             }
             dtype, device = maker.tensor.dtype, maker.tensor.device
             by = maker.func, maker.node.target
-            rooms.append(Room(shape, dtype, device, batch, order, views, *by))
+            rooms.append(ResultBytes(shape, dtype, device, batch, order, views, *by))
         self._order_placeholders(self.slices)
         code = fx.GraphModule(self.gm, self.graph, class_name="Into")
         all_sizes = tuple(self.sizes)

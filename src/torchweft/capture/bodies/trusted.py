@@ -1,4 +1,4 @@
-"""The `Trusted` inputs of a piece: weights whose sizes and layout no kernel of Inductor looks at.
+"""The `TrustedInputs` of a piece: weights whose sizes and layout no kernel of Inductor looks at.
 
     trusted.check(given)        one call for all of them, instead of one for each in every op
 
@@ -24,7 +24,7 @@ Wanted = tuple[tuple[int | None, ...], tuple[int, ...] | None, Any]
 """Shape, order of dims in memory, and type."""
 
 
-class Trusted:
+class TrustedInputs:
     """What was taken for granted of some inputs of a graph."""
 
     def __init__(self, wanted: Mapping[str, Wanted], inputs: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class Trusted:
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> Trusted | None:
+def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> TrustedInputs | None:
     """The inputs that bodies of a graph take for granted; None if there are none."""
     wanted: dict[str, Wanted] = {}
     for op in graph.ops:
@@ -64,4 +64,4 @@ def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> Trusted | None:
                     shape = tuple(size.constant for size in graph.value[name].shape)
                     like = form.body.examples[number]
                     wanted[name] = (shape, form.orders[number], like.dtype)
-    return Trusted(wanted, graph.inputs) if wanted else None
+    return TrustedInputs(wanted, graph.inputs) if wanted else None

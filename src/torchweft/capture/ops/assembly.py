@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from torchweft.capture.bodies.bodies import Body, Library, Writer, modes_of
+from torchweft.capture.bodies.bodies import Body, BodyWriter, Library, modes_of
 from torchweft.capture.bodies.outs import Makers
 from torchweft.capture.bodies.replay import into_of
 from torchweft.capture.marks import target_name
@@ -71,7 +71,7 @@ class Assembly:
         wanted: set[fx.Node] = set()
         for region in self.regions:
             copied, canonical = self.is_copied, self.canonical
-            writer = Writer(self.gm, self.rows, copied, canonical, self.modes, self.written)
+            writer = BodyWriter(self.gm, self.rows, copied, canonical, self.modes, self.written)
             if region.block is None:
                 writer.write(region.calls)
             else:
@@ -80,7 +80,7 @@ class Assembly:
         wanted |= {node for writer in writers for node in writer.reads}
         wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
         self._make_inputs(wanted)
-        made: list[tuple[Op, Region, Writer, list[fx.Node]]] = []
+        made: list[tuple[Op, Region, BodyWriter, list[fx.Node]]] = []
         for region, writer in zip(self.regions, writers, strict=True):
             if region.block is not None:
                 self._stamp(region)
@@ -182,10 +182,10 @@ class Assembly:
             batch = None
         return Value(name, shape, dtype, batch)
 
-    def _writes_outside(self, region: Region, writer: Writer) -> bool:
+    def _writes_outside(self, region: Region, writer: BodyWriter) -> bool:
         return any(storages(self.rows.value(node)) & region.writes for node in writer.reads)
 
-    def _make_op(self, region: Region, writer: Writer, makes: list[fx.Node]) -> None:
+    def _make_op(self, region: Region, writer: BodyWriter, makes: list[fx.Node]) -> None:
         reads = list(writer.reads)
         made = {node: self._value(node) for node in makes}
         self._alias(region, reads, made)
@@ -231,7 +231,7 @@ class Assembly:
         if kind not in ("row-wise", "batch-free"):
             self.reasons[name] = reason or self._reason(region)
 
-    def _place(self, made: list[tuple[Op, Region, Writer, list[fx.Node]]]) -> None:
+    def _place(self, made: list[tuple[Op, Region, BodyWriter, list[fx.Node]]]) -> None:
         """Say which values that are needed whole are written by their parts where they belong."""
         live = torch.is_grad_enabled() and self.rows.level == "torch"
         whole = {name for op in self.ops if op.whole for name in op.touched}

@@ -65,7 +65,7 @@ STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 @dataclass
-class Call:
+class CallRows:
     """One call of the graph: its result on fake tensors and what was seen inside."""
 
     node: fx.Node
@@ -95,7 +95,7 @@ class Rows:
     """What is known of every call, and where the rows of every fake tensor are."""
 
     symbols: Symbols
-    calls: dict[fx.Node, Call]
+    calls: dict[fx.Node, CallRows]
     axes: Any
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
@@ -197,7 +197,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
-        self.call: Call | None = None
+        self.call: CallRows | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -254,7 +254,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written is None:
             raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
         inside = _Watcher(self.rows)
-        inside.call = call = Call(self.call.node)
+        inside.call = call = CallRows(self.call.node)
         mode = next((t.fake_mode for t in aten.tensors if hasattr(t, "fake_mode")), None)
         try:
             with inside, _unguarded(mode):
@@ -342,7 +342,7 @@ def id_of(tensor: torch.Tensor) -> int:
 
 @dataclass
 class _Walker:
-    """Runs the graph node by node and opens a `Call` for each."""
+    """Runs the graph node by node and opens a `CallRows` for each."""
 
     gm: fx.GraphModule
     rows: Rows
@@ -357,7 +357,7 @@ class _Walker:
         for node in self.gm.graph.nodes:
             if node in self.rows.calls or (self.twins and self.twins(node, self.rows)):
                 continue
-            call = self.rows.calls[node] = Call(node)
+            call = self.rows.calls[node] = CallRows(node)
             if node.op == "placeholder":
                 call.value = node.meta.get("example_value")
                 if node.name not in self.given:
@@ -389,7 +389,7 @@ class _Walker:
     def _arguments(self, args: Any) -> Any:
         return fx.map_arg(args, self.rows.value)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: CallRows) -> None:
         node = call.node
         if getattr(node.target, "__name__", "") == "_set_grad_enabled":
             return
@@ -417,7 +417,7 @@ class _Walker:
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
 
-    def _hold_numbers(self, call: Call) -> None:
+    def _hold_numbers(self, call: CallRows) -> None:
         """Numbers of rows are counted anew by each op that reads them, whole or in parts. So they
         may be read as places, but not be handed to others."""
         leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, torch.Tensor)]
@@ -427,7 +427,7 @@ class _Walker:
                 call.worsen("mixing", "what it makes depends on the number of the row")
                 self.rows.axes[leaf] = axis.uncounted()
 
-    def _look_again(self, call: Call) -> None:
+    def _look_again(self, call: CallRows) -> None:
         """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
         not known, as Dynamo did: some operators else take the number of rows for a constant."""
         given = self._arguments((call.node.args, call.node.kwargs))
@@ -435,7 +435,7 @@ class _Walker:
         plain = all(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not plain or {*map(id_of, tensors)} & {*map(id_of, call.written)}:
             return  # a transform of torch.func, or a call that has written already
-        self.watcher.call = again = Call(call.node)
+        self.watcher.call = again = CallRows(call.node)
         try:
             with enable_python_dispatcher(), _unguarded(self.fake_mode):
                 value = self._compute(again)
@@ -445,7 +445,7 @@ class _Walker:
             again.value, again.seen = value, []  # these words are not those that will run
             vars(call).update(vars(again))
 
-    def _compute(self, call: Call) -> Any:
+    def _compute(self, call: CallRows) -> Any:
         node = call.node
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         if self.templates is not None and str(node.target) == "invoke_subgraph":
@@ -459,7 +459,7 @@ class _Walker:
         assert callable(node.target), "a call_function node has a callable target"
         return node.target(*args, **kwargs)
 
-    def _block(self, call: Call, templates: Callable[[fx.Node, Rows], Any]) -> Any:
+    def _block(self, call: CallRows, templates: Callable[[fx.Node, Rows], Any]) -> Any:
         """What a call of a block gives: its insides were, or are, looked at for themselves."""
         self.watcher.call = None
         template = self.rows.blocks[call.node] = templates(call.node, self.rows)
@@ -471,7 +471,7 @@ class _Walker:
         call.only_views = False
         return made
 
-    def _higher_order(self, call: Call, args: Any) -> Any:
+    def _higher_order(self, call: CallRows, args: Any) -> Any:
         """Look into the subgraph of an operator that only wraps calls; some others have rules."""
         name = str(call.node.target)
         graphs = [arg for arg in args if isinstance(arg, fx.GraphModule)]

@@ -19,7 +19,14 @@ from torchweft.files import read_json, read_text
 from torchweft.placement.files.read_dnn import is_dnn, read_dnn
 from torchweft.placement.files.read_stg import read_stg
 from torchweft.placement.files.read_trees import read_trees, tree_work
-from torchweft.placement.files.work import Pool, Work, as_name, machine_pool, on_pool, slowness_pool
+from torchweft.placement.files.work import (
+    DevicePool,
+    Work,
+    as_name,
+    machine_pool,
+    on_pool,
+    slowness_pool,
+)
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import INF, Problem
 from torchweft.plan.context import Context
@@ -31,7 +38,7 @@ TREE_SLOWNESS = (1.0, 1.6, 4.0)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProblemOptions:
     """What is said beside the file. ratio: transfer seconds of a value over the mean seconds of an
     op, where a file has no transfers; tree: which one of a file with several; weights_resident:
     inputs of our graphs without a batch are wherever they are read."""
@@ -46,9 +53,9 @@ class Wanted:
     objective: str = "latency"
 
 
-def read_problem(path: str | Path, wanted: Wanted | None = None) -> Problem:
+def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Problem:
     """The problem of a file. Raises `PlacementError`, `GraphError` or `MachineError`."""
-    wanted = wanted or Wanted()
+    wanted = wanted or ProblemOptions()
     text = read_text(path, PlacementError, "graph").lstrip()
     if wanted.ratio is not None and not 0 <= wanted.ratio < 1e6:
         raise PlacementError(f"ratio: {clip(wanted.ratio)} is no ratio of transfer to compute.")
@@ -67,7 +74,7 @@ def read_problem(path: str | Path, wanted: Wanted | None = None) -> Problem:
     raise PlacementError(f"file: {path} is of no format that is known here: {known}.", rule="file")
 
 
-def _from_json(path: str | Path, name: str, wanted: Wanted) -> Problem:
+def _from_json(path: str | Path, name: str, wanted: ProblemOptions) -> Problem:
     found = read_json(path, PlacementError, "graph")
     if isinstance(found, dict) and "weft_graph" not in found and is_dnn(found):
         if wanted.slowness:
@@ -95,7 +102,7 @@ def _from_json(path: str | Path, name: str, wanted: Wanted) -> Problem:
     )
 
 
-def _from_trees(text: str, name: str, wanted: Wanted) -> Problem:
+def _from_trees(text: str, name: str, wanted: ProblemOptions) -> Problem:
     count, chosen = 0, None
     for tree in read_trees(text):  # all are checked, one is kept
         chosen, count = tree if count == wanted.tree else chosen, count + 1
@@ -108,7 +115,7 @@ def _from_trees(text: str, name: str, wanted: Wanted) -> Problem:
     return on_pool(_with_ratio(work, pool, ratio), pool, objective=wanted.objective)
 
 
-def _pool(wanted: Wanted, slowness: Sequence[float]) -> Pool:
+def _pool(wanted: ProblemOptions, slowness: Sequence[float]) -> DevicePool:
     if wanted.machine is None:
         return slowness_pool(wanted.slowness or slowness)
     if wanted.slowness:
@@ -116,7 +123,7 @@ def _pool(wanted: Wanted, slowness: Sequence[float]) -> Pool:
     return machine_pool(wanted.machine, ("cpu",))
 
 
-def _with_ratio(work: Work, pool: Pool, ratio: float | None) -> Work:
+def _with_ratio(work: Work, pool: DevicePool, ratio: float | None) -> Work:
     """The work with one transfer time for all its edges: `ratio` times the mean op."""
     if ratio is None:
         return work

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader
-from torchweft.placement.files.work import GIB, Pool, Spot, Work
+from torchweft.placement.files.work import GIB, DevicePool, PoolDevice, Work
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS
 
 MARKS = ("maxFPGAs", "maxCPUs", "nodes", "edges")
@@ -29,7 +29,7 @@ def is_dnn(found: object) -> bool:
     return isinstance(found, dict) and any(mark in found for mark in MARKS)
 
 
-def read_dnn(found: object, name: str) -> tuple[Work, Pool]:
+def read_dnn(found: object, name: str) -> tuple[Work, DevicePool]:
     """The work, and the devices that the file asks for.
 
     Raises `PlacementError` naming the field that is wrong.
@@ -81,15 +81,15 @@ def _edge(found: object, at: int, numbers: dict[int, int]) -> tuple[int, int, fl
     return ends[0], ends[1], _number(edge, "cost")
 
 
-def _pool(read: Reader) -> Pool:
+def _pool(read: Reader) -> DevicePool:
     counts = [read.take(field, int) for field in ("maxCPUs", "maxFPGAs")]
     if min(counts) < 0 or not 0 < sum(counts) <= MAX_DEVICES:
         raise read.fail(
             f"{counts[0]} CPUs and {counts[1]} accelerators: 1 to {MAX_DEVICES} in all."
         )
     room = _number(read, "maxSizePerFPGA") if counts[1] else INF
-    spots = [Spot(f"cpu{n}") for n in range(counts[0])]
-    spots += [Spot(f"accelerator{n}", "accelerator", 1.0, room) for n in range(counts[1])]
+    spots = [PoolDevice(f"cpu{n}") for n in range(counts[0])]
+    spots += [PoolDevice(f"accelerator{n}", "accelerator", 1.0, room) for n in range(counts[1])]
 
     def trips(a: int, b: int) -> int:
         ways = (spots[a].kind == "accelerator") + (spots[b].kind == "accelerator")
@@ -97,7 +97,7 @@ def _pool(read: Reader) -> Pool:
 
     every = range(len(spots))
     byte_s = tuple(tuple(trips(a, b) / GIB for b in every) for a in every)
-    return Pool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
+    return DevicePool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
 
 
 def _number(read: Reader, field: str, default: Any = ...) -> float:

@@ -34,10 +34,10 @@ def read_stg(text: str, name: str) -> tuple[Work, int | None]:
 
     Raises `PlacementError` with the line that is wrong.
     """
-    return _Reader(text).work(name)
+    return _StgReader(text).work(name)
 
 
-class _Reader:
+class _StgReader:
     """Reads line by line and knows where it is when something is wrong."""
 
     def __init__(self, text: str) -> None:

@@ -1,9 +1,9 @@
 """`Work`: what a file of another format says, before it meets devices.
 
-    DNN-partitioning JSON, STG, bracketed trees --read--> Work, Pool --on_pool--> Problem
+    DNN-partitioning JSON, STG, bracketed trees --read--> Work, DevicePool --on_pool--> Problem
 
-Seconds stand for one kind of device each (`cpu`, `accelerator`); a `Pool` is the devices, each of a
-kind, so many times slower than the file's, with its room, and how far values travel between them.
+Seconds stand for one kind of device each (`cpu`, `accelerator`). A `DevicePool` is the devices:
+each of a kind, so many times slower than the file's, with its room, and how far values travel.
 The times of a file, whatever their unit, are read as seconds. A value that takes c seconds from one
 device to another becomes c * 2**30 bytes over a link of 1 GiB/s, so that it has a size.
 """
@@ -25,7 +25,7 @@ KINDS = ("cpu", "accelerator")
 GIB, MAX_EDGES = 2**30, 200_000
 
 
-class Spot(NamedTuple):
+class PoolDevice(NamedTuple):
     """One device of a pool."""
 
     name: str
@@ -34,10 +34,10 @@ class Spot(NamedTuple):
     room_bytes: float = INF
 
 
-class Pool(NamedTuple):
+class DevicePool(NamedTuple):
     """Devices, and links between them as in a `Problem`."""
 
-    spots: tuple[Spot, ...]
+    spots: tuple[PoolDevice, ...]
     latency_s: Matrix
     byte_s: Matrix
 
@@ -54,22 +54,22 @@ class Work:
     together: tuple[tuple[int, ...], ...] = ()
 
 
-def equal_links(spots: Sequence[Spot]) -> Pool:
+def equal_links(spots: Sequence[PoolDevice]) -> DevicePool:
     """A pool in which every value takes its own seconds between any two devices."""
     every = range(len(spots))
     byte_s = tuple(tuple(0.0 if a == b else 1 / GIB for b in every) for a in every)
-    return Pool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
+    return DevicePool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
 
 
-def slowness_pool(slowness: Sequence[float]) -> Pool:
+def slowness_pool(slowness: Sequence[float]) -> DevicePool:
     """Devices of one kind, each so many times slower than the file says."""
     if not slowness or len(slowness) > MAX_DEVICES or not all(0 < s < 1e9 for s in slowness):
         cure = f"1 to {MAX_DEVICES} numbers above 0, such as 1,1.6,4, or how many equal devices"
         raise PlacementError(f"devices: {clip(list(slowness))} are not {cure}.", rule="devices")
-    return equal_links([Spot(f"device{n}", "cpu", float(s)) for n, s in enumerate(slowness)])
+    return equal_links([PoolDevice(f"device{n}", "cpu", float(s)) for n, s in enumerate(slowness)])
 
 
-def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF) -> Pool:
+def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF) -> DevicePool:
     """The devices of a machine, the fastest of each kind as fast as the file says.
 
     Where the file knows accelerators, devices whose names do not start with "cpu" are such; those
@@ -88,11 +88,11 @@ def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF
         kind = kind_of[name]
         room = room_bytes if kind == "accelerator" else INF
         room = float(device.memory_bytes) if device.memory_bytes is not None else room
-        spots.append(Spot(name, kind, fastest[kind] / device.flops_per_s, room))
-    return Pool(tuple(spots), *links(machine))
+        spots.append(PoolDevice(name, kind, fastest[kind] / device.flops_per_s, room))
+    return DevicePool(tuple(spots), *links(machine))
 
 
-def on_pool(work: Work, pool: Pool, *, objective: str = "latency") -> Problem:
+def on_pool(work: Work, pool: DevicePool, *, objective: str = "latency") -> Problem:
     """The problem of doing the work on the devices. Raises `PlacementError` for a circle."""
     order = in_order(work.ops, [(source, target) for source, target, _ in work.edges])
     number = {op: at for at, op in enumerate(order)}

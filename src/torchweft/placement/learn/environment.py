@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import Room
+from torchweft.placement.draft import OpenDevices
 from torchweft.placement.learn.cases import draw_case
 from torchweft.placement.learn.learned import orders, with_room
 from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
@@ -71,7 +71,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
             text = f"problem {self.problem.name!r} has {self.problem.num_devices} devices, the"
             raise PlacementError(f"environment: {text} environment at most {self.max_devices}.")
         self.heft_s = heft(self.problem).score_s
-        self.rollout, self.room = Rollout(numbers_of([self.problem])), Room(self.problem)
+        self.rollout, self.room = Rollout(numbers_of([self.problem])), OpenDevices(self.problem)
         self.placement = None
         return self._look(), {"heft_s": self.heft_s}
 

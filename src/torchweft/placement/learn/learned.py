@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from torchweft.placement.draft import Room, pack
+from torchweft.placement.draft import OpenDevices, pack
 from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer, masked
-from torchweft.placement.learn.rollout import Rollout, Seen
+from torchweft.placement.learn.rollout import Observed, Rollout
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import heft, peft, put_all_on, ranked, upward_ranks
@@ -108,7 +108,7 @@ def planner_of(policy: Policy, planner: Planner = learned) -> Planner:
 def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
     """The placement by the best-scored pair at every step, within memory and groups."""
     rollout = Rollout(numbers)
-    room = Room(problem) if problem.limited or problem.together else None
+    room = OpenDevices(problem) if problem.limited or problem.together else None
     while rollout.going:
         seen = rollout.look()
         scores = scorer(rollout, seen)
@@ -141,7 +141,7 @@ def run_drawn(rollout: Rollout, scorer: Scorer, draw: np.random.Generator) -> Ro
     return rollout
 
 
-def with_room(room: Room, seen: Seen, num_devices: int) -> Bools:
+def with_room(room: OpenDevices, seen: Observed, num_devices: int) -> Bools:
     """Which pairs of a single try have room for the op and its group [1, candidate, device]."""
     found = np.zeros((1, seen.ops.shape[1], num_devices), np.bool_)
     for at, op in enumerate(seen.ops[0].tolist()):

@@ -35,7 +35,7 @@ from torchweft.placement.learn.numbers import (
     Floats,
     Numbers,
 )
-from torchweft.placement.learn.rollout import FACTS, Rollout, Seen
+from torchweft.placement.learn.rollout import FACTS, Observed, Rollout
 
 VERSION = 2
 MAX_SIZE = 256
@@ -154,7 +154,7 @@ class Scorer:
             self.score: Floats = policy.score.weight[0].numpy()
             self.line: Floats = policy.line.weight[0].numpy()
 
-    def __call__(self, rollout: Rollout, seen: Seen) -> Floats:
+    def __call__(self, rollout: Rollout, seen: Observed) -> Floats:
         """Scores [try, candidate * device] of what a rollout sees."""
         facts = seen.facts.transpose(3, 2, 0, 1)  # as they lie in memory
         rows = seen.ops + rollout.static[:, None]

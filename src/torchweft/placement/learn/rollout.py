@@ -38,7 +38,7 @@ NUM_LOGS = FACTS.index("work left")
 """So many of the facts are seconds, and seen as logarithms; the others are shares."""
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """What a policy sees: facts [try, candidate, device, fact], candidates as ops [try, candidate],
     and which pairs may be chosen [try, candidate, device]."""
 
@@ -112,7 +112,7 @@ class Rollout:
         there = np.take_along_axis(self.key, ops, 1) > -BIG
         return ops, None if there.all() else there
 
-    def look(self) -> Seen:
+    def look(self) -> Observed:
         """What there is to choose from, for every try. Tries that are done have no choice."""
         table, free_s = self.numbers, self.free_s[:, :, None]
         ops, there = self.candidates()
@@ -165,7 +165,7 @@ class Rollout:
         mask = seconds < FORBIDDEN
         if there is not None:
             mask &= there
-        return Seen(facts.transpose(2, 3, 1, 0), ops, mask.transpose(1, 2, 0))
+        return Observed(facts.transpose(2, 3, 1, 0), ops, mask.transpose(1, 2, 0))
 
     def _ahead(self, rows: Ints, end_s: Floats) -> tuple[Floats, Floats]:
         """One op ahead: when the slowest follower of each pair could be done, where that is

@@ -1,6 +1,6 @@
-"""A `Served` run: what one call was, on which devices, at which costs, and how long its ops took.
+"""A `ServedRun`: what one call was, on which devices, at which costs, and how long its ops took.
 
-    served --save--> run.json --load--> Served --problem--> what it was, to learn from again
+    served --save--> run.json --load--> ServedRun --problem--> what it was, to learn from again
 
 It is data: a graph, a machine, a cost table and a trace, each in its own format, in one JSON file.
 An op on the device where it ran takes what its spans took there, and what that device takes to
@@ -32,7 +32,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRun:
     """One served call. home, resident: as in `graph_problem`."""
 
     graph: Graph
@@ -74,12 +74,12 @@ class Served:
         write_json(path, data)
 
     @staticmethod
-    def load(path: str | Path) -> Served:
+    def load(path: str | Path) -> ServedRun:
         """Read a served run. Raises `WeftError` for a file that is none, naming what is wrong."""
         read = Reader(read_json(path, PlacementError, "served"), PlacementError, f"served {path}")
         if read.take("weft_served", int, None) != VERSION:
             raise read.fail(f"this is no served run of version {VERSION}.")
-        served = Served(
+        served = ServedRun(
             read_graph(read.take("graph", dict)),
             read_machine(read.take("machine", dict)),
             _table(read),
@@ -105,7 +105,7 @@ def problems_in(folder: Path) -> Sequence[Problem]:
 
     Raises `PlacementError` if there are none.
     """
-    found = [Served.load(path).problem() for path in sorted(folder.glob("*.json"))]
+    found = [ServedRun.load(path).problem() for path in sorted(folder.glob("*.json"))]
     if not found:
         cure = "Save some with model.served().save(...) while serving."
         raise PlacementError(f"traces: there are no served runs in {folder}. {cure}", rule="traces")

@@ -28,7 +28,7 @@ from torchweft.placement.files.read_trees import Tree
 from torchweft.placement.learn.cases import draw_case
 from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
-from torchweft.placement.learn.rollout import Rollout, Seen
+from torchweft.placement.learn.rollout import Observed, Rollout
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import heft, peft
@@ -86,7 +86,7 @@ class Point(NamedTuple):
 class Decisions(NamedTuple):
     """Choices made in a rollout: what was seen, what was chosen, in which tries it counts."""
 
-    seen: list[Seen]
+    seen: list[Observed]
     chosen: list[Ints]
     counts: list[Bools]
 
@@ -226,7 +226,7 @@ def _teacher(problem: Problem, seed: int) -> Placement:
     return annealing(problem, seed=seed)
 
 
-def _wanted(rollout: Rollout, seen: Seen, teachers: Sequence[Placement]) -> tuple[Ints, Bools]:
+def _wanted(rollout: Rollout, seen: Observed, teachers: Sequence[Placement]) -> tuple[Ints, Bools]:
     """For each try the candidate that its teacher starts first (of a turned problem: ends last), on
     that device; and whether there is one."""
     num_devices = rollout.numbers.num_devices
@@ -264,7 +264,9 @@ def reinforce(
 
 
 def drawn(
-    rollout: Rollout, scorer: Callable[[Rollout, Seen], np.ndarray], generator: np.random.Generator
+    rollout: Rollout,
+    scorer: Callable[[Rollout, Observed], np.ndarray],
+    generator: np.random.Generator,
 ) -> tuple[Rollout, Decisions]:
     """The rollout with all ops put, each pair drawn by its score, and the decisions made."""
     made = Decisions([], [], [])

@@ -43,7 +43,7 @@ def annealing(
     if time.perf_counter() > ends_s:
         return first
     least_s = bound_s(problem) * (1 + 1e-9)
-    state = _State(problem, first, random.Random(seed))
+    state = _AnnealingState(problem, first, random.Random(seed))
     began_s = time.perf_counter()
     total = min(MOVES_PER_OP * problem.num_ops, MOST_TIMED // problem.num_ops)
     done, share = 0, 0.0
@@ -58,7 +58,7 @@ def annealing(
     return found if found.score_s < first.score_s else first
 
 
-class _State:
+class _AnnealingState:
     """Where the walk is, and the best that it has seen."""
 
     def __init__(self, problem: Problem, start: Placement, draw: random.Random) -> None:

@@ -15,7 +15,7 @@ from itertools import product
 from operator import add
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import Room, period_s
+from torchweft.placement.draft import OpenDevices, period_s
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.problem import INF, Problem
 
@@ -41,7 +41,7 @@ def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int =
             f"{problem} is larger. Use cp-sat, or portfolio.",
             rule="size",
         )
-    search, proven = _Search(problem, DEFAULT_S if deadline_s is None else deadline_s), False
+    search, proven = _FullSearch(problem, DEFAULT_S if deadline_s is None else deadline_s), False
     try:
         for chosen in product(*choices):
             search.watch()
@@ -60,7 +60,7 @@ def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int =
 
 def _within(problem: Problem, chosen: Sequence[int]) -> list[int] | None:
     """A device for each op, or None where memory runs out."""
-    devices, room = [0] * problem.num_ops, Room(problem)
+    devices, room = [0] * problem.num_ops, OpenDevices(problem)
     for group, device in zip(problem.groups, chosen, strict=True):
         if device not in room.open(group[0]):
             return None
@@ -70,7 +70,7 @@ def _within(problem: Problem, chosen: Sequence[int]) -> list[int] | None:
     return devices
 
 
-class _Search:
+class _FullSearch:
     """The best assignment and order so far."""
 
     def __init__(self, problem: Problem, deadline_s: float) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from torchweft.placement.draft import Room, pack, period_s
+from torchweft.placement.draft import OpenDevices, pack, period_s
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.lists import (
     critical_path,
@@ -80,7 +80,7 @@ def _cut(
 
     An op that the current device cannot run goes to the first that can, beside the stages.
     """
-    room, devices = Room(problem), [-1] * problem.num_ops
+    room, devices = OpenDevices(problem), [-1] * problem.num_ops
     busy_s = [0.0] * problem.num_devices
     at = 0
     for op in order:

@@ -32,7 +32,7 @@ WARM_S = 2e-3  # an op
 MAX_STATES = 200_000
 
 
-class _State(NamedTuple):
+class _TreeState(NamedTuple):
     """`open`: the done ops to be read, (op, device, end); `before`: the state one step back."""
 
     path_s: float  # no answer from here ends sooner, by paths, and by loads
@@ -43,10 +43,10 @@ class _State(NamedTuple):
     left_s: float  # weighted work still to do
     op: int
     device: int
-    before: _State | None
+    before: _TreeState | None
 
 
-class _OutOfTimeError(Exception):
+class _DeadlineError(Exception):
     pass
 
 
@@ -77,7 +77,7 @@ def tree_dp(
     ends_s = time.perf_counter() + deadline_s
     warm_s = min(deadline_s / 4, WARM_S * problem.num_ops)
     best = start or annealing(problem, deadline_s=warm_s, seed=seed)
-    search = _Search(problem, best.score_s, ends_s)
+    search = _TreeSearch(problem, best.score_s, ends_s)
     proven = False
     try:
         for width in (*WIDTHS, MAX_STATES):
@@ -85,12 +85,12 @@ def tree_dp(
             best = min(found or best, best, key=lambda item: item.score_s)
             if proven:
                 break
-    except _OutOfTimeError:
+    except _DeadlineError:
         pass
     return placed(problem, best.device, best.order, bound_s=best.score_s if proven else None)
 
 
-class _Search:
+class _TreeSearch:
     """Sweeps over all states, level by level; a level is how many ops are done."""
 
     def __init__(self, problem: Problem, best_s: float, ends_s: float) -> None:
@@ -115,13 +115,13 @@ class _Search:
         """The best placement better than any before, and whether nothing was left out."""
         problem, proven = self.problem, True
         free_s = (0.0,) * problem.num_devices
-        states = [_State(0.0, 0.0, 0, free_s, (), sum(self.least), -1, -1, None)]
+        states = [_TreeState(0.0, 0.0, 0, free_s, (), sum(self.least), -1, -1, None)]
         most_ready = None if width == MAX_STATES else max(3, width // 8)
         for _ in range(problem.num_ops):
-            fronts: dict[tuple[int, tuple[tuple[int, int], ...]], list[_State]] = {}
+            fronts: dict[tuple[int, tuple[tuple[int, int], ...]], list[_TreeState]] = {}
             for state in states:
                 if time.perf_counter() > self.ends_s:
-                    raise _OutOfTimeError
+                    raise _DeadlineError
                 ready = self._ready(state.done)
                 if most_ready is not None and len(ready) > most_ready:
                     ready, proven = ready[:most_ready], False
@@ -146,7 +146,7 @@ class _Search:
             if not done >> op & 1 and self.preds[op] & done == self.preds[op]
         ]
 
-    def _next(self, state: _State, ready: Sequence[int]) -> Iterator[_State]:
+    def _next(self, state: _TreeState, ready: Sequence[int]) -> Iterator[_TreeState]:
         """The states one op further that could still be better than the best."""
         problem, where = self.problem, {op: (device, end) for op, device, end in state.open}
         base_s = sum(w * f for w, f in zip(self.weights, state.free_s, strict=True)) + state.left_s
@@ -169,11 +169,13 @@ class _Search:
                 still_open = tuple(sorted([*rest, *fresh]))
                 left_s = state.left_s - self.least[op]
                 done = state.done | 1 << op
-                yield _State(path_s, load_s, done, free_s, still_open, left_s, op, device, state)
+                yield _TreeState(
+                    path_s, load_s, done, free_s, still_open, left_s, op, device, state
+                )
 
-    def _placement(self, state: _State) -> Placement:
+    def _placement(self, state: _TreeState) -> Placement:
         order, devices = [], [0] * self.problem.num_ops
-        step: _State | None = state
+        step: _TreeState | None = state
         while step is not None and step.op >= 0:
             order.append(step.op)
             devices[step.op] = step.device
@@ -181,7 +183,7 @@ class _Search:
         return placed(self.problem, devices, order[::-1])
 
 
-def _join(front: list[_State], new: _State) -> None:
+def _join(front: list[_TreeState], new: _TreeState) -> None:
     """Put a state into its front unless another is nowhere later; drop those it makes useless."""
     if any(_no_later(old, new) for old in front):
         return
@@ -189,7 +191,7 @@ def _join(front: list[_State], new: _State) -> None:
     front.append(new)
 
 
-def _no_later(a: _State, b: _State) -> bool:
+def _no_later(a: _TreeState, b: _TreeState) -> bool:
     return all(x <= y for x, y in zip(a.free_s, b.free_s, strict=True)) and all(
         x[2] <= y[2] for x, y in zip(a.open, b.open, strict=True)
     )

@@ -112,7 +112,7 @@ def add_frees(plan: Plan) -> Plan:
 
 
 @dataclass
-class Block:
+class FreeBlock:
     """Units of a buffer that are free for whoever comes behind `needs`."""
 
     offset: int
@@ -133,7 +133,7 @@ def share_buffers(plan: Plan) -> Plan:
     devices = {lane.name: lane.device for lane in plan.lanes}
     shelves: dict[tuple[str, Size], _Shelf] = {}
     places: list[Place] = []
-    lent: dict[int, list[tuple[_Shelf, Block]]] = {}
+    lent: dict[int, list[tuple[_Shelf, FreeBlock]]] = {}
     whole = _wholes(lives(plan))
     for index, step in enumerate(plan.steps):
         for life in whole.get(index, ()):
@@ -183,12 +183,12 @@ class _Shelf:
 
     def __init__(self, name: str) -> None:
         self.name, self.end = name, 0
-        self.blocks: list[Block] = []
+        self.blocks: list[FreeBlock] = []
 
-    def take(self, num_units: int, writers: list[Clock]) -> Block:
+    def take(self, num_units: int, writers: list[Clock]) -> FreeBlock:
         """The smallest block that is large enough and whose users ended before all the writers."""
 
-        def over(block: Block) -> bool:
+        def over(block: FreeBlock) -> bool:
             # A writer's own clock counts the writer itself, which comes behind the block's users.
             needs = block.needs.items()
             return all(clock.get(lane, 0) >= count for clock in writers for lane, count in needs)
@@ -196,10 +196,10 @@ class _Shelf:
         fitting = [block for block in self.blocks if block.num_units >= num_units and over(block)]
         if not fitting:
             self.end += num_units
-            return Block(self.end - num_units, num_units, {})
+            return FreeBlock(self.end - num_units, num_units, {})
         best = min(fitting, key=lambda block: block.num_units)
         self.blocks.remove(best)
         if best.num_units > num_units:
-            rest = Block(best.offset + num_units, best.num_units - num_units, best.needs)
+            rest = FreeBlock(best.offset + num_units, best.num_units - num_units, best.needs)
             self.blocks.append(rest)
-        return Block(best.offset, num_units, {})
+        return FreeBlock(best.offset, num_units, {})

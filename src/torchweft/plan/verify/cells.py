@@ -30,7 +30,7 @@ class Access:
         return 0 < self.end <= clock[self.lane]
 
 
-class Cell:
+class ByteCell:
     """Version and last accesses; `lost` is the access that destroyed what was here."""
 
     __slots__ = ("lost", "reads", "region", "version", "write")
@@ -67,10 +67,10 @@ class Location:
 
     def __init__(self, name: str, start: int, stop: int, version: int | None = None) -> None:
         self.name, self.start, self.stop = name, start, stop
-        self.cells = [Cell(version) for _ in range(stop - start)]
-        self.buffer: list[Cell] | None = None
+        self.cells = [ByteCell(version) for _ in range(stop - start)]
+        self.buffer: list[ByteCell] | None = None
 
-    def take(self, start: int, stop: int) -> list[Cell]:
+    def take(self, start: int, stop: int) -> list[ByteCell]:
         """Its cells `start` to `stop`."""
         return self.cells[start - self.start : stop - self.start]
 
@@ -79,7 +79,7 @@ class Location:
         return self.start <= start and stop <= self.stop
 
 
-class Store:
+class CellStore:
     """The memory of one rank: what is where."""
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
@@ -87,10 +87,10 @@ class Store:
         self.num_parts = plan.num_parts
         self.places = {place.value: place for place in plan.places}
         self.devices = {buffer.name: buffer.device for buffer in plan.buffers}
-        self.buffers: dict[str, list[Cell]] = {buffer.name: [] for buffer in plan.buffers}
+        self.buffers: dict[str, list[ByteCell]] = {buffer.name: [] for buffer in plan.buffers}
         self.found: dict[tuple[str, str], list[Location]] = {}
         self.loose: dict[tuple[str, str], list[Location]] = {}
-        self.handles: dict[tuple[str, str, int], Cell] = {}
+        self.handles: dict[tuple[str, str, int], ByteCell] = {}
         self.alone: dict[str, str] = {}
         self.home = plan.lanes[0].device
         for name in graph.inputs:
@@ -160,7 +160,7 @@ class Store:
         start = tuple(place.offset + (units if row < part else 0) for row in rows)
         return start, tuple(place.offset + (units if row <= part else 0) for row in rows)
 
-    def neighbours(self, location: Location, cell: Cell) -> list[Cell]:
+    def neighbours(self, location: Location, cell: ByteCell) -> list[ByteCell]:
         """Cells of other values whose bytes overlap this cell's, which is about to be written.
 
         Those that it covers whole are forgotten: what is ordered behind it is behind them too.
@@ -184,9 +184,9 @@ class Store:
         location.buffer[:] = kept
         return found
 
-    def handle(self, name: str, device: str, part: int) -> Cell:
+    def handle(self, name: str, device: str, part: int) -> ByteCell:
         """The cell that stands for a view: written when it is made, read when it is used."""
-        return self.handles.setdefault((name, device, part), Cell())
+        return self.handles.setdefault((name, device, part), ByteCell())
 
 
 def _below(left: tuple[int, ...], right: tuple[int, ...]) -> bool:

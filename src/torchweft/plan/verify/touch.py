@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.plan import Plan, Range, Step, bracket
-from torchweft.plan.verify.cells import Access, Cell, Clock, Location, Store
+from torchweft.plan.verify.cells import Access, ByteCell, CellStore, Clock, Location
 from torchweft.plan.verify.finding import Finding
 from torchweft.plan.verify.reference import Touch, reference
 
@@ -17,7 +17,7 @@ class Toucher:
 
     def __init__(self, rank: int, plan: Plan, graph: Graph, findings: list[Finding]) -> None:
         self.rank, self.plan, self.graph, self.findings = rank, plan, graph, findings
-        self.store = Store(plan, graph)
+        self.store = CellStore(plan, graph)
         self.reference = reference(graph, plan.num_parts)
         self.made_on: dict[str, str] = {}
         self.merged: dict[str, Location] = {}
@@ -212,7 +212,7 @@ class Toucher:
 
     def last(self, name: str, location: Location | None) -> None:
         """Check what is handed back to the caller."""
-        for cell in location.cells if location else [Cell()]:
+        for cell in location.cells if location else [ByteCell()]:
             if cell.lost is not None:
                 at = cell.lost.step
                 text = f"{self.plan.steps[at].label} destroys {name!r}, which is handed out."
@@ -223,7 +223,7 @@ class Toucher:
                 self.findings.append(Finding("order", text, None, "", self.rank))
                 return
 
-    def read(self, cell: Cell, version: int | None, name: str, part: int) -> None:
+    def read(self, cell: ByteCell, version: int | None, name: str, part: int) -> None:
         """Check one read: something is there, nobody is writing it, and it is the right version."""
         where = self.at(name, part)
         other = cell.unordered(self.access, self.clock, writing=False)
@@ -240,7 +240,7 @@ class Toucher:
 
     def write(
         self,
-        cell: Cell,
+        cell: ByteCell,
         version: int | None,
         name: str,
         part: int,

@@ -21,17 +21,19 @@ from torchweft.plan.verify.touch import Toucher
 Channel = tuple[object, ...]
 
 
-class Talk:
+class TalkWalk:
     """A collective that has started: where, what it says, and what its rank knew then."""
 
     __slots__ = ("channel", "clock", "event", "lane", "number", "says", "step")
 
-    def __init__(self, channel: Channel, number: int, says: object, lane: Lane, step: int) -> None:
+    def __init__(
+        self, channel: Channel, number: int, says: object, lane: LaneWalk, step: int
+    ) -> None:
         self.channel, self.number, self.says, self.step = channel, number, says, step
         self.lane, self.event, self.clock = lane.number, lane.clock[lane.number], list(lane.clock)
 
 
-class Lane:
+class LaneWalk:
     """How far one lane of one rank has come."""
 
     __slots__ = ("at", "begun", "clock", "name", "number", "rank", "steps", "talks")
@@ -40,7 +42,7 @@ class Lane:
         self.number, self.rank, self.name, self.steps = number, rank, name, steps
         self.clock: Clock = [0] * lanes
         self.at, self.begun = 0, False
-        self.talks: list[Talk] = []
+        self.talks: list[TalkWalk] = []
 
 
 class Rank:
@@ -53,9 +55,9 @@ class Rank:
         self.targets = {first.get(step.target) for step in plan.steps if step.target is not None}
         self.ends: dict[str, Clock] = {}
         self.flying: dict[
-            tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[Talk]]
+            tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[TalkWalk]]
         ] = {}
-        self.said: dict[Channel, list[Talk]] = {}
+        self.said: dict[Channel, list[TalkWalk]] = {}
         self.toucher = Toucher(number, plan, graph, findings)
 
 
@@ -70,7 +72,7 @@ class Walk:
             for index, step in enumerate(rank.plan.steps):
                 rows.setdefault((rank.number, step.lane), []).append(index)
         self.lanes = [
-            Lane(number, self.ranks[rank], name, steps, len(rows))
+            LaneWalk(number, self.ranks[rank], name, steps, len(rows))
             for number, ((rank, name), steps) in enumerate(rows.items())
         ]
 
@@ -88,7 +90,7 @@ class Walk:
         for rank in self.ranks:
             rank.toucher.finish()
 
-    def advance(self, lane: Lane) -> bool:
+    def advance(self, lane: LaneWalk) -> bool:
         """Take the lane's next step if it can go on; whether it did."""
         rank, index = lane.rank, lane.steps[lane.at]
         step, label = rank.plan.steps[index], rank.labels[index]
@@ -109,7 +111,7 @@ class Walk:
             rank.ends[label] = list(lane.clock)
         return True
 
-    def wait(self, lane: Lane, step: Step, index: int) -> bool:
+    def wait(self, lane: LaneWalk, step: Step, index: int) -> bool:
         """Whether the step that is waited for has ended; then its clock is the lane's too."""
         assert step.target is not None, "a wait has a target"
         ended = lane.rank.ends.get(step.target)
@@ -122,7 +124,7 @@ class Walk:
         _merge(lane.clock, ended)
         return True
 
-    def begin(self, lane: Lane, step: Step, index: int) -> None:
+    def begin(self, lane: LaneWalk, step: Step, index: int) -> None:
         """Start a step: check what it touches."""
         end = 2 * lane.at + 2
         if step.kind in ("run", "issue"):
@@ -144,7 +146,7 @@ class Walk:
             access = Access(index, lane.number, end)
             lane.rank.toucher.move(step, access, lane.clock)
 
-    def talk(self, lane: Lane, step: Step, index: int) -> list[Talk]:
+    def talk(self, lane: LaneWalk, step: Step, index: int) -> list[TalkWalk]:
         """Start the collectives of a step, each behind the last one of its channel."""
         rank, talks = lane.rank, []
         for name in step.names:
@@ -160,11 +162,11 @@ class Walk:
                 cure = "One lane must issue both, or wait for the other."
                 self.report(lane, "order", text, index, cure)
             kind = "" if talk.peer is not None else talk.kind
-            said.append(Talk(channel, len(said), (kind, *says), lane, index))
+            said.append(TalkWalk(channel, len(said), (kind, *says), lane, index))
             talks.append(said[-1])
         return talks
 
-    def heard(self, lane: Lane, index: int) -> bool:
+    def heard(self, lane: LaneWalk, index: int) -> bool:
         """Whether all members have started the lane's collectives; then it knows what they knew."""
         if len(self.ranks) > 1:
             peers = []
@@ -186,14 +188,14 @@ class Walk:
         lane.talks = []
         return True
 
-    def members(self, rank: Rank, talk: Talk) -> list[int]:
+    def members(self, rank: Rank, talk: TalkWalk) -> list[int]:
         """The other ranks of a collective."""
         if len(talk.channel) > 1:
             return [number for number in talk.channel[1:] if number != rank.number]  # type: ignore[misc]
         group = rank.graph.members(str(talk.channel[0]), len(self.ranks))
         return [number for number in group if number != rank.number]
 
-    def deadlock(self, stuck: list[Lane]) -> None:
+    def deadlock(self, stuck: list[LaneWalk]) -> None:
         """One finding that says where every lane stands."""
         lines = []
         for lane in stuck:
@@ -213,7 +215,7 @@ class Walk:
         cure = "Break the circle: drop or move a wait."
         self.report(first, "deadlock", text, first.steps[first.at], cure)
 
-    def report(self, lane: Lane, rule: str, text: str, index: int, cure: str = "") -> None:
+    def report(self, lane: LaneWalk, rule: str, text: str, index: int, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, index, cure, lane.rank.number))
 
 

@@ -28,7 +28,7 @@ from torchweft.run.cpu import trace_of
 from torchweft.run.program import Body, Jitter
 
 
-class Device(Protocol):
+class StreamDevice(Protocol):
     """What the runtime asks of a device. Streams and events have the methods of torch's own."""
 
     def stream(self, lane: Lane) -> Any:
@@ -99,7 +99,7 @@ class Accelerator:
 class Loan:
     """Streams and events that one call has to itself."""
 
-    def __init__(self, device: Device, lanes: Sequence[Lane]) -> None:
+    def __init__(self, device: StreamDevice, lanes: Sequence[Lane]) -> None:
         self.device = device
         self.streams = [device.stream(lane) for lane in lanes]
         self.events: list[Any] = []
@@ -113,7 +113,7 @@ class Loan:
 class Runtime:
     """Runs stream programs on one device. Calls may come from several threads."""
 
-    def __init__(self, device: Device, graphs: Graphs | None = None) -> None:
+    def __init__(self, device: StreamDevice, graphs: Graphs | None = None) -> None:
         self.device, self.graphs = device, graphs
         self.lock = threading.Lock()
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
@@ -235,7 +235,7 @@ def runtime_of(
     found = device_of(inputs)
     if found is None:
         return None
-    device: Device = Accelerator(found)
+    device: StreamDevice = Accelerator(found)
     if found.type == "cuda":
         from torchweft.run.accelerator.cuda import Cuda  # what only CUDA has is loaded where it is
 

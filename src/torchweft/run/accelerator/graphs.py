@@ -27,7 +27,7 @@ from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.streams import StreamProgram, failed
 
 if TYPE_CHECKING:
-    from torchweft.run.accelerator.accelerator import Device, Runtime
+    from torchweft.run.accelerator.accelerator import Runtime, StreamDevice
 
 MAX_GRAPHS = 64
 MAX_CAPTURES = 4
@@ -36,7 +36,7 @@ MOVES = "graphs: an input that is changed in place moves at every call"
 OPAQUE = "graphs: an op marked graph=False makes what is no tensor"
 
 
-class Call(NamedTuple):
+class GraphCall(NamedTuple):
     """One call: what runs, and what it is given."""
 
     runtime: Runtime
@@ -50,7 +50,7 @@ class Call(NamedTuple):
         return self.runtime.issue(self.program, self.inputs, self.bounds, self.numbers)
 
 
-class Part(NamedTuple):
+class GraphSegment(NamedTuple):
     """One segment of a captured call: a graph, or a function that is run at each replay.
 
     before, after: what the cells held when the function started and ended at the capture.
@@ -70,7 +70,7 @@ class Shape:
     fixed: list[bool]
     num_captures: int = 0
     slots: list[Any] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[GraphSegment] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
     refused: str = ""
 
@@ -83,7 +83,7 @@ class Shape:
 class Graphs:
     """Captured calls, by program and shape; those not used for longest go first."""
 
-    def __init__(self, device: Device, fall_back: Callable[[str], None]) -> None:
+    def __init__(self, device: StreamDevice, fall_back: Callable[[str], None]) -> None:
         self.device, self.fall_back = device, fall_back
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
@@ -101,7 +101,7 @@ class Graphs:
         numbers: Sequence[int],
     ) -> tuple[Any, ...]:
         """Run one call: issued, captured or replayed."""
-        call = Call(runtime, program, inputs, bounds, numbers)
+        call = GraphCall(runtime, program, inputs, bounds, numbers)
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
         key = (program, mode, tuple(bounds), tuple(numbers), *map(_facts, inputs))
@@ -121,7 +121,9 @@ class Graphs:
         self.fall_back(shape.refused)
         return call.issue()
 
-    def _capture(self, call: Call, shape: Shape, addresses: list[int | None]) -> tuple[Any, ...]:
+    def _capture(
+        self, call: GraphCall, shape: Shape, addresses: list[int | None]
+    ) -> tuple[Any, ...]:
         """Capture a call and carry it out on the way."""
         graph = call.program.plan.graph
         for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
@@ -154,7 +156,7 @@ class Graphs:
                     shape.slots[at] = None
             return outputs
 
-    def _segments(self, call: Call, shape: Shape, caller: Any) -> None:
+    def _segments(self, call: GraphCall, shape: Shape, caller: Any) -> None:
         """Capture each segment and replay it, or run it where it must not be captured."""
         device, program = self.device, call.program
         self.stream = self.stream or device.stream(Lane("capture"))
@@ -166,7 +168,7 @@ class Graphs:
             if not segment.captured:
                 before = tuple(cells)
                 shape.outputs = _run(call, function, shape.slots, cells, caller)
-                shape.parts.append(Part(None, function, before, tuple(cells)))
+                shape.parts.append(GraphSegment(None, function, before, tuple(cells)))
                 continue
             device.set_stream(self.stream)
             graph = device.begin_capture(self.pool)
@@ -178,9 +180,9 @@ class Graphs:
                 device.set_stream(caller)
             self.pool = self.pool or graph.pool()
             graph.replay()
-            shape.parts.append(Part(graph))
+            shape.parts.append(GraphSegment(graph))
 
-    def _replay(self, call: Call, shape: Shape) -> tuple[Any, ...]:
+    def _replay(self, call: GraphCall, shape: Shape) -> tuple[Any, ...]:
         """Put a captured call on the caller's stream."""
         self.num_replays += 1
         with self.device.active():
@@ -211,7 +213,7 @@ class Graphs:
             caller.wait_event(self.ended)
         return caller
 
-    def _handed_out(self, call: Call, shape: Shape, caller: Any) -> tuple[Any, ...]:
+    def _handed_out(self, call: GraphCall, shape: Shape, caller: Any) -> tuple[Any, ...]:
         """The outputs in bytes of the caller's own; an input that is an output is itself."""
         graph = call.program.plan.graph
         own = dict(zip(graph.inputs, call.inputs, strict=True))
@@ -224,7 +226,7 @@ class Graphs:
         return outputs
 
 
-def _run(call: Call, function: Any, inputs: Any, cells: list[Any], first: Any) -> Any:
+def _run(call: GraphCall, function: Any, inputs: Any, cells: list[Any], first: Any) -> Any:
     """Run one function of a program, its stream 0 being `first`."""
     loan = call.runtime.borrow(call.program)
     try:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from torchweft.plan.plan import Plan, Step
 from torchweft.run.accelerator.dispatch import Dispatch, Item, copies, dispatch
-from torchweft.run.cpu import Call, failure_of, step_of
+from torchweft.run.cpu import CpuCall, failure_of, step_of
 from torchweft.run.program import Body, Jitter, Program
 from torchweft.run.writer import Writer
 
@@ -100,7 +100,7 @@ def failed(program: StreamProgram, error: BaseException) -> BaseException:
     """The error that the caller sees, with the last step that each lane was given."""
     plan, lanes = program.plan, program.program.lanes
     at = step_of(program.program, error)
-    call = Call(program.program)
+    call = CpuCall(program.program)
     before = range(at if at is not None else len(plan.steps))
     call.state = [
         max((i for i in before if plan.steps[i].lane == lane), default=-1) for lane in lanes

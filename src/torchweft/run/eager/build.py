@@ -1,4 +1,4 @@
-"""The boundary level: what a recorder saw of an eager model becomes a `Captured`.
+"""The boundary level: what a recorder saw of an eager model becomes a `Capture`.
 
     stretch, collective, stretch, ..., stretch        program order, as the first run had it
 
@@ -22,14 +22,14 @@ import torch
 from torch import fx, nn
 
 from torchweft.capture.bodies.bodies import Body, Function
-from torchweft.capture.dynamo import Captured, Slot
+from torchweft.capture.dynamo import Capture, Slot
 from torchweft.capture.splitters import STATE
 from torchweft.capture.stops import Stop
 from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
-from torchweft.run.eager.given import Given, rows_at
+from torchweft.run.eager.given import Arguments, rows_at
 from torchweft.run.eager.nests import Nest, is_plain
 from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
 
@@ -39,7 +39,7 @@ CALL, ROWS = "weft.call", "weft.rows"
 
 
 @dataclass(frozen=True)
-class Held:
+class ChangedBytes:
     """Bytes that a model changes and that outlive the call: an argument, a buffer, or unknown."""
 
     name: str
@@ -61,25 +61,25 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class EagerRecord:
     """What was built of a recorded call."""
 
-    captured: Captured
+    captured: Capture
     stops: tuple[Stop, ...]
-    held: tuple[Held, ...]
+    held: tuple[ChangedBytes, ...]
     uncut: str
 
 
 def build(
     recorder: Recorder,
-    given: Given,
+    given: Arguments,
     outputs: Any,
     *,
     model: Any,
     name: str,
     dim: int,
     states: Sequence[str] = (),
-) -> Recorded:
+) -> EagerRecord:
     """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so.
 
     states: the names of the side state that is to be in force wherever a part goes on.
@@ -96,7 +96,7 @@ def build(
     )  # fmt: skip
     unknown = [held.name for held in builder.held.values() if not held.known]
     num_tensors = len(given.slots)
-    captured = Captured(
+    captured = Capture(
         graph=graph,
         bodies=builder.bodies,
         reasons={},
@@ -110,7 +110,7 @@ def build(
         assumed=(f"{name}, which changes {', '.join(unknown)}",) if unknown else (),
     )
     held = tuple(dict.fromkeys(builder.held.values()))
-    return Recorded(captured, tuple(builder.stops), held, uncut)
+    return EagerRecord(captured, tuple(builder.stops), held, uncut)
 
 
 def check_steps(plan: Plan) -> Plan:
@@ -128,7 +128,7 @@ def check_steps(plan: Plan) -> Plan:
     return plan
 
 
-def _uncut_arguments(given: Given) -> str:
+def _uncut_arguments(given: Arguments) -> str:
     if not given.rows:
         return "batch: no argument is a tensor with rows"
     for leaf in given.nest.leaves:
@@ -154,14 +154,14 @@ class _Builder:
     """Makes values and ops, stretch by stretch."""
 
     def __init__(
-        self, recorder: Recorder, given: Given, model: Any, batch: Batch | None, dim: int
+        self, recorder: Recorder, given: Arguments, model: Any, batch: Batch | None, dim: int
     ) -> None:
         self.halts, self.rows, self.batch, self.dim = recorder.halts, given.rows, batch, dim
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.bodies: dict[str, Body] = {}
         self.stops: list[Stop] = []
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, ChangedBytes] = {}
         self.inputs = [f"arg{number}" for number in range(len(given.slots))]
         for name, tensor, has_rows in zip(self.inputs, given.tensors, given.batched, strict=True):
             self._value(name, tensor.shape, _dtype(tensor), has_rows=has_rows)
@@ -182,18 +182,18 @@ class _Builder:
         self.values[name] = Value(name, sizes, dtype, batch)
         return name
 
-    def _hold(self, given: Given, model: Any) -> None:
+    def _hold(self, given: Arguments, model: Any) -> None:
         """Name the bytes that the model changes and that outlive the call."""
         written = {number for halt in self.halts for number in halt.stretch.writes}
         for slot, tensor in enumerate(given.tensors):
             for number in storages_of(tensor) & written:
-                self.held.setdefault(number, Held(self.inputs[slot], slot))
+                self.held.setdefault(number, ChangedBytes(self.inputs[slot], slot))
         kept = [*model.named_buffers(), *model.named_parameters()] if _is_module(model) else []
         for path, tensor in kept:
             for number in storages_of(tensor) & written:
-                self.held.setdefault(number, Held(f"held.{path}", path=path))
+                self.held.setdefault(number, ChangedBytes(f"held.{path}", path=path))
         for number in sorted(written - self.held.keys()):
-            self.held[number] = Held(f"held.{len(self.held)}")
+            self.held[number] = ChangedBytes(f"held.{len(self.held)}")
         for held in dict.fromkeys(self.held.values()):
             if held.slot is None:
                 self.inputs.append(self._value(held.name, has_rows=False))

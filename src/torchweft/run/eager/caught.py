@@ -1,4 +1,4 @@
-"""The `Caught` collective: one that an eager model has called, on its way to c10d.
+"""The `EagerCollective` collective: one that an eager model has called, on its way to c10d.
 
     dist.all_reduce(y)  --c10d::allreduce_-->  Caught  --talk--> the listener of this thread
                                                .start()   c10d begins to work
@@ -54,7 +54,7 @@ BETWEEN_TWO = ("send", "recv")
 BELOW = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 
-class Caught:
+class EagerCollective:
     """A collective that was called and is not started yet."""
 
     def __init__(self, kind: str, op: Any, keys: Any, args: tuple[Any, ...], at: int) -> None:
@@ -73,14 +73,14 @@ class Caught:
         found: torch.Tensor = next(iter(tree_leaves(self.args[given])), tensors[0])
         return found
 
-    def start(self) -> Caught:
+    def start(self) -> EagerCollective:
         """Let c10d begin, on the communicator that plans use. The ranks have agreed by then."""
         talked = group(self.group).boxed()
         args = (*self.args[: self.at], talked, *self.args[self.at + 1 :])
         self.result = self.op.redispatch(self.keys, *args)
         return self
 
-    def land(self) -> Caught:
+    def land(self) -> EagerCollective:
         """Wait until it has ended (on an accelerator: the stream waits)."""
         boxed = self.result[-1] if isinstance(self.result, tuple) else self.result
         work = dist.Work.unbox(boxed)
@@ -113,6 +113,6 @@ def _kernel(kind: str, op: Any) -> Any:
         told = listener()
         if told is None:
             return op.redispatch(keys & BELOW, *args)
-        return told.talk(Caught(kind, op, keys & BELOW, args, at))
+        return told.talk(EagerCollective(kind, op, keys & BELOW, args, at))
 
     return kernel

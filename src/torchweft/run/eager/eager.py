@@ -15,7 +15,7 @@ from typing import Any
 from torchweft.capture.stops import listening
 from torchweft.ranks.speakers import Speaker
 from torchweft.ranks.talk import Talk
-from torchweft.run.eager.caught import BETWEEN_TWO, Caught
+from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
 
 
 class Eager:
@@ -39,7 +39,7 @@ class Eager:
     def stop(self, text: str, mark: Any) -> None:
         """Nothing is planned, so nothing happens here."""
 
-    def talk(self, caught: Caught) -> Any:
+    def talk(self, caught: EagerCollective) -> Any:
         """Start a collective and wait for its end."""
         if caught.kind in BETWEEN_TWO:
             return caught.pass_on()

@@ -1,4 +1,4 @@
-"""The `Given` of a call in boundary mode: its arguments, and where the rows are among them."""
+"""The `Arguments` of a call in boundary mode: its arguments, and where the rows are among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweft.run.eager.nests import Nest
 
 
 @dataclass(frozen=True)
-class Given:
+class Arguments:
     """The arguments of a call: which leaves are tensors, and which of these have rows."""
 
     nest: Nest
@@ -22,14 +22,14 @@ class Given:
     rows: int
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Given:
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Arguments:
         """The commonest size of dim `dim` of the tensors is the batch."""
         nest = Nest((args, kwargs))
         slots = [n for n, leaf in enumerate(nest.leaves) if isinstance(leaf, torch.Tensor)]
         sizes = [_size(nest.leaves[slot], dim) for slot in slots]
         counts = Counter(size for size in sizes if size is not None)
         rows = max(counts, key=lambda size: counts[size]) if counts else 0
-        return Given(nest, tuple(slots), tuple(rows > 0 and s == rows for s in sizes), rows)
+        return Arguments(nest, tuple(slots), tuple(rows > 0 and s == rows for s in sizes), rows)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -55,16 +55,16 @@ def _size(tensor: torch.Tensor, dim: int) -> int | None:
     return tensor.shape[dim] if tensor.dim() > dim else None
 
 
-class Rows:
+class RowSpan:
     """The rows of a part, in a form that a plan can split."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.shape = (stop - start,)
 
-    def narrow(self, dim: int, start: int, length: int) -> Rows:
+    def narrow(self, dim: int, start: int, length: int) -> RowSpan:
         """Some of these rows."""
-        return Rows(self.start + start, self.start + start + length)
+        return RowSpan(self.start + start, self.start + start + length)
 
 
 def rows_at(shape: Sequence[int], rows: int, dim: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The `Part` of a call at run time: an eager model in a thread of its own.
+"""The `EagerPart` of a call at run time: an eager model in a thread of its own.
 
     dispatching thread                thread of the part
     part.resume()   ----- go ----->   computes up to its next stop
@@ -25,11 +25,11 @@ from torchweft.capture.stops import Stop, listening
 from torchweft.errors import RunError, clip
 from torchweft.ranks.talk import SEQUENCE
 from torchweft.run.cpu import Cancelled, Lanes
-from torchweft.run.eager.caught import BETWEEN_TWO, Caught
+from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
 from torchweft.run.modes import Modes
 
 
-class Part:
+class EagerPart:
     """One part of one call: started once, resumed at each of its stops, and cancelled or over.
 
     first: its first row. stops: what the model is to come to; its end is none of them.
@@ -40,7 +40,7 @@ class Part:
     ) -> None:
         self.run, self.stops, self.first, self.modes = run, stops, first, modes
         self.at = 0
-        self.caught: Caught | None = None
+        self.caught: EagerCollective | None = None
         self.outputs: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
@@ -99,14 +99,14 @@ class Part:
         """The model enters or leaves a mark."""
         self._come_to(text, None)
 
-    def talk(self, caught: Caught) -> Any:
+    def talk(self, caught: EagerCollective) -> Any:
         """The model calls a collective: it goes on when that has landed."""
         if caught.kind in BETWEEN_TWO:
             return caught.pass_on()
         self._come_to(caught.text, caught)
         return caught.result
 
-    def _come_to(self, text: str, caught: Caught | None) -> None:
+    def _come_to(self, text: str, caught: EagerCollective | None) -> None:
         planned = self.stops[self.at] if self.at < len(self.stops) else Stop("its end")
         if planned.text != text:  # noted here, for the model may catch what is raised
             self.error = unfit(planned.text, text)
@@ -138,7 +138,7 @@ def _free(lock: threading.Lock) -> None:
         lock.release()
 
 
-def cancel(parts: Sequence[Part], patience_s: float) -> bool:
+def cancel(parts: Sequence[EagerPart], patience_s: float) -> bool:
     """Cancel all parts that are not over; whether their threads came home in time."""
     for part in parts:
         if not part.over.is_set():

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torchweft.capture.marks import Mark, MarkRule
 from torchweft.capture.stops import listening
 from torchweft.ranks.speakers import Speaker
-from torchweft.run.eager.caught import BETWEEN_TWO, Caught
+from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
 from torchweft.run.eager.eager import Eager
 
 
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._marks.pop()
         self._stretch.mark = self._marks[-1] if self._marks else None
 
-    def talk(self, caught: Caught) -> Any:
+    def talk(self, caught: EagerCollective) -> Any:
         """The model calls a collective: what it changes counts to the stretch before it."""
         if caught.kind in BETWEEN_TWO:
             self.mixes = self.mixes or f"collective: {caught.kind} is for one part only"

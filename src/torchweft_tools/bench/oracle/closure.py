@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torchweft_tools.bench.oracle.content import Action, Cell, Talk, UnsafeError, perform
+from torchweft_tools.bench.oracle.content import Action, Cell, OracleTalk, UnsafeError, perform
 from torchweft_tools.bench.oracle.reading import Reading
 
 Event = tuple[int, int, bool]  # rank, step, whether it is the end
-Met = tuple[Action, Talk]
+Met = tuple[Action, OracleTalk]
 
 
 def close(readings: Sequence[Reading]) -> None:
@@ -115,7 +115,7 @@ class _FirstRun:
             return [*found, (rank, -1, True)]
         return found + [self.partner(rank, talk, m) for talk in action.talks for m in talk.members]
 
-    def partner(self, rank: int, talk: Talk, member: int) -> Event:
+    def partner(self, rank: int, talk: OracleTalk, member: int) -> Event:
         if rank not in talk.members:
             raise UnsafeError(f"{talk.key}: rank {rank} is no member")
         theirs = self.arrivals.get((member, talk.key), [])

@@ -35,7 +35,7 @@ class Move(NamedTuple):
     version: int | None = None
 
 
-class Talk(NamedTuple):
+class OracleTalk(NamedTuple):
     """A collective, send or receive: who matches it (`key`), and what must then agree."""
 
     key: tuple[str | int, ...]
@@ -52,7 +52,7 @@ class Action:
     last: int
     label: str
     moves: tuple[Move, ...]
-    talks: tuple[Talk, ...] = ()
+    talks: tuple[OracleTalk, ...] = ()
 
     @cached_property
     def writes(self) -> dict[Cell, None]:

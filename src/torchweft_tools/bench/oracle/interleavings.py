@@ -21,7 +21,7 @@ from math import prod
 from torchweft_tools.bench.oracle.content import (
     Action,
     Content,
-    Talk,
+    OracleTalk,
     UnsafeError,
     conflict,
     perform,
@@ -29,7 +29,7 @@ from torchweft_tools.bench.oracle.content import (
 from torchweft_tools.bench.oracle.reading import Reading
 
 Positions = tuple[int, ...]
-Arrivals = dict[tuple[int, tuple[str | int, ...]], tuple[tuple[str, Talk], ...]]
+Arrivals = dict[tuple[int, tuple[str | int, ...]], tuple[tuple[str, OracleTalk], ...]]
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class TooManyError(Exception):
 
 def count_bound(readings: Sequence[Reading]) -> int:
     """No plan of these lane lengths has more states than this."""
-    return prod(2 * len(steps) + 1 for steps in _Search(readings).threads)
+    return prod(2 * len(steps) + 1 for steps in _StateSearch(readings).threads)
 
 
 def search(readings: Sequence[Reading], max_states: int) -> None:
     """Try all interleavings. Raises `UnsafeError` at a bad one, `TooManyError` above max_states."""
-    _Search(readings).run(max_states)
+    _StateSearch(readings).run(max_states)
 
 
-class _Search:
+class _StateSearch:
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.readings = readings
         self.threads: list[list[tuple[int, int]]] = []  # each thread's steps, as (rank, step)
@@ -147,7 +147,7 @@ class _Search:
             arrivals = self.arrive(arrivals, rank, talk, action.label)
         return _Moment(later, contents, arrivals)
 
-    def arrive(self, arrivals: Arrivals, rank: int, talk: Talk, label: str) -> Arrivals:
+    def arrive(self, arrivals: Arrivals, rank: int, talk: OracleTalk, label: str) -> Arrivals:
         mine = arrivals.get((rank, talk.key), ())
         if len(self.readings) > 1:
             if rank not in talk.members:
@@ -168,7 +168,7 @@ class _Search:
             return True
         return all(self.is_met(moment.arrivals, rank, talk) for talk in action.talks)
 
-    def is_met(self, arrivals: Arrivals, rank: int, talk: Talk) -> bool:
+    def is_met(self, arrivals: Arrivals, rank: int, talk: OracleTalk) -> bool:
         """Whether all members have begun the collective that this one of ours is matched with."""
         number = next(i for i, (_, one) in enumerate(arrivals[rank, talk.key]) if one is talk)
         return all(len(arrivals.get((one, talk.key), ())) > number for one in talk.members)

@@ -1,4 +1,4 @@
-"""The `Span`: the units of a shared buffer that a value, or one part of it, takes.
+"""The `OracleSpan`: the units of a shared buffer that a value, or one part of it, takes.
 
     offset 2, 3 units, part None:   [2, 5) of the buffer, whatever the batch
     offset 2, 3 units, part 1:      the rows of part 1 in there, from 2 * batch + 3 * rows[0]
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torchweft.plan.sizes import Size
 
 
-class Span(NamedTuple):
+class OracleSpan(NamedTuple):
     """Units from `offset` to `offset + units`; of these the rows of `part`, None: all rows."""
 
     offset: int
@@ -40,19 +40,19 @@ class Span(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def overlap(first: Span, second: Span, num_parts: int) -> bool:
+def overlap(first: OracleSpan, second: OracleSpan, num_parts: int) -> bool:
     """Whether two spans of one buffer share bytes for some positive numbers of rows per part."""
     return any(overlap_at(first, second, rows) for rows in _row_counts(first, second, num_parts))
 
 
-def overlap_at(first: Span, second: Span, rows: tuple[int, ...]) -> bool:
+def overlap_at(first: OracleSpan, second: OracleSpan, rows: tuple[int, ...]) -> bool:
     """Whether two spans of one buffer share bytes if the parts have these rows."""
     start, end = first.bounds(rows)
     other_start, other_end = second.bounds(rows)
     return max(start, other_start) < min(end, other_end)
 
 
-def _row_counts(first: Span, second: Span, num_parts: int) -> list[tuple[int, ...]]:
+def _row_counts(first: OracleSpan, second: OracleSpan, num_parts: int) -> list[tuple[int, ...]]:
     """Row counts that show an overlap if any row counts do."""
     vectors = []
     for part in range(num_parts):

@@ -20,12 +20,12 @@ from torchweft_tools.bench.oracle.content import (
     Cell,
     Content,
     Move,
+    OracleTalk,
     Overlaps,
-    Talk,
     UnsafeError,
 )
-from torchweft_tools.bench.oracle.overlap import Span, overlap, units_of
-from torchweft_tools.bench.oracle.reference import Reference, Spot, follow
+from torchweft_tools.bench.oracle.overlap import OracleSpan, overlap, units_of
+from torchweft_tools.bench.oracle.reference import OracleReference, OracleSpot, follow
 from torchweft_tools.bench.oracle.rules import check
 
 
@@ -53,13 +53,13 @@ class Reading:
 def read(plan: Plan, rank: int = 0, num_ranks: int = 1) -> Reading:
     """The reading of a plan. Raises `UnsafeError` if it breaks a rule at any speed of its lanes."""
     check(plan)
-    return _Reader(plan, rank, num_ranks).reading()
+    return _PlanReader(plan, rank, num_ranks).reading()
 
 
-class _Reader:
+class _PlanReader:
     def __init__(self, plan: Plan, rank: int, num_ranks: int) -> None:
         self.plan, self.graph, self.rank, self.num_ranks = plan, plan.graph, rank, num_ranks
-        self.reference: Reference = follow(plan.graph, plan.num_parts)
+        self.reference: OracleReference = follow(plan.graph, plan.num_parts)
         self.home = plan.lanes[0].device
         self.copied: set[tuple[str, str, int | None]] = set()
         self.ran_on: dict[tuple[str, int | None], str] = {}
@@ -126,7 +126,7 @@ class _Reader:
         inner = None if of.batch is None else (part or 0)
         return self.location(device, of.name, inner)
 
-    def cells(self, device: str, name: str, parts: Iterable[int | None]) -> dict[Cell, Spot]:
+    def cells(self, device: str, name: str, parts: Iterable[int | None]) -> dict[Cell, OracleSpot]:
         """The cells that hold parts of a value on a device, each with the spot that it is."""
         return {
             (*self.location(device, name, part), spot.cell): spot
@@ -257,7 +257,7 @@ class _Reader:
 
     # All together.
 
-    def talks(self, step: Step) -> list[Talk]:
+    def talks(self, step: Step) -> list[OracleTalk]:
         found = []
         for name in step.names if step.kind in ("run", "issue") else ():
             op = self.graph.op[name]
@@ -268,10 +268,10 @@ class _Reader:
             if talk.peer is not None:
                 here = self.rank if self.num_ranks > 1 else -1
                 ends = (here, talk.peer) if talk.kind == "send" else (talk.peer, here)
-                found.append(Talk((talk.communicator, *ends), ends, facts))
+                found.append(OracleTalk((talk.communicator, *ends), ends, facts))
             else:
                 members = self.graph.members(talk.communicator, self.num_ranks)
-                found.append(Talk((talk.communicator,), members, (talk.kind, *facts)))
+                found.append(OracleTalk((talk.communicator,), members, (talk.kind, *facts)))
         return found
 
     def reading(self) -> Reading:
@@ -320,7 +320,7 @@ class _Reader:
 
     def overlaps(self) -> Overlaps:
         """For each placed cell the cells of other values that share bytes with it."""
-        spans: dict[Cell, tuple[str, Span]] = {}
+        spans: dict[Cell, tuple[str, OracleSpan]] = {}
         for place in self.plan.places:
             if place.buffer is None:
                 continue
@@ -331,7 +331,7 @@ class _Reader:
                 raise UnsafeError(f"place {place.value}: not a whole number of units")
             leading = value.batch is not None and value.batch.dim == 0 and value.batch.outer == ONE
             for spot in self.reference.spots(place.value, None):
-                span = Span(place.offset, units, spot.cell if leading else None)
+                span = OracleSpan(place.offset, units, spot.cell if leading else None)
                 spans["place", place.value, spot.cell] = (place.buffer, span)
         found: dict[Cell, list[Cell]] = {}
         for (one, (buffer, span)), (two, (other, near)) in combinations(spans.items(), 2):

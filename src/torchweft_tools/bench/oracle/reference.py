@@ -1,4 +1,4 @@
-"""The `Reference`: which version of every cell each op must see, by the program order of a graph.
+"""The `OracleReference`: which version of every cell each op must see, by program order.
 
 The ops run one by one, each over parts 0, 1, ...; a cell of a root starts at version 0 and every
 mutation raises it. An additive value of n parts starts at -n and is complete at 0.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchweft.plan.graph import Graph, Op
 
 
-class Spot(NamedTuple):
+class OracleSpot(NamedTuple):
     """One cell of a root."""
 
     root: str
@@ -26,19 +26,19 @@ Instance = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
-class Reference:
+class OracleReference:
     """What each instance must see, and what every cell has come to in the end."""
 
     graph: Graph
     num_parts: int
-    needs: dict[Instance, dict[Spot, int]]
-    final: dict[Spot, int]
+    needs: dict[Instance, dict[OracleSpot, int]]
+    final: dict[OracleSpot, int]
 
     def parts_of(self, name: str) -> list[int | None]:
         """The parts a value falls into; [None] if it has no batch."""
         return parts_of(self.graph, self.num_parts, name)
 
-    def spots(self, name: str, part: int | None) -> list[Spot]:
+    def spots(self, name: str, part: int | None) -> list[OracleSpot]:
         """The cells that a part of a value (None: the whole) has."""
         return spots(self.graph, self.num_parts, name, part)
 
@@ -48,14 +48,14 @@ def parts_of(graph: Graph, num_parts: int, name: str) -> list[int | None]:
     return list(range(num_parts)) if graph.value[name].batch is not None else [None]
 
 
-def spots(graph: Graph, num_parts: int, name: str, part: int | None) -> list[Spot]:
+def spots(graph: Graph, num_parts: int, name: str, part: int | None) -> list[OracleSpot]:
     """The cells of its root that a part of a value (None: the whole) has."""
     root = graph.root[name]
     if graph.value[root].batch is None:
-        return [Spot(root, 0)]
+        return [OracleSpot(root, 0)]
     if part is None or graph.value[name].batch is None:
-        return [Spot(root, cell) for cell in range(num_parts)]
-    return [Spot(root, part)]
+        return [OracleSpot(root, cell) for cell in range(num_parts)]
+    return [OracleSpot(root, part)]
 
 
 def instances(op: Op, num_parts: int) -> Iterator[Instance]:
@@ -67,10 +67,10 @@ def instances(op: Op, num_parts: int) -> Iterator[Instance]:
             yield op.name, part
 
 
-def follow(graph: Graph, num_parts: int) -> Reference:
+def follow(graph: Graph, num_parts: int) -> OracleReference:
     """Run the graph in program order and write down every version."""
     version = {spot: 0 for name in graph.inputs for spot in spots(graph, num_parts, name, None)}
-    needs: dict[Instance, dict[Spot, int]] = {}
+    needs: dict[Instance, dict[OracleSpot, int]] = {}
     for op in graph.ops:
         made = [name for name in op.makes if graph.value[name].alias_of is None]
         for name, part in instances(op, num_parts):
@@ -91,4 +91,4 @@ def follow(graph: Graph, num_parts: int) -> Reference:
                         version[spot] = -num_parts + 1 + (part or 0)
                     else:
                         version[spot] = 0
-    return Reference(graph, num_parts, needs, version)
+    return OracleReference(graph, num_parts, needs, version)
