@@ -19,6 +19,10 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("weft"), derandomize=False)
 settings.load_profile("search" if os.environ.get("HYPOTHESIS_SEARCH") else "weft")
 
+# A shell that starts this in the background, or nohup, has it ignore what some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-plans", action="store_true", help="write tests/plans anew")

@@ -64,7 +64,7 @@ def cases() -> list[Case]:
             lambda: (rand(16, 16),),
         ),
         Case("transpose", lambda x: x.transpose(0, 1) + 1, x),
-        Case("transpose softmax", lambda x: x.transpose(0, 1).softmax(0), x),
+        Case("transpose softmax", lambda x: x.transpose(0, 1).softmax(0), x, exact=False),
         Case(
             "transpose softmax over batch", lambda x: x.transpose(0, 1).softmax(1), x, ("softmax",)
         ),
