@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._dynamo import trace_rules
-from torch._dynamo.external_utils import wrap_inline
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.marks import MarkRule
@@ -34,6 +32,7 @@ from torchweft.plan.machine import Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy
+from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.ranks import WATCHDOG_S
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.serve.boundary import Boundary

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch._dynamo.utils import graph_break_reasons
 
 from torchweft.capture.ops.units import is_users
+from torchweft.private.dynamo import graph_break_reasons
 
 
 def break_of(gm: fx.GraphModule) -> str:

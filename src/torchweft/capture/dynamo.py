@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
 
 from torchweft.capture.blocks.inlining import inline
 from torchweft.capture.blocks.templates import assemble
@@ -37,6 +35,7 @@ from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.plan.graph import Graph
 from torchweft.plan.sizes import ONE, Size
+from torchweft.private.core import is_traceable_wrapper_subclass, tree_map
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried

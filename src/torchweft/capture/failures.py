@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 from torch import fx
-from torch._dynamo.exc import (
+
+from torchweft.errors import CaptureError, WeftError
+from torchweft.private.core import _LazyGraphModule
+from torchweft.private.dynamo import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchDynamoException,
 )
-from torch.fx._lazy_graph_module import _LazyGraphModule
-
-from torchweft.errors import CaptureError, WeftError
 
 FAILED = (BackendCompilerFailed, InternalTorchDynamoError)
 PASSES = (MemoryError, torch.OutOfMemoryError, TorchDynamoException, FailOnRecompileLimitHit)

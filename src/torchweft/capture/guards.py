@@ -15,8 +15,8 @@ from typing import Any
 
 import sympy
 from torch import fx
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.printers import PythonPrinter
+
+from torchweft.private.core import PythonPrinter, int_oo
 
 
 @dataclass(frozen=True)

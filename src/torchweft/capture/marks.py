@@ -33,6 +33,7 @@ from torch import fx
 from torchweft.capture.stops import listener
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import NAME, ROWS, USES
+from torchweft.private.core import OpOverload, OpOverloadPacket, has_mkldnn
 
 KEY = "weft"
 INNERS = ("eager", "inductor", "onednn")
@@ -294,7 +295,7 @@ def target_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload | OpOverloadPacket):
         return str(target)
     module = getattr(target, "__module__", None) or "torch"
     name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", target))
@@ -321,5 +322,5 @@ def _check(name: str, uses: str | None, rows: str | None, inner: str | None) -> 
         raise CaptureError(f"mark: {unknown('kind of rows', rows, ROWS)}")
     if inner is not None and inner not in INNERS:
         raise CaptureError(f"mark: {unknown('inner compiler', inner, INNERS)}")
-    if inner == "onednn" and not torch._C._has_mkldnn:
+    if inner == "onednn" and not has_mkldnn:
         raise CaptureError("mark: this build of torch has no oneDNN. Take inner='eager'.")

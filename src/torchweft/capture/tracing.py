@@ -23,20 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo import convert_frame
-from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import (
-    InternalTorchDynamoError,
-    TorchDynamoException,
-    TorchRuntimeError,
-    Unsupported,
-    UserError,
-)
-from torch.fx.experimental import _config as fx_config
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.breaks import breaks_since, num_breaks
@@ -46,6 +32,22 @@ from torchweft.capture.marks import MarkRule, require_matched
 from torchweft.capture.ops.units import TORCH
 from torchweft.capture.reference import run_reference
 from torchweft.errors import WeftError
+from torchweft.private.core import tree_leaves
+from torchweft.private.dynamo import (
+    CallbackArgs,
+    FrameAction,
+    FrameExecStrategy,
+    InternalTorchDynamoError,
+    TorchDynamoException,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+    callback_handler,
+    convert_frame,
+    dynamo_config,
+    fx_config,
+    set_code_exec_strategy,
+)
 
 log = logging.getLogger("torchweft")
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
@@ -127,7 +129,7 @@ class Watch:
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
         if call.constant:  # another number of rows would make Dynamo try a symbol by itself
             seen["automatic_dynamic_shapes"] = False
-        self._settings.enter_context(torch._dynamo.config.patch(seen))
+        self._settings.enter_context(dynamo_config.patch(seen))
         try:
             make_dynamic(call.inputs, None if call.constant else self.dim)
             if self.blocks is not None:
@@ -147,7 +149,7 @@ class Watch:
             "from call to call, and runs it without plans now. TORCH_LOGS=recompiles names the "
             "guards: give what changes as a tensor, or keep it."
         )
-        if code in self._limited and not torch._dynamo.config.fail_on_recompile_limit_hit:
+        if code in self._limited and not dynamo_config.fail_on_recompile_limit_hit:
             raise _as_it_is("recompile limit")
         self._limited.add(code)
 
@@ -233,7 +235,7 @@ def _watch_limits() -> None:
         exceeded, limit = stock(*given)
         if exceeded and (call := _calling.get()) is not None:
             code = sys._getframe(1).f_locals["code"]
-            call.watch.limit(call, code, getattr(torch._dynamo.config, limit))
+            call.watch.limit(call, code, getattr(dynamo_config, limit))
         return exceeded, limit
 
     setattr(convert_frame, CHECK, exceeds)

@@ -29,6 +29,7 @@ import torch
 from torchweft.dynamic.operators import operator_of
 from torchweft.errors import CaptureError, WeftError, clip, unknown
 from torchweft.plan.graph import check_name
+from torchweft.private.core import OpOverload
 
 Call = tuple[str, list[Any], dict[str, Any], int]
 KINDS = ("calls", "pack", "unpack")
@@ -269,7 +270,7 @@ def encode(item: Any) -> Any:
 
 def _makes_new(name: str) -> bool:
     function = operator_of(name)
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return all(each.alias_info is None for each in function._schema.returns)
     return name == "weft.linear"
 

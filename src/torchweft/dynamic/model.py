@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.executor import Executor, Job
@@ -45,6 +44,7 @@ from torchweft.placement.learn.learner import Learner
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
+from torchweft.private.core import pytree
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there

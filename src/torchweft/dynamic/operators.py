@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchweft.errors import CaptureError, clip
+from torchweft.private.core import OpOverload, all_op_names
 
 NAME = re.compile(r"aten\.([A-Za-z0-9_]{1,100})\.([A-Za-z0-9_]{1,100})")
 TYPE = re.compile(r"(Optional\[|List\[)*(Tensor|int|float|bool|number|Device|Generator)\]*")
@@ -81,7 +82,7 @@ def operator_of(name: str) -> Callable[..., Any]:
     overload = f".{words[2]}" if words and words[2] != "default" else ""
     if words is None or f"aten::{words[1]}{overload}" not in _known():
         raise CaptureError(f"cell: {clip(name)} is no operator of ATen that a cell may call.")
-    found: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops.aten, words[1]), words[2])
+    found: OpOverload[..., Any] = getattr(getattr(torch.ops.aten, words[1]), words[2])
     if why := _refusal(words[1], found):
         raise CaptureError(f"cell: {clip(name)} cannot be called in a cell: {why}.")
     return found
@@ -90,10 +91,10 @@ def operator_of(name: str) -> Callable[..., Any]:
 @cache
 def _known() -> frozenset[str]:
     """The operators with kernels; the others of this namespace are TorchScript's own functions."""
-    return frozenset(torch._C._dispatch_get_all_op_names())
+    return frozenset(all_op_names())
 
 
-def _refusal(name: str, found: torch._ops.OpOverload[..., Any]) -> str:
+def _refusal(name: str, found: OpOverload[..., Any]) -> str:
     """Why a cell may not call an operator; empty if it may."""
     if name in INNER:
         return ""

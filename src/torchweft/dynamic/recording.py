@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.cell import Spec, spec_of
 from torchweft.dynamic.lazy import Kind, Lazy, lazies
 from torchweft.errors import CaptureError
+from torchweft.private.core import pytree
 
 if TYPE_CHECKING:
     from torchweft.dynamic.state import CellEntry, State

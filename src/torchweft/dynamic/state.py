@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from torchweft.dynamic.cell import Cell, Spec, unpack_cell
 from torchweft.dynamic.fast import MAX_ARGS, Fast
@@ -27,6 +25,7 @@ from torchweft.dynamic.pattern import Weight, fill, weights_in
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
+from torchweft.private.core import _reparametrize_module, pytree
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, type(Ellipsis))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torchweft.dynamic.cell import Call, Cell, Spec, encode, spec_of
 from torchweft.dynamic.joining import is_linear, join_products, ordered
 from torchweft.errors import CaptureError
+from torchweft.private.core import FakeTensorMode, OpOverload, is_batchedtensor
 
 EXAMPLE_ROWS = 7
 aten = torch.ops.aten
@@ -39,9 +39,7 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    shared = not any(
-        torch._C._functorch.is_batchedtensor(item) for item in (weight, bias) if item is not None
-    )
+    shared = not any(is_batchedtensor(item) for item in (weight, bias) if item is not None)
     if shared and input.dim() > 0:
         made: Tensor = torch.ops.weft.linear(input, weight, bias)
         return made
@@ -144,7 +142,7 @@ def _call(node: fx.Node, places: Mapping[fx.Node, int]) -> Call:
         return {"v": places[each]}
 
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = "weft.linear" if is_linear(node) else str(target)
     elif getattr(operator, word := getattr(target, "__name__", ""), None) is target:
         name = f"operator.{word}"

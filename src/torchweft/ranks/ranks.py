@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
+from torchweft.private.core import _resolve_process_group
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Speaker
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import overrides
-from torch.utils import _python_dispatch as dispatch
+
+from torchweft.private.core import dispatch
 
 
 class Modes:

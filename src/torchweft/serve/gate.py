@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.errors import clip
 from torchweft.plan.plan import Step
+from torchweft.private.core import tree_leaves, tree_map
 from torchweft.run.cpu import run
 from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker

@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
-from torch._guards import CompileContext
 
 from torchweft.capture.bodies.inner import compile_bodies
 from torchweft.capture.bodies.replay import placed_by
@@ -43,6 +42,7 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy
 from torchweft.plan.write.write import write
+from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.talk import Talk, communicators, digests, refuse
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.pads import Pads

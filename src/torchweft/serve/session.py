@@ -31,6 +31,7 @@ from torchweft.plan.graph import Graph
 from torchweft.plan.machine import Machine, cpu
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, as_strategy
+from torchweft.private.core import set_grad_enabled_
 from torchweft.ranks.ranks import WATCHDOG_S, introduce
 from torchweft.ranks.speakers import Speaker
 from torchweft.ranks.talk import refuse, run_eagerly
@@ -281,7 +282,7 @@ def _sets_grad(gm: fx.GraphModule) -> str:
     Parts are put together outside of that stretch, so the result would lose its history.
     """
     for node in gm.graph.nodes:
-        turned_on = node.target is torch._C._set_grad_enabled and node.args == (True,)
+        turned_on = node.target is set_grad_enabled_ and node.args == (True,)
         if turned_on and not torch.is_grad_enabled():
             return "grad: the model turns gradients on inside"
         if "_enter_inference_mode" in str(node.target):

@@ -18,12 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.aten.passes import prepare
 from torchweft.capture.breaks import break_of
@@ -32,6 +26,9 @@ from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
 from torchweft.capture.rows.rows import Rows
 from torchweft.errors import RunError, StrategyError, unknown
+from torchweft.private.aot import aot_autograd, make_boxed_func, min_cut_rematerialization_partition
+from torchweft.private.core import is_traceable_wrapper_subclass, tree_leaves
+from torchweft.private.dynamo import TracingContext
 
 LEVELS = ("torch", "aten")
 Make = Callable[[fx.GraphModule, Callable[[], Capture]], Callable[..., Any]]

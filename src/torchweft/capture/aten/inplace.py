@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchweft.private.core import tree_leaves
+
 aten = torch.ops.aten
 Path = tuple[tuple[Any, Any], ...]
 WRITES: dict[Any, Any] = {
@@ -142,7 +144,7 @@ def _refused(graph: fx.Graph, target: fx.Node, inside: list[fx.Node], copy: fx.N
             if place[user] > place[version] and user is not copy:
                 return f"{user.name} reads its old content after the write"
     operands = inside[-1].args[1:] if inside[-1].target in WRITES else ()
-    if set(aliases) & set(torch.utils._pytree.tree_leaves(operands)):
+    if set(aliases) & set(tree_leaves(operands)):
         return f"{version.name} writes what it reads"
     return ""
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from torchweft.capture.aten.inplace import put_back
 from torchweft.capture.ops.buffers import drop_buffers
+from torchweft.private.core import OpOverload, is_fake, suggest_memory_format
 
 aten = torch.ops.aten
 SPLIT = {
@@ -219,7 +218,7 @@ def _is_view(node: fx.Node) -> bool:
     target = node.target
     if target in VIEWS:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
+    if not isinstance(target, OpOverload) or not node.all_input_nodes:
         return False
     shown = [result.alias_info for result in target._schema.returns]
     shows = len(shown) == 1 and shown[0] is not None and not shown[0].is_write

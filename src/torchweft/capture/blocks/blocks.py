@@ -23,14 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import Guard, GuardsSet, Source, TracingContext
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
 
 from torchweft.capture.blocks.likeness import Moves, ask_for_likeness, chain
 from torchweft.capture.marks import MarkRule
 from torchweft.errors import WeftError
+from torchweft.private.dynamo import (
+    Guard,
+    GuardsSet,
+    InstructionTranslator,
+    Source,
+    TorchDynamoException,
+    TracingContext,
+    invoke_subgraph_placeholder,
+)
 
 log = logging.getLogger("torchweft")
 MIN_BLOCKS = 2

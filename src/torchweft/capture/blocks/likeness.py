@@ -30,14 +30,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo.source import AttrSource, GlobalSource, NNModuleSource, is_from_local_source
-from torch._dynamo.variables import higher_order_ops, invoke_subgraph
-from torch._dynamo.variables.base import AttributeMutationNew
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag
-from torch._guards import ChainedSource, Guard, InvokeSubgraphReuseCondition, Source
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchweft.private.core import is_traceable_wrapper_subclass
+from torchweft.private.dynamo import (
+    AttributeMutationNew,
+    AttrSource,
+    ChainedSource,
+    GlobalSource,
+    GlobalStateGuard,
+    Guard,
+    InputFingerprint,
+    InputTag,
+    InvokeSubgraphReuseCondition,
+    NNModuleSource,
+    Source,
+    VariableBuilder,
+    higher_order_ops,
+    invoke_subgraph,
+    is_from_local_source,
+)
 
 UNREAD = (int, float, bool, str)  # values in a module that may differ where nobody reads them
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.capture.rows.aten_call import AtenCall
 from torchweft.capture.rows.axes import SYMBOLIC
 from torchweft.capture.rows.rows import BYTES, CallRows, Rows, id_of
+from torchweft.private.core import FakeTensor, no_dispatch, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

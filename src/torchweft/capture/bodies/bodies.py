@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch.utils._pytree import tree_map
 
 from torchweft.capture.bodies.calls import Calls
 from torchweft.capture.bodies.few_calls import calls_of
@@ -30,6 +28,13 @@ from torchweft.capture.rows.axes import SYMBOLIC, size_of
 from torchweft.capture.rows.rows import INLINED, Rows
 from torchweft.errors import CaptureError, SizeError
 from torchweft.plan.sizes import Size
+from torchweft.private.core import (
+    HigherOrderOperator,
+    exit_autocast,
+    set_grad_enabled_,
+    tree_leaves,
+    tree_map,
+)
 
 Function = Callable[..., Any]
 
@@ -231,14 +236,14 @@ class BodyWriter:
         while kept < min(len(self.entered), len(enters)) and self.entered[kept][0] is enters[kept]:
             kept += 1
         for _, emitted in reversed(self.entered[kept:]):
-            leave = torch.amp.autocast_mode._exit_autocast
+            leave = exit_autocast
             self.graph.call_function(leave, (emitted,))
         del self.entered[kept:]
         for enter in enters[kept:]:
             emitted = self.graph.call_function(enter.target, enter.args, dict(enter.kwargs))  # type: ignore[arg-type]
             self.entered.append((enter, emitted))
         if grad is not None and grad != self.grad:
-            self.graph.call_function(torch._C._set_grad_enabled, (grad,))
+            self.graph.call_function(set_grad_enabled_, (grad,))
             self.grad, self.switches_grad = grad, True
 
     def _argument(self, node: fx.Node) -> Any:
@@ -277,7 +282,7 @@ class BodyWriter:
         return self.reads[node]
 
     def _is_size(self, value: Any) -> bool:
-        leaves = torch.utils._pytree.tree_leaves(value)
+        leaves = tree_leaves(value)
         return bool(leaves) and all(isinstance(leaf, (*SYMBOLIC, int, float)) for leaf in leaves)
 
     def _size(self, leaf: Any) -> Any:

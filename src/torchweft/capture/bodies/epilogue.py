@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.utils._pytree import tree_leaves
+
+from torchweft.private.core import tree_leaves
+from torchweft.private.inductor import CustomGraphPass, get_hash_for_files
 
 aten = torch.ops.aten
 LIBRARY: Any = torch.library.Library("torchweft", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -58,8 +59,7 @@ TOLD: Mapping[Any, Any] = MappingProxyType(
 
 def called_from_outside(func: Any) -> bool:
     """Whether Inductor runs an operator by a call whose result it would have to copy."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import fallbacks, lowerings
+    from torchweft.private.inductor import fallbacks, lowerings, select_decomp_table
 
     if func in TOLD:
         return False

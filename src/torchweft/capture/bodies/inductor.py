@@ -26,11 +26,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies.bodies import Body
@@ -41,6 +36,9 @@ from torchweft.capture.rows.rows import id_of
 from torchweft.errors import RunError
 from torchweft.plan.graph import ITEM_BYTES, Value
 from torchweft.plan.sizes import Size
+from torchweft.private.aot import functorch_config
+from torchweft.private.core import FakeTensorMode, HigherOrderOperator
+from torchweft.private.dynamo import ConstantSource, TracingContext, tracing
 
 log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
@@ -179,8 +177,7 @@ class Structure:
                 )
 
     def _compile(self, orders: tuple[Order, ...], env: Mapping[str, int]) -> Variant:
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torchweft.private.inductor import compile_fx, compile_fx_inner, config
 
         shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         mode = FakeTensorMode(shape_env=shapes)
@@ -215,10 +212,8 @@ class Structure:
 
     def _passes(self) -> AbstractContextManager[Any]:
         """Inductor's settings while it compiles: ours comes behind the user's own passes."""
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
         from torchweft.capture.bodies.epilogue import Epilogue
+        from torchweft.private.inductor import config, get_custom_graph_passes
 
         if not self.rooms:
             return nullcontext()

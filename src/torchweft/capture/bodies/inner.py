@@ -28,6 +28,7 @@ from torchweft.capture.ops.units import storages
 from torchweft.errors import StrategyError, unknown
 from torchweft.plan.graph import Op
 from torchweft.plan.sizes import ZERO, Size
+from torchweft.private.core import c_linear, has_mkldnn
 
 Function = Callable[..., Any]
 Form = Function | Structure
@@ -58,7 +59,7 @@ def check_inner(inner: str) -> str:
     """The name of an inner compiler that can be had here. Raises `StrategyError` for others."""
     if inner not in INNERS:
         raise StrategyError(f"inner: {unknown('inner backend', inner, INNERS)}")
-    if inner == "onednn" and not torch._C._has_mkldnn:
+    if inner == "onednn" and not has_mkldnn:
         raise StrategyError("inner: this build of torch has no oneDNN. Take inner='eager'.")
     return inner
 
@@ -258,7 +259,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 ONEDNN: Mapping[Any, Function] = MappingProxyType(
-    {F.linear: linear, torch._C._nn.linear: linear, aten.mm.default: mm}
+    {F.linear: linear, c_linear: linear, aten.mm.default: mm}
 )
 TAKEN_APART: Mapping[Any, Function] = MappingProxyType({aten.addmm.default: addmm})
 """What a replaced call has become in the form that writes where it is told."""

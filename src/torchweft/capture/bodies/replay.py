@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.capture.bodies.bodies import BodyWriter, key_of
 from torchweft.capture.bodies.outs import Into, Maker, Makers, ResultBytes, Unfit, layout, view_of
@@ -23,6 +22,7 @@ from torchweft.capture.rows.aten_call import AtenCall
 from torchweft.capture.rows.rows import id_of, is_getitem, is_view
 from torchweft.errors import SizeError
 from torchweft.plan.graph import Graph
+from torchweft.private.core import tree_leaves, tree_map
 
 aten = torch.ops.aten
 SAFE: Mapping[Any, Any] = MappingProxyType(  # a part may lie in memory otherwise than the whole

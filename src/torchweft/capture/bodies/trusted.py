@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch._C._dynamo.guards import TensorGuards
-
 from torchweft.capture.bodies.inductor import order_of
 from torchweft.capture.bodies.inner import InnerBody
 from torchweft.capture.dynamo import getter
 from torchweft.errors import RunError
 from torchweft.plan.graph import Graph
+from torchweft.private.dynamo import TensorGuards
 
 Wanted = tuple[tuple[int | None, ...], tuple[int, ...] | None, Any]
 """Shape, order of dims in memory, and type."""

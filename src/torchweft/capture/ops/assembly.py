@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.bodies.bodies import Body, BodyWriter, Library, modes_of
 from torchweft.capture.bodies.outs import Makers
@@ -30,6 +29,7 @@ from torchweft.capture.rows.rows import Rows
 from torchweft.errors import SizeError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
+from torchweft.private.core import OpOverload, tree_leaves
 
 RNG = "random.state"
 
@@ -340,7 +340,7 @@ class Assembly:
         else:
             told = region.collective or region.reason.told
             target = target_name(told).removesuffix(".default")
-            if isinstance(told.target, torch._ops.OpOverload):
+            if isinstance(told.target, OpOverload):
                 target = str(told.target.overloadpacket)
             base = re.sub(r"\W", "_", target.split(".")[-1])
         return self._unique(base)

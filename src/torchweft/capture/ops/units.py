@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.marks import FRAME, Mark, target_name
 from torchweft.capture.ops.states import Touched
 from torchweft.capture.rows.axes import SYMBOLIC
 from torchweft.capture.rows.network import NAMESPACES
 from torchweft.capture.rows.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
+from torchweft.private.core import tree_leaves
 
 SMALL_BYTES = 1 << 16
 COPYING = frozenset(

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.rows.axes import Axis, Symbols, wrap
+from torchweft.private.core import OpOverload, OpOverloadPacket, decomposition_table, tree_leaves
 
 Found = Axis | None | list[Axis | None]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.rows.axes import Axis, Mixes, Symbols
+from torchweft.private.core import tree_leaves
 
 AxisOf = Callable[[torch.Tensor], Axis | None]
 ROWS = Axis(0)

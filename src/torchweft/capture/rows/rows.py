@@ -23,11 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.capture.blocks.blocks import BlockError
@@ -44,6 +39,13 @@ from torchweft.capture.rows.backward import is_sum
 from torchweft.capture.rows.flops import flops_of
 from torchweft.capture.rows.higher import RULES
 from torchweft.capture.rows.table import rule_for
+from torchweft.private.core import (
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    tree_leaves,
+)
 
 BYTES = "_weft_bytes"  # of a fake tensor: the number of its bytes, if it is not its storage's
 FAILURES = (NotImplementedError, TypeError, RuntimeError, AssertionError, ValueError)
@@ -155,7 +157,7 @@ def _fake_mode(gm: fx.GraphModule) -> Any:
         for leaf in tree_leaves(node.meta.get("example_value")):
             if isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode"):
                 return leaf.fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchweft.private.core import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 

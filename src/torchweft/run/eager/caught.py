@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import DispatchKey, _dispatch_keyset_full_after
-from torch.utils._pytree import tree_leaves
 
 from torchweft.capture.stops import listener
+from torchweft.private.core import DispatchKey, _dispatch_keyset_full_after, tree_leaves
 from torchweft.ranks.ranks import group, wait
 
 KINDS: Mapping[str, str] = MappingProxyType(

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchweft.private.core import tree_flatten, tree_unflatten
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type, slice, enum.Enum,

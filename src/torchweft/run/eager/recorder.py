@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from torchweft.capture.marks import Mark, MarkRule
 from torchweft.capture.stops import listening
+from torchweft.private.core import (
+    OpOverload,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 from torchweft.ranks.speakers import Speaker
 from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
 from torchweft.run.eager.eager import Eager
@@ -123,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             return results
         stretch.num_calls += 1
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return results
         stretch.flops += _flops(func, args, kwargs, results)
         given = set(_storages((args, kwargs)))
