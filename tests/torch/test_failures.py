@@ -400,6 +400,7 @@ def test_threads_that_fail_at_once_are_each_counted(untraced):
 
 @torch.no_grad()
 def test_one_frame_for_one_number_of_rows_leaves_the_others_their_batch():
+    torch._dynamo.reset()  # models of one class share what was compiled
     model = weft.compile(Counted(Covariance()).eval(), weft.overlap(parts=2))
     for num_rows in (4, 6, 8):
         model(torch.randn(num_rows, 3))
