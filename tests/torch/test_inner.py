@@ -203,12 +203,12 @@ def test_inductor_lets_gradients_through():
 
 @torch.no_grad()
 def test_what_inductor_refuses_runs_eagerly_and_is_told(monkeypatch):
-    from torch._inductor import compile_fx
+    from torchweft.private import inductor
 
     def fail(*args, **kwargs):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
+    monkeypatch.setattr(inductor, "compile_fx_inner", fail)
     model, x = Stack(1).eval(), torch.randn(6, 32)
     wanted = model(x)
     weft.compile(model, inner="inductor")
