@@ -158,7 +158,8 @@ def _tune(
     from torchweft.placement.learn.checkpoint import BEST, CURVE, picture
     from torchweft.placement.learn.learned import default_policy
     from torchweft.placement.learn.policy import Policy
-    from torchweft.placement.learn.training import Yardstick, fine_tune, one_thread
+    from torchweft.placement.learn.reinforce import one_thread
+    from torchweft.placement.learn.training import Yardstick, fine_tune
 
     if (output / BEST).exists() and not resume:
         cure = "Go on from it with --resume, or take another folder."

@@ -37,7 +37,7 @@ from torchweft.placement.learn.cases import case, random_tree
 from torchweft.placement.learn.learned import default_policy, guarded, learned, planner_of
 from torchweft.placement.learn.learner import Learner, Pace
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.training import one_thread
+from torchweft.placement.learn.reinforce import one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.planners.annealing import annealing
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM

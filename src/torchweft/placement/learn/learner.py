@@ -31,7 +31,7 @@ import torch
 from torchweft.errors import PlacementError
 from torchweft.placement.learn.learned import default_policy, learned
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.training import descend, one_thread, reinforce
+from torchweft.placement.learn.reinforce import descend, one_thread, reinforce
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.portfolio import GUARD
 from torchweft.placement.problem import Problem

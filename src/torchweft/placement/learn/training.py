@@ -14,20 +14,26 @@ After stage 2 a policy is kept that is best on problems set aside, which it neve
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweft.errors import PlacementError, clip
 from torchweft.placement.files.read_trees import Tree
 from torchweft.placement.learn.cases import draw_case
-from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
+from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
+from torchweft.placement.learn.reinforce import (
+    Decisions,
+    descend,
+    one_thread,
+    reinforce,
+    weighted_loss,
+)
 from torchweft.placement.learn.rollout import Observed, Rollout
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.annealing import annealing
@@ -38,7 +44,6 @@ HELD_OUT = 1_000_000_007
 """Added to the seed for problems that are set aside."""
 NUM_HELD_OUT = 160
 HELD_OUT_RATIOS = (0.3, 1.0, 3.0, 0.0)
-MAX_NORM = 1.0
 NUM_TAUGHT = 4
 """So many of a step's problems are planned by the teacher, which takes long."""
 
@@ -83,14 +88,6 @@ class Point(NamedTuple):
     guarded: float
 
 
-class Decisions(NamedTuple):
-    """Choices made in a rollout: what was seen, what was chosen, in which tries it counts."""
-
-    seen: list[Observed]
-    chosen: list[Ints]
-    counts: list[Bools]
-
-
 class Yardstick:
     """Problems set aside, with the better of heft and peft on each."""
 
@@ -123,17 +120,6 @@ def held_out(settings: Settings, num: int = NUM_HELD_OUT) -> Yardstick:
             for number in range(num)
         ]
     )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch has one thread here: equal seeds give equal bits, and small sums need not wait."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 class Trainer:
@@ -196,14 +182,6 @@ def fine_tune(
         yield float(loss.detach())
 
 
-def descend(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step of the optimizer."""
-    optimizer.zero_grad()
-    torch.autograd.backward(loss)
-    nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
-    optimizer.step()
-
-
 def imitate(policy: Policy, problems: Sequence[Problem], seed: int) -> Tensor:
     """The loss of not choosing what the best classical placement of each problem has next."""
     numbers = numbers_of(problems)
@@ -246,61 +224,6 @@ def _wanted(rollout: Rollout, seen: Observed, teachers: Sequence[Placement]) -> 
     return wanted, known
 
 
-def reinforce(
-    policy: Policy,
-    problems: Sequence[Problem],
-    num_tries: int,
-    generator: np.random.Generator,
-    entropy: float,
-) -> Tensor:
-    """The loss whose gradient makes passes that are shorter than their problem's mean likelier."""
-    numbers = numbers_of(problems)
-    rollout, made = drawn(Rollout(numbers, num_tries), Scorer(policy, numbers), generator)
-    took = torch.from_numpy(rollout.end_s).view(-1, num_tries)
-    mean = took.mean(1, keepdim=True)
-    gain = ((mean - took) / mean).flatten()
-    gain = (gain / (gain.std() + 1e-6)).clamp(-3, 3)
-    return weighted_loss(policy, rollout, made, gain, entropy)
-
-
-def drawn(
-    rollout: Rollout,
-    scorer: Callable[[Rollout, Observed], np.ndarray],
-    generator: np.random.Generator,
-) -> tuple[Rollout, Decisions]:
-    """The rollout with all ops put, each pair drawn by its score, and the decisions made."""
-    made = Decisions([], [], [])
-    while rollout.going:
-        seen = rollout.look()
-        scores = scorer(rollout, seen)
-        chosen = (scores + generator.gumbel(size=scores.shape)).argmax(1)
-        made.seen.append(seen)
-        made.chosen.append(chosen)
-        made.counts.append(rollout.live)
-        rollout.put(chosen)
-    return rollout, made
-
-
-def weighted_loss(
-    policy: Policy, rollout: Rollout, made: Decisions, weight: Tensor, entropy: float
-) -> Tensor:
-    """Minus the mean log-chance of the decisions, each times the weight of its try."""
-    op, device = policy.encode(rollout.numbers)
-    counts = torch.from_numpy(np.stack(made.counts))
-    which = torch.arange(counts.shape[1]).expand_as(counts)[counts]
-
-    def kept(arrays: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.stack(arrays))[counts]
-
-    rows = kept([seen.ops + rollout.static[:, None] for seen in made.seen])
-    devices = device[torch.from_numpy(rollout.problem)][which]
-    facts, mask = kept([s.facts for s in made.seen]), kept([s.mask for s in made.seen])
-    chance = torch.log_softmax(policy(facts, op[rows], devices, mask), -1)
-    chosen = chance.gather(-1, kept(made.chosen)[:, None]).squeeze(-1)
-    doubt = -(chance.exp() * chance.clamp(min=-50)).sum(-1)
-    return -(chosen * weight[which] + entropy * doubt).mean()
-
-
 def moments(trainer: Trainer) -> dict[str, Tensor]:
     """What the optimizer remembers, as tensors by name."""
     state = trainer.optimizer.state_dict()["state"]
@@ -329,6 +252,3 @@ def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
         raise ValueError("what the optimizer remembers does not fit the policy")
     whole = trainer.optimizer.state_dict()
     trainer.optimizer.load_state_dict({**whole, "state": state})
-
-
-__all__ = ["Numbers", "Point", "Settings", "Trainer", "Yardstick", "fine_tune", "held_out"]
