@@ -18,8 +18,7 @@ MOVED = {
     "plan.lower": "conflicts lower memory",
     "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
     "placement.lists placement.portfolio placement.simple placement.stages placement.tree_dp",
-    "placement.learn": "placement.cases placement.environment placement.learned placement.learner "
-    "placement.policy placement.served placement.training",
+    "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "placement.files": "placement.read_any placement.read_dnn placement.read_stg "
     "placement.read_trees placement.work",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
@@ -33,6 +32,10 @@ NEW = {
     f"{HOUSE}.{old}": f"{HOUSE}.{room}.{old.rpartition('.')[2]}"
     for room, names in MOVED.items()
     for old in names.split()
+}
+NEW |= {
+    f"{HOUSE}.placement.{name}": f"{HOUSE}_tools.train.{name}"
+    for name in ("cases", "environment", "training")
 }
 
 

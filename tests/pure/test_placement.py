@@ -34,7 +34,7 @@ from torchweft.placement import (
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import period_s
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.learn.cases import MACHINES, case, random_dag, random_tree
+from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 from torchweft.placement.planners import annealing, cp_sat, stages
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.planners.loads import Loads

@@ -14,7 +14,7 @@ from torchweft.errors import GraphError, WeftError
 from torchweft.placement import Placement
 from torchweft.placement.files.read_any import read_problem
 from torchweft.placement.files.read_trees import read_trees
-from torchweft.placement.learn.checkpoint import POLICY, RUN, load_run
+from torchweft_tools.train.checkpoint import POLICY, RUN, load_run
 from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.cost import CostTable

@@ -16,10 +16,10 @@ from torchweft.cli import app as cli
 from torchweft.errors import PlacementError
 from torchweft.placement import check, plan
 from torchweft.placement.draft import run
-from torchweft.placement.learn import training
-from torchweft.placement.learn.cases import case, draw_case, random_dag, random_tree
-from torchweft.placement.learn.checkpoint import load_run, picture, save_run
-from torchweft.placement.learn.environment import FORBIDDEN, PlacementEnv
+from torchweft_tools.train import training
+from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
+from torchweft_tools.train.checkpoint import load_run, picture, save_run
+from torchweft_tools.train.environment import FORBIDDEN, PlacementEnv
 from torchweft.placement.learn.learned import (
     POLICIES,
     SEEDS,
@@ -33,7 +33,7 @@ from torchweft.placement.learn.learned import (
 from torchweft.placement.learn.numbers import numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.rollout import Rollout
-from torchweft.placement.learn.training import Settings, Trainer, fine_tune, held_out
+from torchweft_tools.train.training import Settings, Trainer, fine_tune, held_out
 from torchweft.placement.planners.lists import heft, peft
 from torchweft.placement.planners.simple import single
 from torchweft.placement.problem import Edge, Hold, Problem

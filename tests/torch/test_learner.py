@@ -16,7 +16,7 @@ from torchweft.cli.app import app
 from torchweft.dynamic.drift import Drift
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Problem, check, plan
-from torchweft.placement.learn.cases import case, draw_case, random_tree
+from torchweft_tools.train.cases import case, draw_case, random_tree
 from torchweft.placement.learn.learned import learned
 from torchweft.placement.learn.learner import Learner, Pace, one_thread
 from torchweft.placement.learn.policy import Policy

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import typer
 
 from torchweft.cli import lab as cli_lab
-from torchweft.cli import train as cli_train
 from torchweft.cli.bench import BENCHES, run_bench
 from torchweft.cli.doctor import examine
 from torchweft.cli.dryrun import dryrun
@@ -41,10 +40,11 @@ from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults
 from torchweft.plan.write.write import write
 from torchweft_tools.demo.demo import story
+from torchweft_tools.train.command import place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(cli_lab.app, name="lab")
-app.add_typer(cli_train.place, name="place")
+app.add_typer(place, name="place")
 app.command(context_settings={"allow_interspersed_args": False})(dryrun)
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
 

@@ -201,9 +201,9 @@ def _problem(path: Path) -> None:
 def _with_torch() -> Iterable[Format]:
     import tempfile
 
-    from torchweft.placement.learn.checkpoint import OPTIMIZER, POLICY, RUN, load_run, save_run
     from torchweft.placement.learn.policy import Policy
-    from torchweft.placement.learn.training import Settings, Trainer
+    from torchweft_tools.train.checkpoint import OPTIMIZER, POLICY, RUN, load_run, save_run
+    from torchweft_tools.train.training import Settings, Trainer
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(Settings(1, 1, num_problems=4, num_tries=2), Policy((4, 3, 2, 4)))

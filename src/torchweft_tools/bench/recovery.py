@@ -33,7 +33,6 @@ from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.pool import Spot
 from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
-from torchweft.placement.learn.cases import case, random_tree
 from torchweft.placement.learn.learned import default_policy, guarded, learned, planner_of
 from torchweft.placement.learn.learner import Learner, Pace
 from torchweft.placement.learn.policy import Policy
@@ -41,6 +40,7 @@ from torchweft.placement.learn.reinforce import one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.planners.annealing import annealing
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM
+from torchweft_tools.train.cases import case, random_tree
 
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")
 SLOWER = 2.0

@@ -20,7 +20,7 @@ from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader, read_json, write_bytes, write_json, write_text
 from torchweft.placement.files.read_trees import Tree
 from torchweft.placement.learn.policy import Policy, read_tensors
-from torchweft.placement.learn.training import Point, Settings, Trainer, moments, remember
+from torchweft_tools.train.training import Point, Settings, Trainer, moments, remember
 
 VERSION = 1
 RUN, POLICY, BEST = "training.json", "policy.safetensors", "best.safetensors"

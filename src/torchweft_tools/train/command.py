@@ -23,11 +23,11 @@ from torchweft.cli.text import say, say_json
 from torchweft.errors import PlacementError
 from torchweft.files import write_text
 from torchweft.placement.files.read_trees import Tree
-from torchweft.placement.learn.cases import sst_trees
 from torchweft.placement.learn.served import problems_in
+from torchweft_tools.train.cases import sst_trees
 
 if TYPE_CHECKING:
-    from torchweft.placement.learn.training import Point, Trainer
+    from torchweft_tools.train.training import Point, Trainer
 
 __all__ = ["place"]
 
@@ -71,7 +71,7 @@ def train_command(
     at every step. The folder gets best.safetensors (the best policy on problems set aside),
     curve.svg (its makespan there, against the better of heft and peft) and what --resume needs.
     """
-    from torchweft.placement.learn.checkpoint import load_run
+    from torchweft_tools.train.checkpoint import load_run
 
     if from_traces is not None:
         return _tune(output, from_traces, policy, steps or NUM_TUNED, seed or 0, resume, as_json)
@@ -109,8 +109,8 @@ def _started(
     steps: int | None,
     imitation: int | None,
 ) -> tuple[Trainer, list[Point]]:
-    from torchweft.placement.learn.checkpoint import RUN
-    from torchweft.placement.learn.training import Settings, Trainer
+    from torchweft_tools.train.checkpoint import RUN
+    from torchweft_tools.train.training import Settings, Trainer
 
     if (output / RUN).exists():
         cure = "Go on with --resume, or take another folder."
@@ -126,8 +126,8 @@ def _started(
 
 def _train(output: Path, trainer: Trainer, curve: list[Point]) -> None:
     """Do the steps that are left. What is there is saved at every point of the curve."""
-    from torchweft.placement.learn.checkpoint import save_run
-    from torchweft.placement.learn.training import held_out
+    from torchweft_tools.train.checkpoint import save_run
+    from torchweft_tools.train.training import held_out
 
     with bar("training", trainer.num_steps) as step:
         for _ in range(trainer.step):
@@ -155,11 +155,11 @@ def _tune(
     as_json: bool,
 ) -> None:
     """Stage 3. Every fifth run is set aside, to measure on; of fewer than five, none."""
-    from torchweft.placement.learn.checkpoint import BEST, CURVE, picture
     from torchweft.placement.learn.learned import default_policy
     from torchweft.placement.learn.policy import Policy
     from torchweft.placement.learn.reinforce import one_thread
-    from torchweft.placement.learn.training import Yardstick, fine_tune
+    from torchweft_tools.train.checkpoint import BEST, CURVE, picture
+    from torchweft_tools.train.training import Yardstick, fine_tune
 
     if (output / BEST).exists() and not resume:
         cure = "Go on from it with --resume, or take another folder."
@@ -185,7 +185,7 @@ def _tune(
 
 
 def _told(output: Path, curve: Sequence[Point], took_s: float, as_json: bool) -> None:
-    from torchweft.placement.learn.checkpoint import BEST, CURVE
+    from torchweft_tools.train.checkpoint import BEST, CURVE
 
     best = min(curve, key=lambda point: point.mean)
     if as_json:

@@ -1,0 +1,1 @@
+"""Training of policies: drawn problems, the loop, its checkpoint, and a game for other agents."""
