@@ -17,7 +17,7 @@ MOVED = {
     "plan.write": "scheduler strategy write",
     "plan.lower": "conflicts lower memory",
     "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
-    "placement.lists placement.portfolio placement.simple placement.stages placement.tree_dp",
+    "placement.lists placement.portfolio placement.stages placement.tree_dp",
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "placement.files": "placement.read_any placement.read_dnn placement.read_stg "
     "placement.read_trees placement.work",
@@ -37,6 +37,7 @@ NEW |= {
     f"{HOUSE}.placement.{name}": f"{HOUSE}_tools.train.{name}"
     for name in ("cases", "environment", "training")
 }
+NEW[f"{HOUSE}.placement.simple"] = f"{HOUSE}.placement.planners.lists"
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -134,9 +134,9 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
     [
         ("place plan --graph missing.json", "there is no graph file"),
         ("place plan --graph tree.txt --planner best", "unknown planner"),
-        ("place plan --graph tree.txt --devices none", "no list of numbers"),
+        ("place plan --graph tree.txt --devices none", "a list of numbers; got"),
         ("place plan --graph tree.txt --devices 0", "numbers above 0"),
-        ("place plan --graph tree.txt --ratio -1", "no ratio"),
+        ("place plan --graph tree.txt --ratio -1", "must be a number from 0"),
         ("place plan --graph tree.txt --objective speed", "unknown objective"),
         ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
         ("place plan --graph graph.json", "give --machine"),

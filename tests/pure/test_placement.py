@@ -32,13 +32,12 @@ from torchweft.placement import (
     stand_in,
 )
 from torchweft.placement.bounds import heads, tails
-from torchweft.placement.draft import period_s
+from torchweft.placement.draft import period_s, run
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 from torchweft.placement.planners import annealing, cp_sat, stages
+from torchweft.placement.planners.annealing import Loads
+from torchweft.placement.planners.cp_sat import in_ticks
 from torchweft.placement.planners.lists import heft
-from torchweft.placement.planners.loads import Loads
-from torchweft.placement.planners.ticks import in_ticks
 from torchweft.placement.planners.tree_dp import fits
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
@@ -46,6 +45,7 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
+from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf
 EXACT = ("exhaustive", "cp-sat", "tree-dp")
@@ -168,11 +168,8 @@ def test_law_every_planner_is_at_least_as_good_as_random_on_average():
         assert statistics.mean(scores) <= by_chance * slack, name
 
 
-@SETTINGS
-@given(randoms, st.sampled_from(QUICK))
-def test_law_the_simulator_gives_the_times_of_the_placement(rng, name):
-    problem = drawn(rng, num_ops=rng.randint(1, 15), plain=True)
-    found = plan(problem, name)
+def assert_simulated(problem: Problem, found: Placement) -> None:
+    """The simulator, which gives a plan its meaning, has the starts and ends of the placement."""
     safe = verify(as_plan(problem, found))
     _, machine, costs = stand_in(problem)
     trace = simulate(safe, Context(), machine, costs, contention=False)
@@ -187,6 +184,48 @@ def test_law_the_simulator_gives_the_times_of_the_placement(rng, name):
             assert ends[op] == pytest.approx(end_s)
     assert trace.makespan_s == pytest.approx(found.makespan_s)
     assert Plan.parse(str(safe)) == safe
+
+
+@SETTINGS
+@given(randoms, st.sampled_from(QUICK))
+def test_law_the_simulator_gives_the_times_of_the_placement(rng, name):
+    problem = drawn(rng, num_ops=rng.randint(1, 15), plain=True)
+    assert_simulated(problem, plan(problem, name))
+
+
+def any_order(rng: random.Random, problem: Problem) -> list[int]:
+    """All ops, none before what it reads, else by chance."""
+    order: list[int] = []
+    while left := [op for op in range(problem.num_ops) if op not in order]:
+        ready = [op for op in left if all(source in order for source, _ in problem.preds[op])]
+        order.append(rng.choice(ready))
+    return order
+
+
+@SETTINGS
+@given(randoms)
+def test_law_run_and_draft_keep_the_simulators_time(rng):
+    """Whatever the devices and the order: behind all that a device has, and in its gaps."""
+    problem = drawn(rng, num_ops=rng.randint(1, 12), plain=True)
+    order = any_order(rng, problem)
+    devices = [rng.choice(allowed) for allowed in problem.allowed]
+    assert_simulated(problem, placed(problem, devices, order))
+    draft = Draft(problem)
+    for op in order:
+        draft.put(op, devices[op])
+    assert_simulated(problem, finished(draft))
+
+
+@SETTINGS
+@given(randoms)
+def test_law_a_clock_with_a_limit_stops_where_no_placement_could_be_in_time(rng):
+    problem = drawn(rng, num_ops=rng.randint(1, 12))
+    order = any_order(rng, problem)
+    devices = [rng.choice(allowed) for allowed in problem.allowed]
+    whole_s = max(run(problem, devices, order)[1])
+    limit_s = whole_s * rng.choice((0.5, 0.9, 1.0, 1.1))
+    ends_s = max(run(problem, devices, order, limit_s, tails(problem))[1])
+    assert ends_s == (whole_s if whole_s <= limit_s else INF)
 
 
 @SETTINGS

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import settings as settings_of_laws
+from hypothesis import strategies as st
 
 from torchweft.cli import app as cli
 from torchweft.errors import PlacementError
-from torchweft.placement import check, plan
+from torchweft.placement import as_plan, check, placed, plan, stand_in
 from torchweft.placement.draft import run
-from torchweft_tools.train import training
-from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
-from torchweft_tools.train.checkpoint import load_run, picture, save_run
-from torchweft_tools.train.environment import FORBIDDEN, PlacementEnv
 from torchweft.placement.learn.learned import (
     POLICIES,
     SEEDS,
@@ -33,11 +32,16 @@ from torchweft.placement.learn.learned import (
 from torchweft.placement.learn.numbers import numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.rollout import Rollout
-from torchweft_tools.train.training import Settings, Trainer, fine_tune, held_out
-from torchweft.placement.planners.lists import heft, peft
-from torchweft.placement.planners.simple import single
+from torchweft.placement.planners.lists import heft, peft, single
 from torchweft.placement.problem import Edge, Hold, Problem
+from torchweft.plan.context import Context
+from torchweft.plan.simulator import simulate
 from torchweft_tools.bench.dynpartition import Bandit, in_order, train
+from torchweft_tools.train import training
+from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
+from torchweft_tools.train.checkpoint import load_run, picture, save_run
+from torchweft_tools.train.environment import FORBIDDEN, PlacementEnv
+from torchweft_tools.train.training import Settings, Trainer, fine_tune, held_out
 
 
 def problems(num, **options):
@@ -94,6 +98,29 @@ def test_a_rollout_times_as_the_draft_does(policy):
             turned = [last - op for op in order[::-1]]
             ends_s = max(run(mirrored(problem), devices[::-1], turned)[1])
         assert makespan_s == pytest.approx(ends_s, rel=1e-4)
+
+
+@settings_of_laws(max_examples=25, deadline=None)
+@given(st.integers(0, 2**40))
+def test_law_a_rollout_keeps_the_simulators_time(seed):
+    """Whatever is chosen: one clock gives a plan its meaning, and a pass only works it out faster.
+    What a pass from the end times is the mirrored problem."""
+    problem, generator = draw_case(random.Random(seed)), np.random.default_rng(seed)
+    numbers = numbers_of([problem])
+    rollout = Rollout(numbers, 2)
+    while rollout.going:
+        mask = rollout.look().mask.reshape(2, -1)
+        rollout.put(np.where(mask, generator.random(mask.shape), -1).argmax(1))
+    for number, makespan_s in enumerate(rollout.makespan_s):
+        order, devices = orders(rollout, number)
+        timed = problem
+        if numbers.turned[0]:
+            timed, devices = mirrored(problem), devices[::-1]
+            order = [problem.num_ops - 1 - op for op in order[::-1]]
+        _, machine, costs = stand_in(timed)
+        written = as_plan(timed, placed(timed, devices, order))
+        trace = simulate(written, Context(), machine, costs, contention=False)
+        assert makespan_s == pytest.approx(trace.makespan_s, rel=1e-4)
 
 
 def test_a_graph_that_joins_is_put_from_its_end(policy):

@@ -16,19 +16,18 @@ from torchweft.cli.app import app
 from torchweft.dynamic.drift import Drift
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Problem, check, plan
-from torchweft_tools.train.cases import case, draw_case, random_tree
 from torchweft.placement.learn.learned import learned
 from torchweft.placement.learn.learner import Learner, Pace, one_thread
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import ServedRun, problems_in
-from torchweft.placement.planners.lists import heft
-from torchweft.placement.planners.portfolio import GUARD
+from torchweft.placement.learn.served import ServedRun
+from torchweft.placement.planners.lists import guard, heft
 from torchweft.plan.cost import CostTable
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
 from torchweft_tools.bench.recovery import FrozenPlanner, intervals, policy_of, recovered, simulated
+from torchweft_tools.train.cases import case, draw_case, problems_in, random_tree
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)
 
@@ -65,7 +64,7 @@ def test_the_guard_is_always_on_and_counts_when_it_steps_in() -> None:
     learner = Learner(spoiled())
     for problem in problems(12):
         found = check(problem, plan(problem, learner))
-        best_s = min(planner(problem).score_s for planner in GUARD)
+        best_s = guard(problem).score_s
         assert found.score_s == min(best_s, learner.alone(problem).score_s)
     assert learner.num_planned == 12
     assert 0 < learner.num_guarded <= 12

@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -31,43 +33,95 @@ from torchweft.plan.verify import verify
 LEARNED = ("learned", "guarded", "guided")
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-GraphFile = Annotated[
-    Path, typer.Option("--graph", help="graph file: ours, DNN-partitioning, STG, trees")
-]
-MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
-Devices = Annotated[
-    str, typer.Option("--devices", metavar="N | S,S,...", help="STG, trees: how many, or how slow")
-]
-Ratio = Annotated[
-    float | None, typer.Option("--ratio", help="mean transfer over mean op, if no file says it")
-]
-Tree = Annotated[int, typer.Option("--tree", min=0, help="which tree of the file, from 0")]
-Batch = Annotated[int, typer.Option("--batch", min=0, help="our graphs: rows of the call")]
-Sizes = Annotated[list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")]
-CostFile = Annotated[Path | None, typer.Option("--costs", help="our graphs: measured costs (JSON)")]
-Resident = Annotated[
-    bool, typer.Option("--weights-resident", help="inputs without a batch are where they are read")
-]
-Objective = Annotated[str, typer.Option("--objective", help="latency or throughput")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 PlannerName = Annotated[
     str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
 ]
-Deadline = Annotated[
-    float | None, typer.Option("--deadline-ms", min=0, help="for planners that search")
-]
-PolicyFile = Annotated[
-    Path | None, typer.Option("--policy", help=f"of your own, for {', '.join(LEARNED)}")
-]
-Seed = Annotated[int, typer.Option("--seed")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
 
 class _PlaceOptions(NamedTuple):
     """What stands on the command line of every command here."""
 
     problem: Problem
+    policy: Path | None
     deadline_s: float | None
     seed: int
+    as_json: bool
+
+    def plan(self, problem: Problem, planner: str | Planner) -> Placement:
+        """What a planner finds for a problem with these options."""
+        return plan(problem, planner, deadline_s=self.deadline_s, seed=self.seed)
+
+
+def _asked(
+    *,
+    graph: Annotated[
+        Path, typer.Option("--graph", help="graph file: ours, DNN-partitioning, STG, trees")
+    ],
+    machine: Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")] = None,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", help=f"of your own, for {', '.join(LEARNED)}")
+    ] = None,
+    deadline_ms: Annotated[
+        float | None,
+        typer.Option("--deadline-ms", min=0, help="for planners that search; compare: 1000"),
+    ] = None,
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="N | S,S,...", help="STG, trees: how many, or how slow"),
+    ] = "",
+    ratio: Annotated[
+        float | None, typer.Option("--ratio", help="mean transfer over mean op, if no file says it")
+    ] = None,
+    tree: Annotated[int, typer.Option("--tree", min=0, help="which tree of the file, from 0")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=0, help="our graphs: rows of the call")] = 1,
+    size: Annotated[
+        list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="our graphs: measured costs (JSON)")
+    ] = None,
+    weights_resident: Annotated[
+        bool,
+        typer.Option("--weights-resident", help="inputs without a batch are where they are read"),
+    ] = False,
+    objective: Annotated[
+        str, typer.Option("--objective", help="latency or throughput")
+    ] = "latency",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    as_json: Json = False,
+) -> _PlaceOptions:
+    """What the options of every command say."""
+    options = ProblemOptions(
+        machine=load_machine(machine) if machine else None,
+        slowness=_slowness(devices),
+        ratio=ratio,
+        tree=tree,
+        context=read_context(batch, size or (), "", None),
+        table=CostTable.load(costs) if costs else CostTable(),
+        weights_resident=weights_resident,
+        objective=objective,
+    )
+    deadline_s = None if deadline_ms is None else deadline_ms / 1e3
+    return _PlaceOptions(read_problem(graph, options), policy, deadline_s, seed, as_json)
+
+
+def _command(command: Callable[..., None]) -> None:
+    """A command of the app, by its function: it has the options of `_asked` before its own, and is
+    called with what they say."""
+    shared = signature(_asked, eval_str=True).parameters
+    own = dict(signature(command, eval_str=True).parameters)
+    del own["asked"]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        asked = _asked(**{name: given[name] for name in shared})
+        command(asked, **{name: given[name] for name in own})
+
+    options = [*shared.values(), *own.values()]
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    app.command(command.__name__.removeprefix("_"))(run)
 
 
 @app.callback()
@@ -75,81 +129,53 @@ def _place() -> None:
     """Place the ops of a graph on unlike devices."""
 
 
-@app.command("plan")
-def plan_command(
-    context: typer.Context,
-    graph: GraphFile,
-    machine: MachineFile = None,
+@_command
+def _plan(
+    asked: _PlaceOptions,
+    *,
     planner: PlannerName = "portfolio",
-    policy: PolicyFile = None,
-    deadline_ms: Deadline = None,
-    devices: Devices = "",
-    ratio: Ratio = None,
-    tree: Tree = 0,
-    batch: Batch = 1,
-    size: Sizes = None,
-    costs: CostFile = None,
-    weights_resident: Resident = False,
-    objective: Objective = "latency",
-    seed: Seed = 0,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the placement (JSON)")
     ] = None,
     plan_file: Annotated[
         Path | None, typer.Option("--as-plan", help="write it as a plan, verified")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Plan where each op runs: placement, starts, makespan, bound and planning time."""
-    asked = _asked(context)
-    chosen = _with_policy(planner, policy)
+    chosen = _with_policy(planner, asked.policy)
     with bar(f"{planner} places {asked.problem.name}"):
-        found = plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=seed)
+        found = asked.plan(asked.problem, chosen)
     if output is not None:
         found.save(output)
     if plan_file is not None:
         verify(as_plan(asked.problem, found)).save(plan_file)
-    if as_json:
+    if asked.as_json:
         say_json(found.to_data())
     else:
         say(str(found).rstrip())
 
 
-@app.command("compare")
-def compare_command(
-    context: typer.Context,
-    graph: GraphFile,
-    machine: MachineFile = None,
+@_command
+def _compare(
+    asked: _PlaceOptions,
+    *,
     planner: Annotated[
         list[str] | None, typer.Option("--planner", help="several; default: all that take it")
     ] = None,
-    policy: PolicyFile = None,
-    deadline_ms: Deadline = 1000.0,
-    devices: Devices = "",
-    ratio: Ratio = None,
-    tree: Tree = 0,
-    batch: Batch = 1,
-    size: Sizes = None,
-    costs: CostFile = None,
-    weights_resident: Resident = False,
-    objective: Objective = "latency",
-    seed: Seed = 0,
-    as_json: Json = False,
 ) -> None:
     """Let several planners place one graph, and compare what they found."""
-    asked = _asked(context)
+    if asked.deadline_s is None:
+        asked = asked._replace(deadline_s=1.0)
     found: list[Placement] = []
     refused: dict[str, str] = {}
-    names = planner or list(planner_names())
+    names, policy = planner or list(planner_names()), asked.policy
     if policy is not None and not set(names) & set(LEARNED):
         _with_policy(names[0], policy)  # which refuses it
     planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}
     with bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
         for name, chosen in planners.items():
             try:
-                found.append(
-                    plan(asked.problem, chosen, deadline_s=asked.deadline_s, seed=asked.seed)
-                )
+                found.append(asked.plan(asked.problem, chosen))
             except PlacementError as error:
                 if planner:
                     raise
@@ -157,7 +183,7 @@ def compare_command(
             step()
     if not found:
         raise PlacementError(next(iter(refused.values())))
-    _show_compared(asked.problem, found, refused, as_json=as_json)
+    _show_compared(asked.problem, found, refused, as_json=asked.as_json)
 
 
 def _show_compared(
@@ -196,56 +222,44 @@ def _over(score_s: float, least_s: float) -> float | None:
     return None if score_s else 1.0
 
 
-@app.command("explain")
-def explain_command(
-    context: typer.Context,
-    graph: GraphFile,
-    machine: MachineFile = None,
+@_command
+def _explain(
+    asked: _PlaceOptions,
+    *,
     planner: PlannerName = "portfolio",
-    policy: PolicyFile = None,
     placement: Annotated[
         Path | None, typer.Option("--placement", help="explain this one; no planner runs")
     ] = None,
-    deadline_ms: Deadline = None,
-    devices: Devices = "",
-    ratio: Ratio = None,
-    tree: Tree = 0,
-    batch: Batch = 1,
-    size: Sizes = None,
-    costs: CostFile = None,
-    weights_resident: Resident = False,
-    objective: Objective = "latency",
-    seed: Seed = 0,
     width: Annotated[int, typer.Option(min=40, max=400, help="columns of the timeline")] = 100,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="the timeline: .json (Perfetto) or .txt")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Show a placement as a timeline, its critical path, and what another device would bring."""
-    problem, deadline_s, _ = _asked(context)
-    if placement is not None:
-        found = check(problem, Placement.load(placement))
-    kinds, chosen = _kinds(problem), _with_policy(planner, policy)
+    problem, chosen = asked.problem, _with_policy(planner, asked.policy)
+    kinds = _kinds(problem)
     with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
-        if placement is None:
-            found = plan(problem, chosen, deadline_s=deadline_s, seed=seed)
+        if placement is not None:
+            found = check(problem, Placement.load(placement))
+        else:
+            found = asked.plan(problem, chosen)
         step()
         brings = {}
         for device in kinds:
-            name = problem.devices[device]
-            more = plan(with_twin(problem, device), chosen, deadline_s=deadline_s, seed=seed)
-            brings[name] = min(more.score_s, found.score_s)  # a twin need not be used
+            more = asked.plan(with_twin(problem, device), chosen)
+            # A twin need not be used.
+            brings[problem.devices[device]] = min(more.score_s, found.score_s)
             step()
     trace = trace_of(problem, found)
     if output is not None:
         trace.save(output)
-    if as_json:
+    if asked.as_json:
         say_json(_explained(problem, found, brings))
         return
     say(trace.to_text(width).rstrip())
     _say_path(problem, found)
-    say("used: " + ", ".join(_shares(problem, found)))
+    used = zip(problem.devices, utilisation(problem, found), strict=True)
+    say("used: " + ", ".join(f"{name} {share:.0%}" for name, share in used))
     for name, score_s in brings.items():
         less = 1 - score_s / found.score_s if found.score_s else 0.0
         say(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
@@ -257,11 +271,6 @@ def _kinds(problem: Problem) -> list[int]:
     for device in range(problem.num_devices):
         columns.setdefault(tuple(row[device] for row in problem.seconds), device)
     return list(columns.values())[:8]
-
-
-def _shares(problem: Problem, found: Placement) -> Iterator[str]:
-    for name, share in zip(problem.devices, utilisation(problem, found), strict=True):
-        yield f"{name} {share:.0%}"
 
 
 def _say_path(problem: Problem, found: Placement, most: int = 40) -> None:
@@ -296,31 +305,13 @@ def _explained(problem: Problem, found: Placement, brings: dict[str, float]) -> 
     return {**found.to_data(), **more}
 
 
-def _asked(context: typer.Context) -> _PlaceOptions:
-    """The problem that the options describe."""
-    given = context.params
-    wanted = ProblemOptions(
-        machine=load_machine(given["machine"]) if given["machine"] else None,
-        slowness=_slowness(given["devices"]),
-        ratio=given["ratio"],
-        tree=given["tree"],
-        context=read_context(given["batch"], given["size"] or (), "", None),
-        table=CostTable.load(given["costs"]) if given["costs"] else CostTable(),
-        weights_resident=given["weights_resident"],
-        objective=given["objective"],
-    )
-    deadline_ms = given["deadline_ms"]
-    deadline_s = None if deadline_ms is None else deadline_ms / 1e3
-    return _PlaceOptions(read_problem(given["graph"], wanted), deadline_s, given["seed"])
-
-
 def _slowness(text: str) -> tuple[float, ...]:
     """`3`: three equal devices; `1,1.6,4`: how slow each is."""
     if not text:
         return ()
     numbers = [read_literal(word) for word in text.split(",")]
     if not all(type(number) in (int, float) for number in numbers):
-        raise WeftError(f"devices: {clip(text)} is no count and no list of numbers.")
+        raise WeftError(f"devices: --devices is a count or a list of numbers; got {clip(text)}.")
     if len(numbers) == 1 and type(numbers[0]) is int and 1 <= numbers[0] <= 10_000:
         return (1.0,) * numbers[0]
     return tuple(map(float, numbers))

@@ -51,16 +51,21 @@ def tails(problem: Problem) -> Matrix:
     return tuple(found)
 
 
+def speeds(problem: Problem) -> list[float]:
+    """How fast each device is: one over the seconds of all ops that it runs; 0 if they take 0."""
+    totals = [
+        sum(row[d] for row in problem.seconds if row[d] < INF) for d in range(problem.num_devices)
+    ]
+    return [1 / total if total > 0 else 0.0 for total in totals]
+
+
 def load_s(problem: Problem) -> float:
     """The load bound, with equal weights and with weights by how fast each device is."""
-    every = range(problem.num_devices)
     usable = [
         [(d, problem.seconds[op][d]) for d in problem.allowed[op]] for op in range(problem.num_ops)
     ]
-    totals = [sum(row[d] for row in problem.seconds if row[d] < INF) for d in every]
-    speeds = [1 / total if total > 0 else 0.0 for total in totals]
     best_s = 0.0
-    for weights in ([1.0] * problem.num_devices, speeds):
+    for weights in ([1.0] * problem.num_devices, speeds(problem)):
         if (whole := sum(weights)) > 0:
             found_s = sum(min(weights[d] * s for d, s in row) for row in usable) / whole
             best_s = max(best_s, found_s)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from torchweft.errors import PlacementError
 from torchweft.placement.placement import Placement
-from torchweft.placement.problem import Problem
+from torchweft.placement.problem import INF, Problem
 
 SLACK = 1e-9  # relative: what sums of floating-point seconds may be off
 
@@ -31,19 +31,29 @@ def faults(problem: Problem, placement: Placement) -> Iterator[tuple[str, str]]:
         yield "ops", "it has other ops or devices than the problem."
         return
     slack_s = SLACK * max(1e-30, max(placement.end_s))
-    lanes: dict[int, list[tuple[float, float, str]]] = {}
-    for number, name in enumerate(problem.ops):
-        device = placement.device[number]
-        start_s, end_s = placement.start_s[number], placement.end_s[number]
-        seconds = problem.seconds[number][device]
-        if seconds == float("inf"):
-            yield "device", f"device {problem.devices[device]!r} cannot run op {name!r}."
-            continue
-        if abs(end_s - start_s - seconds) > slack_s or start_s < -slack_s:
-            yield "time", f"op {name!r} takes {seconds:g} s, not from {start_s:g} to {end_s:g}."
-        if start_s < problem.ready_s[number][device] - slack_s:
-            yield "order", f"op {name!r} starts before its inputs are there."
-        lanes.setdefault(device, []).append((start_s, end_s, name))
+    for rule, broken in RULES.items():
+        yield from ((rule, text) for text in broken(problem, placement, slack_s))
+
+
+def _device(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+    for op, device in enumerate(placement.device):
+        if problem.seconds[op][device] == INF:
+            yield f"device {problem.devices[device]!r} cannot run op {problem.ops[op]!r}."
+
+
+def _time(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+    for op, name in enumerate(problem.ops):
+        start_s, end_s = placement.start_s[op], placement.end_s[op]
+        seconds = problem.seconds[op][placement.device[op]]
+        wrong = abs(end_s - start_s - seconds) > slack_s or start_s < -slack_s
+        if seconds < INF and wrong:
+            yield f"op {name!r} takes {seconds:g} s, not from {start_s:g} to {end_s:g}."
+
+
+def _order(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+    for op, device in enumerate(placement.device):
+        if placement.start_s[op] < problem.ready_s[op][device] - slack_s:
+            yield f"op {problem.ops[op]!r} starts before its inputs are there."
     for edge in problem.edges:
         source, target = placement.device[edge.source], placement.device[edge.target]
         there_s = placement.end_s[edge.source]
@@ -52,21 +62,40 @@ def faults(problem: Problem, placement: Placement) -> Iterator[tuple[str, str]]:
             there_s += edge.num_bytes * problem.byte_s[source][target]
         if placement.start_s[edge.target] < there_s - slack_s:
             names = f"{problem.ops[edge.target]!r} starts before {problem.ops[edge.source]!r}"
-            yield "order", f"{names} is there, at {there_s:g} s."
-    for device, spans in lanes.items():
-        spans.sort()
-        for (_, end_s, first), (start_s, _, second) in pairwise(spans):
+            yield f"{names} is there, at {there_s:g} s."
+
+
+def _overlap(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+    lanes: list[list[tuple[float, float, str]]] = [[] for _ in problem.devices]
+    for op, device in enumerate(placement.device):
+        lanes[device].append((placement.start_s[op], placement.end_s[op], problem.ops[op]))
+    for name, spans in zip(problem.devices, lanes, strict=True):
+        for (_, end_s, first), (start_s, _, second) in pairwise(sorted(spans)):
             if start_s < end_s - slack_s:
-                where = f"on device {problem.devices[device]!r} at once"
-                yield "overlap", f"ops {first!r} and {second!r} run {where}."
+                yield f"ops {first!r} and {second!r} run on device {name!r} at once."
+
+
+def _together(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
     for ops in problem.together:
         if len({placement.device[op] for op in ops}) > 1:
-            yield "together", f"op {problem.ops[ops[0]]!r} is not with all it must be with."
+            yield f"op {problem.ops[ops[0]]!r} is not with all it must be with."
+
+
+def _memory(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
     needs = [0.0] * problem.num_devices
     for hold in problem.holds:
         for device in {placement.device[op] for op in hold.ops}:
             needs[device] += hold.num_bytes
-    for device, need in enumerate(needs):
-        if need > problem.room_bytes[device]:
-            room = f"has {problem.room_bytes[device]:.6g} bytes, its ops need {need:.6g}"
-            yield "memory", f"device {problem.devices[device]!r} {room}."
+    for name, room, need in zip(problem.devices, problem.room_bytes, needs, strict=True):
+        if need > room:
+            yield f"device {name!r} has {room:.6g} bytes, its ops need {need:.6g}."
+
+
+RULES = {
+    "device": _device,
+    "time": _time,
+    "order": _order,
+    "overlap": _overlap,
+    "together": _together,
+    "memory": _memory,
+}

@@ -7,7 +7,8 @@ edges allow; it knows when a device could start an op, and whether there is room
         draft.put(op, device)
 
 An op may go into a gap that earlier ops left on a device (insertion), or behind them all.
-`run(problem, devices, order)` times a whole assignment at once: the simulation of a placement.
+`run(problem, devices, order)` times a whole assignment at once. Both mean what the simulator means
+by the placement's plan (`as_plan`, without contention); a law in the tests holds them to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from torchweft.errors import PlacementError
-from torchweft.placement.problem import Problem
+from torchweft.placement.problem import INF, Matrix, Problem
 
 
 class Draft:
@@ -95,6 +96,11 @@ class OpenDevices:
             return devices
         return [device for device in devices if self.need(op, device) <= self.left[device]]
 
+    @property
+    def devices(self) -> list[int]:
+        """The device of each op; -1: not decided."""
+        return [self.group_device.get(group[0], -1) for group in self.problem.group]
+
     def need(self, op: int, device: int) -> float:
         """The bytes that the op's group would add on the device."""
         return sum(self.problem.holds[hold].num_bytes for hold in self._new(op, device))
@@ -106,53 +112,65 @@ class OpenDevices:
             return
         self.group_device[first] = device
         if self.problem.limited:
-            new = self._new(op, device)
-            self.left[device] -= sum(self.problem.holds[hold].num_bytes for hold in new)
-            self.holds[device] |= new
+            self.left[device] -= self.need(op, device)
+            self.holds[device] |= self._new(op, device)
 
     def _new(self, op: int, device: int) -> set[int]:
         held, there = self.problem.held, self.holds[device]
         return {hold for member in self.problem.group[op] for hold in held[member]} - there
 
 
-Times = tuple[list[float], list[float]]
-
-
-def run(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> Times:
+def run(
+    problem: Problem,
+    devices: Sequence[int],
+    order: Sequence[int],
+    most_s: float = INF,
+    behind: Matrix = (),
+) -> tuple[list[float], list[float]]:
     """Starts and ends if every device runs its ops in this order, each as soon as it can.
 
-    The order has every op once, none before what it reads.
+    The order has every op once, none before what it reads. With a limit `most_s`, the clock stops
+    at the first op whose end and what is still `behind` it (`tails`) exceed it: that end is inf.
     """
     start_s, finish_s = [0.0] * problem.num_ops, [0.0] * problem.num_ops
     free_s = [0.0] * problem.num_devices
     preds, seconds, ready_s = problem.preds, problem.seconds, problem.ready_s
+    limited = most_s < INF
     for op in order:
         device = devices[op]
-        at_s = max(free_s[device], ready_s[op][device])
+        at_s = ready_s[op][device]
+        if free_s[device] > at_s:
+            at_s = free_s[device]
         for source, transfer_s in preds[op]:
             there_s = finish_s[source] + transfer_s[devices[source]][device]
             if there_s > at_s:
                 at_s = there_s
         start_s[op] = at_s
-        finish_s[op] = free_s[device] = at_s + seconds[op][device]
+        at_s += seconds[op][device]
+        if limited and at_s + behind[op][device] > most_s:
+            finish_s[op] = INF
+            break
+        finish_s[op] = free_s[device] = at_s
     return start_s, finish_s
+
+
+def busy_s(problem: Problem, devices: Sequence[int]) -> list[float]:
+    """The seconds that each device works."""
+    found = [0.0] * problem.num_devices
+    for op, device in enumerate(devices):
+        found[device] += problem.seconds[op][device]
+    return found
 
 
 def period_s(problem: Problem, devices: Sequence[int]) -> float:
     """Seconds between two inputs of a stream: what the busiest device or link needs for one."""
-    busy_s = [0.0] * problem.num_devices
-    for op, device in enumerate(devices):
-        busy_s[device] += problem.seconds[op][device]
-    sent = {
-        (edge.value, devices[edge.source], devices[edge.target], edge.num_bytes)
-        for edge in problem.edges
-        if edge.value and devices[edge.source] != devices[edge.target]
-    }
     links: dict[tuple[int, int], float] = {}
-    for _, source, target, num_bytes in sent:
-        seconds = problem.transfer_s(num_bytes, source, target)
-        links[source, target] = links.get((source, target), 0.0) + seconds
-    return max([*busy_s, *links.values()])
+    for maker, num_bytes, readers in problem.values:
+        source = devices[maker]
+        for target in {devices[op] for op in readers} - {source}:
+            seconds = problem.transfer_s(num_bytes, source, target)
+            links[source, target] = links.get((source, target), 0.0) + seconds
+    return max([*busy_s(problem, devices), *links.values()])
 
 
 def pack(problem: Problem) -> list[int]:
@@ -164,18 +182,15 @@ def pack(problem: Problem) -> list[int]:
     size = {group: OpenDevices(problem).need(group[0], 0) for group in problem.groups}
     ordered = sorted(problem.groups, key=lambda group: (-size[group], group))
     for fewest in (True, False):
-        room, devices = OpenDevices(problem), [-1] * problem.num_ops
+        room = OpenDevices(problem)
         for group in ordered:
             need = {d: room.need(group[0], d) for d in room.open(group[0])}
             choices = [(need[d] * fewest, need[d] - room.left[d], d) for d in need]
             if not choices:
                 break
-            device = min(choices)[2]
-            room.take(group[0], device)
-            for op in group:
-                devices[op] = device
+            room.take(group[0], min(choices)[2])
         else:
-            return devices
+            return room.devices
     total = sum(hold.num_bytes for hold in problem.holds)
     raise PlacementError(
         f"memory: no room for op {problem.ops[group[0]]!r} ({size[group]:.4g} bytes with all that "

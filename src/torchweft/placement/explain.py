@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchweft.placement.as_plan import link_lanes, transfers
+from torchweft.placement.draft import busy_s
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import Problem
 from torchweft.plan.trace import Span, Trace
@@ -57,21 +58,16 @@ def critical_path(problem: Problem, placement: Placement) -> list[Reason]:
 
 def utilisation(problem: Problem, placement: Placement) -> list[float]:
     """For each device the share of the makespan in which it runs an op."""
-    busy_s = [0.0] * problem.num_devices
-    for op, device in enumerate(placement.device):
-        busy_s[device] += problem.seconds[op][device]
-    return [seconds / placement.makespan_s if placement.makespan_s else 0.0 for seconds in busy_s]
+    whole_s = placement.makespan_s
+    return [s / whole_s if whole_s else 0.0 for s in busy_s(problem, placement.device)]
 
 
 def trace_of(problem: Problem, placement: Placement) -> Trace:
     """The placement as a simulated trace: a lane a device, and lanes for what is on its way."""
     runs = []
     for op, name in enumerate(problem.ops):
-        where, start_s, end_s = (
-            problem.devices[placement.device[op]],
-            placement.start_s[op],
-            placement.end_s[op],
-        )
+        where = problem.devices[placement.device[op]]
+        start_s, end_s = placement.start_s[op], placement.end_s[op]
         what = "run", name, where, where, "compute", name, None
         runs.append(Span(*what, start_s, end_s, end_s - start_s))
     sent = transfers(problem, placement)
@@ -104,16 +100,13 @@ def with_twin(problem: Problem, device: int) -> Problem:
         last = [away if at == device else far for at, far in enumerate(matrix[device])]
         return (*rows, (*last, 0.0))
 
-    name = f"{problem.devices[device]}.twin"
-    ready_s = tuple(
-        (*row, max(row) if device == problem.home else row[device]) for row in problem.ready_s
-    )
+    at_home = device == problem.home
     return replace(
         problem,
-        devices=(*problem.devices, name),
+        devices=(*problem.devices, f"{problem.devices[device]}.twin"),
         seconds=tuple((*row, row[device]) for row in problem.seconds),
         latency_s=wider(problem.latency_s),
         byte_s=wider(problem.byte_s),
         room_bytes=(*problem.room_bytes, problem.room_bytes[device]),
-        ready_s=ready_s,
+        ready_s=tuple((*row, max(row) if at_home else row[device]) for row in problem.ready_s),
     )

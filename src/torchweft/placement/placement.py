@@ -12,7 +12,7 @@ makespan of one input, or the period of a stream. `bound_s` is a proven lower bo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -185,13 +185,17 @@ def placed(
 
     This is the simulation of a placement. The order has every op once, none before what it reads.
     """
-    start_s, end_s = run(problem, devices, order)
-    return _placement(problem, devices, start_s, end_s, bound_s)
+    return _placement(problem, devices, *run(problem, devices, order), bound_s)
 
 
-def finished(draft: Draft, *, bound_s: float | None = None) -> Placement:
+def finished(draft: Draft) -> Placement:
     """The placement of a draft in which every op has been put."""
-    return _placement(draft.problem, draft.device, draft.start_s, draft.finish_s, bound_s)
+    return _placement(draft.problem, draft.device, draft.start_s, draft.finish_s)
+
+
+def best(placements: Iterable[Placement]) -> Placement:
+    """The placement with the least score; of equal ones the first."""
+    return min(placements, key=lambda placement: placement.score_s)
 
 
 def replay(problem: Problem, placement: Placement) -> Placement:
@@ -212,7 +216,7 @@ def _placement(
     devices: Sequence[int],
     start_s: Sequence[float],
     end_s: Sequence[float],
-    bound_s: float | None,
+    bound_s: float | None = None,
 ) -> Placement:
     return Placement(
         problem.name,

@@ -99,6 +99,16 @@ class Problem:
         return {name: number for number, name in enumerate(self.ops)}
 
     @cached_property
+    def values(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Every value that an op reads from another: (its maker, bytes, its readers)."""
+        readers: dict[str, list[int]] = {}
+        for edge in self.edges:
+            if edge.value:
+                readers.setdefault(edge.value, []).append(edge.target)
+        makers = {edge.value: (edge.source, edge.num_bytes) for edge in self.edges}
+        return tuple((*makers[value], tuple(ops)) for value, ops in readers.items())
+
+    @cached_property
     def preds(self) -> tuple[tuple[tuple[int, Matrix], ...], ...]:
         """For each op (earlier op, seconds of its slowest value to it by [source][target])."""
         return self._neighbours[0]

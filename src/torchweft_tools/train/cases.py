@@ -5,6 +5,7 @@
     case(work, slowness, ratio)          a problem whose mean transfer is `ratio` mean ops
     draw_case(draw)                      any of these on any devices, for training
     sst_trees, stg_optima                what a folder of data holds
+    problems_in                          what a folder of served runs holds
 
 One unit of work takes `UNIT_S` on the fastest device, so that planning time can be compared with
 the time that is planned.
@@ -23,6 +24,7 @@ from torchweft.errors import PlacementError, clip
 from torchweft.files import read_text
 from torchweft.placement.files.read_trees import Tree, read_trees
 from torchweft.placement.files.work import Work, on_pool, slowness_pool
+from torchweft.placement.learn.served import ServedRun
 from torchweft.placement.problem import INF, Problem
 
 UNIT_S = 1e-3
@@ -174,3 +176,15 @@ def stg_optima(folder: Path) -> list[tuple[Path, int, int]]:
         except (csv.Error, ValueError) as cause:
             raise PlacementError(f"file: table {table}: {clip(cause)}.", rule="file") from None
     return found
+
+
+def problems_in(folder: Path) -> Sequence[Problem]:
+    """The problems of all served runs (`*.json`) of a folder, by name.
+
+    Raises `PlacementError` if there are none.
+    """
+    problems = [ServedRun.load(path).problem() for path in sorted(folder.glob("*.json"))]
+    if not problems:
+        cure = "Save some with model.served().save(...) while serving."
+        raise PlacementError(f"traces: there are no served runs in {folder}. {cure}", rule="traces")
+    return problems

@@ -23,8 +23,7 @@ from torchweft.cli.text import say, say_json
 from torchweft.errors import PlacementError
 from torchweft.files import write_text
 from torchweft.placement.files.read_trees import Tree
-from torchweft.placement.learn.served import problems_in
-from torchweft_tools.train.cases import sst_trees
+from torchweft_tools.train.cases import problems_in, sst_trees
 
 if TYPE_CHECKING:
     from torchweft_tools.train.training import Point, Trainer

@@ -155,7 +155,7 @@ class Trainer:
             loss = imitate(self.policy, problems[:NUM_TAUGHT], self.step)
         else:
             generator = np.random.default_rng([settings.seed, self.step])
-            loss = reinforce(self.policy, problems, settings.num_tries, generator, 0.0)
+            loss = reinforce(self.policy, problems, settings.num_tries, generator)
         descend(self.policy, self.optimizer, loss)
         self.step += 1
         return float(loss.detach())
@@ -177,7 +177,7 @@ def fine_tune(
         draw = random.Random(seed * 1_000_003 + step)
         chosen = draw.sample(list(problems), min(num_problems, len(problems)))
         generator = np.random.default_rng([seed, step])
-        loss = reinforce(policy, chosen, num_tries, generator, 0.0)
+        loss = reinforce(policy, chosen, num_tries, generator)
         descend(policy, optimizer, loss)
         yield float(loss.detach())
 
@@ -192,11 +192,9 @@ def imitate(policy: Policy, problems: Sequence[Problem], seed: int) -> Tensor:
     while rollout.going:
         seen = rollout.look()
         wanted, known = _wanted(rollout, seen, teachers)
-        made.seen.append(seen)
-        made.chosen.append(wanted)
-        made.counts.append(known & rollout.live)
+        made.add(seen, wanted, known & rollout.live)
         rollout.put(np.where(known, wanted, scorer(rollout, seen).argmax(1)))
-    return weighted_loss(policy, rollout, made, torch.ones(len(problems)), 0.0)
+    return weighted_loss(policy, rollout, made, torch.ones(len(problems)))
 
 
 def _teacher(problem: Problem, seed: int) -> Placement:

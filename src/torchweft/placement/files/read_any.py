@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import read_json, read_text
-from torchweft.placement.files.read_dnn import is_dnn, read_dnn
+from torchweft.placement.files.read_dnn import MARKS, read_dnn
 from torchweft.placement.files.read_stg import read_stg
 from torchweft.placement.files.read_trees import read_trees, tree_work
 from torchweft.placement.files.work import (
@@ -58,7 +58,8 @@ def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Prob
     wanted = wanted or ProblemOptions()
     text = read_text(path, PlacementError, "graph").lstrip()
     if wanted.ratio is not None and not 0 <= wanted.ratio < 1e6:
-        raise PlacementError(f"ratio: {clip(wanted.ratio)} is no ratio of transfer to compute.")
+        text = f"--ratio must be a number from 0 up to a million; got {clip(wanted.ratio)}"
+        raise PlacementError(f"ratio: {text}.")
     name = as_name(Path(path).stem)
     if wanted.tree and not text.startswith("("):
         raise PlacementError(f"tree: {path} is no file of trees; leave out --tree.", rule="tree")
@@ -76,7 +77,7 @@ def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Prob
 
 def _from_json(path: str | Path, name: str, wanted: ProblemOptions) -> Problem:
     found = read_json(path, PlacementError, "graph")
-    if isinstance(found, dict) and "weft_graph" not in found and is_dnn(found):
+    if isinstance(found, dict) and "weft_graph" not in found and MARKS & set(found):
         if wanted.slowness:
             raise PlacementError("devices: a DNN graph says its own devices; or use --machine.")
         work, pool = read_dnn(found, name)
@@ -110,7 +111,7 @@ def _from_trees(text: str, name: str, wanted: ProblemOptions) -> Problem:
         known = f"it has {count}, from 0"
         raise PlacementError(f"tree: the file has no tree number {wanted.tree}: {known}.")
     pool = _pool(wanted, TREE_SLOWNESS)
-    work = tree_work(chosen, f"{name}.{wanted.tree}", 0.0)
+    work = tree_work(chosen, f"{name}.{wanted.tree}")
     ratio = 0.3 if wanted.ratio is None else wanted.ratio
     return on_pool(_with_ratio(work, pool, ratio), pool, objective=wanted.objective)
 
@@ -127,10 +128,11 @@ def _with_ratio(work: Work, pool: DevicePool, ratio: float | None) -> Work:
     """The work with one transfer time for all its edges: `ratio` times the mean op."""
     if ratio is None:
         return work
-    spots = pool.spots
-    seconds = [
-        work.seconds[spot.kind][op] * spot.slowness for op in range(len(work.ops)) for spot in spots
-    ]
+    seconds = (
+        work.seconds[spot.kind][op] * spot.slowness
+        for op in range(len(work.ops))
+        for spot in pool.spots
+    )
     finite = [item for item in seconds if item < INF]
     transfer_s = ratio * sum(finite) / max(1, len(finite))
     return replace(work, edges=tuple((a, b, transfer_s) for a, b, _ in work.edges))

@@ -18,15 +18,11 @@ from typing import Any
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader
-from torchweft.placement.files.work import GIB, DevicePool, PoolDevice, Work
+from torchweft.placement.files.work import DevicePool, PoolDevice, Work, gib_links
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS
 
-MARKS = ("maxFPGAs", "maxCPUs", "nodes", "edges")
-
-
-def is_dnn(found: object) -> bool:
-    """Whether JSON data looks like a DNN-partitioning file."""
-    return isinstance(found, dict) and any(mark in found for mark in MARKS)
+MARKS = {"maxFPGAs", "maxCPUs", "nodes", "edges"}
+"""A JSON object with one of these fields is a DNN-partitioning file."""
 
 
 def read_dnn(found: object, name: str) -> tuple[Work, DevicePool]:
@@ -47,10 +43,10 @@ def read_dnn(found: object, name: str) -> tuple[Work, DevicePool]:
         numbers[key] = at
         rows.append(_node(node))
     cpu_s, accelerator_s, sizes, colors = zip(*rows, strict=True)
-    classes: dict[int, list[int]] = {}
+    classes: dict[int | None, list[int]] = {}
     for at, color in enumerate(colors):
-        if color is not None:
-            classes.setdefault(color, []).append(at)
+        classes.setdefault(color, []).append(at)
+    classes.pop(None, None)
     work = Work(
         name=name,
         ops=tuple(f"n{key}".replace("-", "_") for key in numbers),
@@ -92,12 +88,9 @@ def _pool(read: Reader) -> DevicePool:
     spots += [PoolDevice(f"accelerator{n}", "accelerator", 1.0, room) for n in range(counts[1])]
 
     def trips(a: int, b: int) -> int:
-        ways = (spots[a].kind == "accelerator") + (spots[b].kind == "accelerator")
-        return ways if a != b else 0
+        return (spots[a].kind == "accelerator") + (spots[b].kind == "accelerator")
 
-    every = range(len(spots))
-    byte_s = tuple(tuple(trips(a, b) / GIB for b in every) for a in every)
-    return DevicePool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
+    return DevicePool(tuple(spots), *gib_links(len(spots), trips))
 
 
 def _number(read: Reader, field: str, default: Any = ...) -> float:

@@ -15,7 +15,7 @@ The prototype set counts from task 1 and has no entry dummy. Fields are parted b
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from torchweft.errors import PlacementError, excerpt
 from torchweft.files import check_length
@@ -23,18 +23,31 @@ from torchweft.placement.files.work import Work
 from torchweft.placement.problem import MAX_DEVICES, MAX_OPS
 
 
-class _Row(NamedTuple):
-    number: int
-    seconds: float
-    before: list[tuple[int, float]]
-
-
 def read_stg(text: str, name: str) -> tuple[Work, int | None]:
     """The work, and the number of processors if the file has one.
 
     Raises `PlacementError` with the line that is wrong.
     """
-    return _StgReader(text).work(name)
+    read = _StgReader(text)
+    num_tasks, processors = read.head()
+    seconds: dict[int, float] = {}
+    edges = []
+    while (numbers := read.next()) is not None:
+        if (task := read.whole(numbers[0])) in seconds:
+            read.fail(f"task {task} stands twice.")
+        edges += [(other, task, cost) for other, cost in read.before(numbers)]
+        seconds[task] = numbers[1]
+    if not num_tasks <= len(seconds) <= num_tasks + 2:
+        read.fail(f"{num_tasks} tasks were announced, and {len(seconds)} are there: cut off?")
+    for other, task, _ in edges:
+        if other == task or other not in seconds:
+            why = "which is itself" if other == task else "which is missing"
+            text = f"STG task {task} has predecessor {other}, {why}."
+            raise PlacementError(f"file: {text}", rule="file")
+    at = {task: number for number, task in enumerate(seconds)}
+    between = tuple((at[other], at[task], cost) for other, task, cost in edges)
+    ops = tuple(f"t{task}" for task in seconds)
+    return Work(name, ops, {"cpu": tuple(seconds.values())}, between), processors
 
 
 class _StgReader:
@@ -72,7 +85,8 @@ class _StgReader:
             self.fail(f"{number:g} is not a whole number.")
         return int(number)
 
-    def work(self, name: str) -> tuple[Work, int | None]:
+    def head(self) -> tuple[int, int | None]:
+        """The number of tasks, and of processors if there is one."""
         head = self.next()
         if head is None or len(head) > 2:
             self.fail("the first line is the number of tasks, and perhaps of processors.")
@@ -80,45 +94,23 @@ class _StgReader:
         processors = self.whole(head[1]) if len(head) == 2 else None
         if not 0 < num_tasks <= MAX_OPS or processors not in (None, *range(1, MAX_DEVICES + 1)):
             self.fail(f"1 to {MAX_OPS} tasks on 1 to {MAX_DEVICES} processors can be placed.")
-        rows: dict[int, _Row] = {}
-        while (numbers := self.next()) is not None:
-            row = self.row(numbers)
-            if row.number in rows:
-                self.fail(f"task {row.number} stands twice.")
-            rows[row.number] = row
-        if not num_tasks <= len(rows) <= num_tasks + 2:
-            self.fail(f"{num_tasks} tasks were announced, and {len(rows)} are there: cut off?")
-        places = {number: at for at, number in enumerate(rows)}
-        edges = []
-        for at, row in enumerate(rows.values()):
-            for number, cost in row.before:
-                if number not in places or number == row.number:
-                    raise PlacementError(
-                        f"file: STG task {row.number} has predecessor {number}, "
-                        f"{'which is itself' if number == row.number else 'which is missing'}.",
-                        rule="file",
-                    )
-                edges.append((places[number], at, cost))
-        seconds = tuple(row.seconds for row in rows.values())
-        ops = tuple(f"t{number}" for number in rows)
-        return Work(name, ops, {"cpu": seconds}, tuple(edges)), processors
+        return num_tasks, processors
 
-    def row(self, numbers: list[float]) -> _Row:
-        """A task, with its predecessors here or on the next lines."""
+    def before(self, numbers: list[float]) -> list[tuple[int, float]]:
+        """The predecessors of a task and their costs, from its line or from the next lines."""
         if len(numbers) < 3:
             self.fail("a task has a number, a time and a count of predecessors.")
-        number, count, rest = self.whole(numbers[0]), self.whole(numbers[2]), numbers[3:]
-        before: list[tuple[int, float]] = []
+        count, rest = self.whole(numbers[2]), numbers[3:]
         if len(rest) == count:
-            before = [(self.whole(item), 0.0) for item in rest]
-        elif len(rest) == 2 * count:
-            before = [(self.whole(a), cost) for a, cost in zip(rest[::2], rest[1::2], strict=True)]
-        elif rest:
+            return [(self.whole(item), 0.0) for item in rest]
+        if len(rest) == 2 * count:
+            return [(self.whole(a), cost) for a, cost in zip(rest[::2], rest[1::2], strict=True)]
+        if rest:
             self.fail(f"{count} predecessors were announced, and {len(rest)} numbers follow.")
-        else:
-            for _ in range(count):
-                pair = self.next()
-                if pair is None or len(pair) != 2:
-                    self.fail("a predecessor and its communication cost should stand here.")
-                before.append((self.whole(pair[0]), pair[1]))
-        return _Row(number, numbers[1], before)
+        found = []
+        for _ in range(count):
+            pair = self.next()
+            if pair is None or len(pair) != 2:
+                self.fail("a predecessor and its communication cost should stand here.")
+            found.append((self.whole(pair[0]), pair[1]))
+        return found

@@ -3,7 +3,7 @@
     (3 (2 It) (4 (4 (2 's) (2 good)) (2 .)))          label, then words (a leaf) or trees
 
 Each bracket is an op that reads from the brackets in it: leaves take 0.4 s, the others 1 s, as the
-cells of a TreeLSTM do in proportion, and every value takes `transfer_s` seconds to another device.
+cells of a TreeLSTM do in proportion.
 A file may hold many trees, on one line or several each.
 """
 
@@ -62,14 +62,12 @@ def read_trees(text: str) -> Iterator[Tree]:
         )
 
 
-def tree_work(tree: Tree, name: str, transfer_s: float) -> Work:
-    """The work of computing a tree from its leaves to its root."""
-    if not 0 <= transfer_s < 1e9:
-        raise PlacementError(f"transfer: {clip(transfer_s)} is no number of seconds.")
+def tree_work(tree: Tree, name: str) -> Work:
+    """The work of computing a tree from its leaves to its root; transfers take no time."""
     seconds = tuple(INNER_S if inside else LEAF_S for inside in tree)
-    edges = [(source, op, transfer_s) for op, inside in enumerate(tree) for source in inside]
+    edges = tuple((source, op, 0.0) for op, inside in enumerate(tree) for source in inside)
     ops = tuple(f"node{op}" if inside else f"leaf{op}" for op, inside in enumerate(tree))
-    return Work(name, ops, {"cpu": seconds}, tuple(edges))
+    return Work(name, ops, {"cpu": seconds}, edges)
 
 
 def _error(text: str, at: int, why: str) -> PlacementError:

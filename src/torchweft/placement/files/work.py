@@ -11,7 +11,7 @@ device to another becomes c * 2**30 bytes over a link of 1 GiB/s, so that it has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS, Edge, Hold, M
 from torchweft.plan.graph import NAME
 from torchweft.plan.machine import Machine
 
-KINDS = ("cpu", "accelerator")
 GIB, MAX_EDGES = 2**30, 200_000
 
 
@@ -54,19 +53,22 @@ class Work:
     together: tuple[tuple[int, ...], ...] = ()
 
 
-def equal_links(spots: Sequence[PoolDevice]) -> DevicePool:
-    """A pool in which every value takes its own seconds between any two devices."""
-    every = range(len(spots))
-    byte_s = tuple(tuple(0.0 if a == b else 1 / GIB for b in every) for a in every)
-    return DevicePool(tuple(spots), ((0.0,) * len(spots),) * len(spots), byte_s)
-
-
 def slowness_pool(slowness: Sequence[float]) -> DevicePool:
-    """Devices of one kind, each so many times slower than the file says."""
+    """Devices of one kind, each so many times slower than the file says; every value takes its own
+    seconds between any two."""
     if not slowness or len(slowness) > MAX_DEVICES or not all(0 < s < 1e9 for s in slowness):
-        cure = f"1 to {MAX_DEVICES} numbers above 0, such as 1,1.6,4, or how many equal devices"
-        raise PlacementError(f"devices: {clip(list(slowness))} are not {cure}.", rule="devices")
-    return equal_links([PoolDevice(f"device{n}", "cpu", float(s)) for n, s in enumerate(slowness)])
+        text = f"give 1 to {MAX_DEVICES} numbers above 0, such as 1,1.6,4, or a count of equal ones"
+        raise PlacementError(f"devices: {text}; got {clip(list(slowness))}.", rule="devices")
+    spots = tuple(PoolDevice(f"device{n}", slowness=float(s)) for n, s in enumerate(slowness))
+    return DevicePool(spots, *gib_links(len(spots), lambda a, b: 1))
+
+
+def gib_links(num_devices: int, trips: Callable[[int, int], int]) -> tuple[Matrix, Matrix]:
+    """Latencies and seconds a byte if a value takes its own seconds times `trips(a, b)` between two
+    devices."""
+    every = range(num_devices)
+    byte_s = tuple(tuple(trips(a, b) / GIB if a != b else 0.0 for b in every) for a in every)
+    return ((0.0,) * num_devices,) * num_devices, byte_s
 
 
 def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF) -> DevicePool:
@@ -75,18 +77,16 @@ def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF
     Where the file knows accelerators, devices whose names do not start with "cpu" are such; those
     without a memory limit of their own get `room_bytes`.
     """
-    kind_of = {
+    kinds_of = {
         name: "accelerator" if "accelerator" in kinds and not name.startswith("cpu") else "cpu"
         for name in machine.device
     }
-    fastest = {
-        kind: max([machine.device[n].flops_per_s for n, k in kind_of.items() if k == kind] or [1.0])
-        for kind in KINDS
-    }
+    fastest: dict[str, float] = {}
+    for name, kind in kinds_of.items():
+        fastest[kind] = max(fastest.get(kind, 0.0), machine.device[name].flops_per_s)
     spots = []
-    for name, device in machine.device.items():
-        kind = kind_of[name]
-        room = room_bytes if kind == "accelerator" else INF
+    for name, kind in kinds_of.items():
+        device, room = machine.device[name], room_bytes if kind == "accelerator" else INF
         room = float(device.memory_bytes) if device.memory_bytes is not None else room
         spots.append(PoolDevice(name, kind, fastest[kind] / device.flops_per_s, room))
     return DevicePool(tuple(spots), *links(machine))
@@ -96,42 +96,38 @@ def on_pool(work: Work, pool: DevicePool, *, objective: str = "latency") -> Prob
     """The problem of doing the work on the devices. Raises `PlacementError` for a circle."""
     order = in_order(work.ops, [(source, target) for source, target, _ in work.edges])
     number = {op: at for at, op in enumerate(order)}
-    spots = pool.spots
-    seconds = tuple(
-        tuple(work.seconds[spot.kind][op] * spot.slowness for spot in spots) for op in order
-    )
-    sizes = work.num_bytes
-    holds = tuple(Hold(sizes[op], (at,)) for at, op in enumerate(order) if sizes and sizes[op])
+    spots, sizes = pool.spots, work.num_bytes
     return Problem(
         name=work.name,
         ops=tuple(work.ops[op] for op in order),
         devices=tuple(spot.name for spot in spots),
-        seconds=seconds,
-        edges=_edges(work, order),
+        seconds=tuple(
+            tuple(work.seconds[spot.kind][op] * spot.slowness for spot in spots) for op in order
+        ),
+        edges=_edges(work, number),
         latency_s=pool.latency_s,
         byte_s=pool.byte_s,
-        holds=holds,
+        holds=tuple(Hold(sizes[op], (at,)) for at, op in enumerate(order) if sizes and sizes[op]),
         room_bytes=tuple(spot.room_bytes for spot in spots),
         together=tuple(tuple(sorted(number[op] for op in ops)) for ops in work.together),
         objective=objective,
     )
 
 
-def _edges(work: Work, order: Sequence[int]) -> tuple[Edge, ...]:
+def _edges(work: Work, number: Mapping[int, int]) -> tuple[Edge, ...]:
     """Each pair once, with its slowest value; edges of one op and one size carry one value."""
-    number = {op: at for at, op in enumerate(order)}
     slowest: dict[tuple[int, int], float] = {}
     for source, target, seconds in work.edges:
-        pair = number[source], number[target]
-        slowest[pair] = max(slowest.get(pair, 0.0), seconds)
+        slowest[source, target] = max(slowest.get((source, target), 0.0), seconds)
     names: dict[int, dict[int, str]] = {}
     edges = []
-    for (source, target), seconds in sorted(slowest.items()):
+    for (source, target), seconds in sorted(
+        slowest.items(), key=lambda item: (number[item[0][0]], number[item[0][1]])
+    ):
         num_bytes, known = round(seconds * GIB), names.setdefault(source, {})
-        if num_bytes not in known:
-            suffix = f".{len(known)}" if known else ""
-            known[num_bytes] = f"v.{work.ops[order[source]]}{suffix}"
-        edges.append(Edge(source, target, num_bytes, known[num_bytes]))
+        suffix = f".{len(known)}" if known else ""
+        value = known.setdefault(num_bytes, f"v.{work.ops[source]}{suffix}")
+        edges.append(Edge(number[source], number[target], num_bytes, value))
     return tuple(edges)
 
 

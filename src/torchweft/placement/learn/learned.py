@@ -11,7 +11,6 @@ of your own, the one that comes with the package is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from torchweft.placement.draft import OpenDevices, pack
 from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer, masked
 from torchweft.placement.learn.rollout import Observed, Rollout
-from torchweft.placement.placement import Placement, placed
+from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.annealing import annealing
-from torchweft.placement.planners.lists import heft, peft, put_all_on, ranked, upward_ranks
+from torchweft.placement.planners.lists import guard, put_all_on, ranked, upward_ranks
 from torchweft.placement.planners.planner import Planner
-from torchweft.placement.planners.simple import single
 from torchweft.placement.planners.stages import best_quick, cuts
 from torchweft.placement.problem import Problem
 
@@ -69,7 +67,7 @@ def guarded(
     policy: Policy | None = None,
 ) -> Placement:
     """One pass of a policy, or the best of single, heft and peft."""
-    return _best([learned(problem, policy=policy), *_guards(problem)])
+    return best([learned(problem, policy=policy), guard(problem)])
 
 
 def guided(
@@ -83,16 +81,16 @@ def guided(
     began_s, budget_s = time.perf_counter(), SEARCH_S if deadline_s is None else deadline_s
     numbers = numbers_of([problem])
     scorer = Scorer(policy or default_policy(), numbers)
-    best = _best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
+    found = best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
     draw = np.random.default_rng(seed)
     free = not problem.limited and not problem.together
     last_s = time.perf_counter() - began_s
     while free and time.perf_counter() - began_s + last_s < DRAWN_SHARE * budget_s:
         turn_s = time.perf_counter()
-        best = _best([best, drawn_passes(problem, numbers, scorer, draw)])
+        found = best([found, drawn_passes(problem, numbers, scorer, draw)])
         last_s = time.perf_counter() - turn_s
     left_s = budget_s - (time.perf_counter() - began_s)
-    return annealing(problem, deadline_s=left_s, seed=seed, start=best) if left_s > 0 else best
+    return annealing(problem, deadline_s=left_s, seed=seed, start=found) if left_s > 0 else found
 
 
 def planner_of(policy: Policy, planner: Planner = learned) -> Planner:
@@ -118,8 +116,7 @@ def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
                 order = ranked(problem, upward_ranks(problem))
                 return put_all_on(problem, order, pack(problem))
             scores = masked(scores.reshape(mask.shape), mask)
-        chosen = scores.argmax(1)
-        rollout.put(chosen)
+        rollout.put(scores.argmax(1))
         if room is not None:
             room.take(int(rollout.order[-1][0]), int(rollout.device[-1][0]))
     return _of_try(problem, rollout, 0)
@@ -129,16 +126,11 @@ def drawn_passes(
     problem: Problem, numbers: Numbers, scorer: Scorer, draw: np.random.Generator
 ) -> Placement:
     """The best of several passes whose choices are drawn by their scores."""
-    rollout = run_drawn(Rollout(numbers, NUM_TRIES), scorer, draw)
-    return _of_try(problem, rollout, int(rollout.end_s.argmin()))
-
-
-def run_drawn(rollout: Rollout, scorer: Scorer, draw: np.random.Generator) -> Rollout:
-    """Put all ops of a rollout, each pair drawn with the chance that its score gives it."""
+    rollout = Rollout(numbers, NUM_TRIES)
     while rollout.going:
         scores = scorer(rollout, rollout.look())
         rollout.put((scores + draw.gumbel(size=scores.shape)).argmax(1))
-    return rollout
+    return _of_try(problem, rollout, int(rollout.end_s.argmin()))
 
 
 def with_room(room: OpenDevices, seen: Observed, num_devices: int) -> Bools:
@@ -153,29 +145,19 @@ def _of_try(problem: Problem, rollout: Rollout, number: int) -> Placement:
     """The placement of a try: as it was put, or with gaps filled if that is better. For a stream
     the order counts more than the devices: consecutive ops may be better on one device."""
     order, devices = orders(rollout, number)
-    found = [placed(problem, devices, order), put_all_on(problem, order, devices)]
+    placements = [placed(problem, devices, order), put_all_on(problem, order, devices)]
     if problem.objective == "throughput":
-        found += [put_all_on(problem, order, cut) for cut in cuts(problem, order)]
-    return _best(found)
+        placements += [put_all_on(problem, order, cut) for cut in cuts(problem, order)]
+    return best(placements)
 
 
 def orders(rollout: Rollout, number: int) -> tuple[list[int], list[int]]:
     """The order in which a try's ops run, and the device of each op."""
     steps: Ints = np.stack(rollout.order)[:, number]
     where: Ints = np.stack(rollout.device)[:, number]
-    of = rollout.problem[number]
-    num_ops = rollout.numbers.problems[of].num_ops
-    kept = steps < num_ops
-    order = steps[kept].tolist()
+    of, num_ops = rollout.problem[number], rollout.num_ops[number]
+    order = steps[:num_ops].tolist()  # what is put behind them is the dummy
     devices = [0] * num_ops
-    for op, device in zip(order, where[kept].tolist(), strict=True):
+    for op, device in zip(order, where[:num_ops].tolist(), strict=True):
         devices[op] = device
     return order[::-1] if rollout.numbers.turned[of] else order, devices
-
-
-def _guards(problem: Problem) -> list[Placement]:
-    return [single(problem), heft(problem), peft(problem)]
-
-
-def _best(found: Sequence[Placement]) -> Placement:
-    return min(found, key=lambda item: item.score_s)

@@ -32,8 +32,8 @@ from torchweft.errors import PlacementError
 from torchweft.placement.learn.learned import default_policy, learned
 from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.reinforce import descend, one_thread, reinforce
-from torchweft.placement.placement import Placement
-from torchweft.placement.planners.portfolio import GUARD
+from torchweft.placement.placement import Placement, best
+from torchweft.placement.planners.lists import guard
 from torchweft.placement.problem import Problem
 
 Rebuild = Callable[[], Problem]
@@ -57,8 +57,8 @@ class Pace:
     def __post_init__(self) -> None:
         counts = (self.every + 1, self.num_steps, self.num_problems, self.num_tries, self.num_kept)
         if min(counts) < 1 or self.num_tries < 2 or not self.rate > 0 or not self.limit_s >= 0:
-            cure = "Counts start at 1 (every: 0, tries: 2); rate and limit_s are positive."
-            raise PlacementError(f"pace: {self} cannot be kept. {cure}", rule="pace")
+            cure = "Counts start at 1 (every: 0, tries: 2); rate is above 0, limit_s at least 0."
+            raise PlacementError(f"pace: invalid {self}. {cure}", rule="pace")
 
 
 class Learner:
@@ -81,12 +81,10 @@ class Learner:
     ) -> Placement:
         """A pass of the policy, or the best of single, heft and peft where that is better."""
         alone = self.alone(problem)
-        guard = min((planner(problem) for planner in GUARD), key=lambda item: item.score_s)
+        found = best([alone, guard(problem)])
         self.num_planned += 1
-        if guard.score_s < alone.score_s:
-            self.num_guarded += 1
-            return guard
-        return alone
+        self.num_guarded += found is not alone
+        return found
 
     @property
     def version(self) -> int:
@@ -127,7 +125,7 @@ class Learner:
     def _step(self, problems: Sequence[Problem]) -> None:
         generator = np.random.default_rng([self.seed, self.num_steps])
         with one_thread(), torch.inference_mode(False), torch.enable_grad():
-            loss = reinforce(self.policy, problems, self.pace.num_tries, generator, 0.0)
+            loss = reinforce(self.policy, problems, self.pace.num_tries, generator)
             if not loss.isfinite():
                 raise PlacementError("learning: the loss is no number; nothing was learned.")
             descend(self.policy, self.optimizer, loss)

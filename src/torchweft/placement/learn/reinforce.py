@@ -8,7 +8,7 @@ Training, fine-tuning and the learner beside a served model all take these steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -31,6 +31,12 @@ class Decisions(NamedTuple):
     chosen: list[Ints]
     counts: list[Bools]
 
+    def add(self, seen: Observed, chosen: Ints, counts: Bools) -> None:
+        """Note one choice of every try."""
+        self.seen.append(seen)
+        self.chosen.append(chosen)
+        self.counts.append(counts)
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -44,43 +50,26 @@ def one_thread() -> Iterator[None]:
 
 
 def reinforce(
-    policy: Policy,
-    problems: Sequence[Problem],
-    num_tries: int,
-    generator: np.random.Generator,
-    entropy: float,
+    policy: Policy, problems: Sequence[Problem], num_tries: int, generator: np.random.Generator
 ) -> Tensor:
     """The loss whose gradient makes passes that are shorter than their problem's mean likelier."""
     numbers = numbers_of(problems)
-    rollout, made = drawn(Rollout(numbers, num_tries), Scorer(policy, numbers), generator)
-    took = torch.from_numpy(rollout.end_s).view(-1, num_tries)
-    mean = took.mean(1, keepdim=True)
-    gain = ((mean - took) / mean).flatten()
-    gain = (gain / (gain.std() + 1e-6)).clamp(-3, 3)
-    return weighted_loss(policy, rollout, made, gain, entropy)
-
-
-def drawn(
-    rollout: Rollout,
-    scorer: Callable[[Rollout, Observed], np.ndarray],
-    generator: np.random.Generator,
-) -> tuple[Rollout, Decisions]:
-    """The rollout with all ops put, each pair drawn by its score, and the decisions made."""
+    rollout, scorer = Rollout(numbers, num_tries), Scorer(policy, numbers)
     made = Decisions([], [], [])
     while rollout.going:
         seen = rollout.look()
         scores = scorer(rollout, seen)
         chosen = (scores + generator.gumbel(size=scores.shape)).argmax(1)
-        made.seen.append(seen)
-        made.chosen.append(chosen)
-        made.counts.append(rollout.live)
+        made.add(seen, chosen, rollout.live)
         rollout.put(chosen)
-    return rollout, made
+    took = torch.from_numpy(rollout.end_s).view(-1, num_tries)
+    mean = took.mean(1, keepdim=True)
+    gain = ((mean - took) / mean).flatten()
+    gain = (gain / (gain.std() + 1e-6)).clamp(-3, 3)
+    return weighted_loss(policy, rollout, made, gain)
 
 
-def weighted_loss(
-    policy: Policy, rollout: Rollout, made: Decisions, weight: Tensor, entropy: float
-) -> Tensor:
+def weighted_loss(policy: Policy, rollout: Rollout, made: Decisions, weight: Tensor) -> Tensor:
     """Minus the mean log-chance of the decisions, each times the weight of its try."""
     op, device = policy.encode(rollout.numbers)
     counts = torch.from_numpy(np.stack(made.counts))
@@ -94,8 +83,7 @@ def weighted_loss(
     facts, mask = kept([s.facts for s in made.seen]), kept([s.mask for s in made.seen])
     chance = torch.log_softmax(policy(facts, op[rows], devices, mask), -1)
     chosen = chance.gather(-1, kept(made.chosen)[:, None]).squeeze(-1)
-    doubt = -(chance.exp() * chance.clamp(min=-50)).sum(-1)
-    return -(chosen * weight[which] + entropy * doubt).mean()
+    return -(chosen * weight[which]).mean()
 
 
 def descend(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

@@ -9,7 +9,6 @@ start one (`overhead_s`); on the others what the table says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -98,15 +97,3 @@ def _table(read: Reader) -> CostTable:
         return CostTable(tuple(rows))
     except (TypeError, ValueError) as cause:
         raise read.fail(f"its costs are damaged: {clip(cause)}.") from None
-
-
-def problems_in(folder: Path) -> Sequence[Problem]:
-    """The problems of all served runs (`*.json`) of a folder, by name.
-
-    Raises `PlacementError` if there are none.
-    """
-    found = [ServedRun.load(path).problem() for path in sorted(folder.glob("*.json"))]
-    if not found:
-        cure = "Save some with model.served().save(...) while serving."
-        raise PlacementError(f"traces: there are no served runs in {folder}. {cure}", rule="traces")
-    return found

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchweft.placement.bounds import bound_s, tails
-from torchweft.placement.placement import Placement, placed
-from torchweft.placement.planners.loads import Loads
+from torchweft.placement.draft import run
+from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.stages import best_quick
 from torchweft.placement.problem import INF, Problem
 
@@ -54,8 +54,7 @@ def annealing(
             share = done / total
         else:
             share = (time.perf_counter() - began_s) / max(1e-9, ends_s - began_s)
-    found = placed(problem, *state.best)
-    return found if found.score_s < first.score_s else first
+    return best([first, placed(problem, *state.best)])
 
 
 class _AnnealingState:
@@ -148,27 +147,67 @@ class _AnnealingState:
 
     def _score(self, most_s: float) -> float:
         """The score of the state; inf as soon as it is known to be above `most_s`."""
-        problem, devices = self.problem, self.devices
-        if problem.objective == "throughput":
+        if self.problem.objective == "throughput":
             return self.loads.period_s()
-        finish_s, free_s = [0.0] * problem.num_ops, [0.0] * problem.num_devices
-        preds, seconds, ready_s, behind = (
-            problem.preds,
-            problem.seconds,
-            problem.ready_s,
-            self.tails,
-        )
-        for op in self.order:
-            device = devices[op]
-            at_s = ready_s[op][device]
-            if free_s[device] > at_s:
-                at_s = free_s[device]
-            for source, transfer_s in preds[op]:
-                there_s = finish_s[source] + transfer_s[devices[source]][device]
-                if there_s > at_s:
-                    at_s = there_s
-            at_s += seconds[op][device]
-            if at_s + behind[op][device] > most_s:
-                return INF
-            finish_s[op] = free_s[device] = at_s
-        return max(free_s)
+        return max(run(self.problem, self.devices, self.order, most_s, self.tails)[1])
+
+
+class Loads:
+    """What each device holds and, for throughput, the seconds of each device and link, kept up to
+    date while groups move. It shares the list of devices, and changes it; moving back undoes."""
+
+    def __init__(self, problem: Problem, devices: list[int]) -> None:
+        self.problem, self.devices = problem, devices
+        self.used = [0.0] * problem.num_devices
+        self.counts: dict[tuple[int, int], int] = {}  # ops that need a hold on a device
+        self.busy_s = [0.0] * problem.num_devices
+        self.links: dict[tuple[int, int], float] = {}
+        self.stream = problem.objective == "throughput"
+        self.values = problem.values if self.stream else ()
+        self.touching: list[list[int]] = [[] for _ in problem.ops]
+        for number, (source, _, targets) in enumerate(self.values):
+            for op in (source, *targets):
+                self.touching[op].append(number)
+        for op in range(problem.num_ops):
+            self._hold(op, 1)
+        self._send(range(len(self.values)), 1)
+
+    def move(self, group: Sequence[int], device: int) -> None:
+        """Put all ops of a group on a device."""
+        values = {number for op in group for number in self.touching[op]}
+        self._send(values, -1)
+        for op in group:
+            self._hold(op, -1)
+            self.devices[op] = device
+            self._hold(op, 1)
+        self._send(values, 1)
+
+    def fits(self) -> bool:
+        """Whether every device has room for what it holds."""
+        rooms = self.problem.room_bytes
+        return all(used <= room for used, room in zip(self.used, rooms, strict=True))
+
+    def period_s(self) -> float:
+        """Seconds of the busiest device or link, but for what sums of floats are off."""
+        return max(*self.busy_s, max(self.links.values(), default=0.0))
+
+    def _hold(self, op: int, sign: int) -> None:
+        device = self.devices[op]
+        if self.stream:
+            self.busy_s[device] += sign * self.problem.seconds[op][device]
+        for hold in self.problem.held[op] if self.problem.limited else ():
+            count = self.counts.get((hold, device), 0)
+            self.counts[hold, device] = count + sign
+            if count == 0 or count + sign == 0:
+                self.used[device] += sign * self.problem.holds[hold].num_bytes
+
+    def _send(self, values: Iterable[int], sign: int) -> None:
+        """Count values, each once to each other device that reads it."""
+        devices = self.devices
+        for number in values:
+            source, num_bytes, targets = self.values[number]
+            made_on = devices[source]
+            for target in {devices[op] for op in targets} - {made_on}:
+                seconds = sign * self.problem.transfer_s(num_bytes, made_on, target)
+                key = made_on, target
+                self.links[key] = self.links.get(key, 0.0) + seconds

@@ -8,7 +8,11 @@
 
 Equal devices without transfers and limits need no device a op: at most so many ops at once
 (a cumulative constraint), and devices are given out afterwards. For throughput there are no times:
-loads of devices and links, each value once to each device. Times are whole numbers (`ticks`).
+loads of devices and links, each value once to each device.
+
+Times are whole numbers of ticks. If all seconds are multiples of one decimal or binary unit,
+nothing is lost. Else they are rounded down to a billionth of the horizon: then an optimum in ticks
+is a lower bound in seconds, and an answer in ticks is timed again in seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +21,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import PlacementError
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import run
-from torchweft.placement.placement import Placement, placed
+from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.stages import best_quick
-from torchweft.placement.planners.ticks import in_ticks, to_ticks
-from torchweft.placement.problem import INF, Problem
+from torchweft.placement.problem import INF, Matrix, Problem
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
@@ -36,6 +40,8 @@ DEFAULT_S = 10.0
 LOAD_S = 1.2
 """What loading the solver takes, once a process; half of it on a quick machine."""
 SIZE_S = 2e-5  # to write one variable or constraint of it
+MAX_TICKS = 1e9
+UNITS = (*(10.0**-k for k in range(10)), *(2.0**-k for k in range(1, 31)))
 
 
 def is_loaded() -> bool:
@@ -81,8 +87,7 @@ def cp_sat(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return first  # not even the hint was taken in within the time
-    found = placed(problem, *writer.answer(solver))
-    found = min(found, first, key=lambda item: item.score_s)
+    found = best([placed(problem, *writer.answer(solver)), first])
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
     return placed(problem, found.device, found.order, bound_s=min(bound_s, found.score_s))
 
@@ -135,6 +140,14 @@ class _Devices:
         """The entry of the row for the op's device, as an expression."""
         return sum(int(row[device]) * variable for device, variable in self.on[op].items())
 
+    def load(self, device: int) -> Any:
+        """The ticks of all ops on the device, as an expression."""
+        return sum(
+            int(self.problem.seconds[op][device]) * on[device]
+            for op, on in enumerate(self.on)
+            if device in on
+        )
+
     def chosen(self, solver: CpSolver) -> list[int]:
         return [
             next(device for device, variable in on.items() if solver.boolean_value(variable))
@@ -142,22 +155,38 @@ class _Devices:
         ]
 
 
-class _Unlike:
+class _Starts:
+    """A start for each op, and the makespan; both within the first placement, which is the hint."""
+
+    def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
+        start_hint, end_hint = run(small, first.device, first.order)
+        most = int(max(end_hint))
+        self.problem = small
+        self.start = [model.new_int_var(0, most, "") for _ in small.ops]
+        self.makespan = model.new_int_var(0, most, "makespan")
+        model.minimize(self.makespan)
+        for start, hint in zip(self.start, start_hint, strict=True):
+            model.add_hint(start, int(hint))
+
+    def order(self, solver: CpSolver, devices: Sequence[int]) -> list[int]:
+        """The ops by their starts."""
+        at = [solver.value(start) for start in self.start]
+        ends = [at[op] + row[devices[op]] for op, row in enumerate(self.problem.seconds)]
+        return sorted(range(self.problem.num_ops), key=lambda op: (at[op], ends[op], op))
+
+
+class _Unlike(_Starts):
     """Unlike devices: where and when."""
 
     def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
-        self.problem, self.where = small, _Devices(model, small, first)
-        start_hint, end_hint = run(small, first.device, first.order)
-        most, pick = int(max(end_hint)), self.where.pick
-        self.start = [model.new_int_var(0, most, "") for _ in small.ops]
-        makespan = model.new_int_var(0, most, "makespan")
-        model.minimize(makespan)
+        super().__init__(model, small, first)
+        self.where = _Devices(model, small, first)
+        pick, makespan = self.where.pick, self.makespan
         early, late = heads(small), tails(small)
         lanes: list[list[Any]] = [[] for _ in small.devices]
         ends = []
         for op, start in enumerate(self.start):
             seconds = small.seconds[op]
-            model.add_hint(start, int(start_hint[op]))
             ends.append(start + pick(op, seconds))
             model.add(ends[op] >= pick(op, early[op]))  # head cut
             model.add(ends[op] + pick(op, late[op]) <= makespan)  # tail cut
@@ -168,12 +197,7 @@ class _Unlike:
                 )
         for device, intervals in enumerate(lanes):
             model.add_no_overlap(intervals)
-            loads = [
-                int(small.seconds[op][device]) * on[device]
-                for op, on in enumerate(self.where.on)
-                if device in on
-            ]
-            model.add(sum(loads) <= makespan)  # load cut
+            model.add(self.where.load(device) <= makespan)  # load cut
         for op, preds in enumerate(small.preds):
             for source, ways in preds:
                 model.add(self.start[op] >= ends[source])
@@ -185,29 +209,19 @@ class _Unlike:
     def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
         """Devices, and the order of the starts."""
         devices = self.where.chosen(solver)
-        keys = []
-        for op, start in enumerate(self.start):
-            at = solver.value(start)
-            keys.append((at, at + self.problem.seconds[op][devices[op]], op))
-        return devices, [op for _, _, op in sorted(keys)]
+        return devices, self.order(solver, devices)
 
 
-class _Equal:
+class _Equal(_Starts):
     """Equal devices without transfers: only when."""
 
     def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
-        self.problem = small
-        start_hint, end_hint = run(small, first.device, first.order)
-        most = int(max(end_hint))
-        self.start = [model.new_int_var(0, most, "") for _ in small.ops]
-        makespan = model.new_int_var(0, most, "makespan")
-        model.minimize(makespan)
+        super().__init__(model, small, first)
         size = [int(row[0]) for row in small.seconds]
         early, late = heads(small), tails(small)
         for op, start in enumerate(self.start):
-            model.add_hint(start, int(start_hint[op]))
             model.add(start + size[op] >= int(early[op][0]))
-            model.add(start + size[op] + int(late[op][0]) <= makespan)
+            model.add(start + size[op] + int(late[op][0]) <= self.makespan)
             for source, _ in small.preds[op]:
                 model.add(start >= self.start[source] + size[source])
         intervals = [
@@ -216,17 +230,15 @@ class _Equal:
             if size[op]
         ]
         model.add_cumulative(intervals, [1] * len(intervals), small.num_devices)
-        model.add(sum(size) <= makespan * small.num_devices)
+        model.add(sum(size) <= self.makespan * small.num_devices)
 
     def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
         """The device that is free first, for each op in the order of the starts."""
-        at = [solver.value(start) for start in self.start]
-        size = [row[0] for row in self.problem.seconds]
-        order = sorted(range(self.problem.num_ops), key=lambda op: (at[op], at[op] + size[op], op))
         free, devices = [0.0] * self.problem.num_devices, [0] * self.problem.num_ops
+        order = self.order(solver, devices)
         for op in order:
             devices[op] = free.index(min(free))
-            free[devices[op]] = at[op] + size[op]
+            free[devices[op]] = solver.value(self.start[op]) + self.problem.seconds[op][0]
         return devices, order
 
 
@@ -239,20 +251,9 @@ class _Stream:
         period = model.new_int_var(0, most, "period")
         model.minimize(period)
         for device in range(small.num_devices):
-            loads = [
-                int(small.seconds[op][device]) * on[device]
-                for op, on in enumerate(self.where.on)
-                if device in on
-            ]
-            model.add(sum(loads) <= period)
-        readers: dict[tuple[int, int, str], list[int]] = {}
-        for edge in small.edges:
-            if edge.value:
-                readers.setdefault((edge.source, edge.num_bytes, edge.value), []).append(
-                    edge.target
-                )
+            model.add(self.where.load(device) <= period)
         links: dict[tuple[int, int], list[Any]] = {}
-        for (source, num_bytes, _), targets in readers.items():
+        for source, num_bytes, targets in small.values:
             for a, made in self.where.on[source].items():
                 for b in range(small.num_devices):
                     ticks = int(to_ticks(small.transfer_s(num_bytes, a, b), tick_s))
@@ -268,3 +269,45 @@ class _Stream:
     def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
         """Devices, and program order."""
         return self.where.chosen(solver), list(range(self.problem.num_ops))
+
+
+def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
+    """The problem with every time a whole number of ticks, and the seconds of a tick.
+
+    Transfers are rounded in `preds` and `succs`, pair by pair; latencies and bytes stay.
+    """
+    tick_s = next(
+        (
+            u
+            for u in UNITS
+            if horizon_s / u <= MAX_TICKS and all(_fits(t, u) for t in _times(problem))
+        ),
+        horizon_s / MAX_TICKS if horizon_s > 0 else 1.0,
+    )
+
+    def ticks(rows: Matrix) -> Matrix:
+        return tuple(tuple(to_ticks(item, tick_s) for item in row) for row in rows)
+
+    small = replace(problem, seconds=ticks(problem.seconds), ready_s=ticks(problem.ready_s))
+    known = {id(m): ticks(m) for preds in problem.preds for _, m in preds}
+    for name in ("preds", "succs"):
+        found = tuple(tuple((op, known[id(m)]) for op, m in row) for row in getattr(problem, name))
+        small.__dict__[name] = found
+    return small, tick_s
+
+
+def to_ticks(seconds: float, tick_s: float) -> float:
+    """Seconds in ticks, rounded down (but a hair below a whole number is that number)."""
+    return seconds if seconds == INF else float(math.floor(seconds / tick_s * (1 + 1e-12) + 1e-9))
+
+
+def _fits(seconds: float, unit: float) -> bool:
+    whole = seconds / unit
+    return abs(whole - round(whole)) <= 1e-9 * max(1.0, whole)
+
+
+def _times(problem: Problem) -> Iterator[float]:
+    for rows in (problem.seconds, problem.ready_s):
+        yield from (item for row in rows for item in row if item < INF)
+    for matrix in {id(m): m for preds in problem.preds for _, m in preds}.values():
+        yield from (item for row in matrix for item in row)

@@ -15,17 +15,13 @@ from itertools import product
 from operator import add
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import OpenDevices, period_s
+from torchweft.placement.draft import OpenDevices, busy_s, period_s
 from torchweft.placement.placement import Placement, placed
 from torchweft.placement.problem import INF, Problem
 
 MAX_TRIED = 3_000_000
 MAX_LATENCY_OPS = 10
 DEFAULT_S = 30.0
-
-
-class _OutOfTimeError(Exception):
-    pass
 
 
 def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
@@ -49,7 +45,7 @@ def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int =
             if devices is not None:
                 search.assignment(devices)
         proven = True
-    except _OutOfTimeError:
+    except TimeoutError:
         pass
     if search.best is None:
         which = "no assignment" if proven else "none of the assignments tried in time"
@@ -60,14 +56,12 @@ def exhaustive(problem: Problem, *, deadline_s: float | None = None, seed: int =
 
 def _within(problem: Problem, chosen: Sequence[int]) -> list[int] | None:
     """A device for each op, or None where memory runs out."""
-    devices, room = [0] * problem.num_ops, OpenDevices(problem)
+    room = OpenDevices(problem)
     for group, device in zip(problem.groups, chosen, strict=True):
         if device not in room.open(group[0]):
             return None
         room.take(group[0], device)
-        for op in group:
-            devices[op] = device
-    return devices
+    return room.devices
 
 
 class _FullSearch:
@@ -83,7 +77,7 @@ class _FullSearch:
     def watch(self) -> None:
         """Stop at the deadline, or later if nothing has been found by then."""
         if time.perf_counter() > (self.gives_up_s if self.best is None else self.ends_s):
-            raise _OutOfTimeError
+            raise TimeoutError
 
     def assignment(self, devices: list[int]) -> None:
         """Look for the best order of one assignment."""
@@ -101,11 +95,8 @@ class _FullSearch:
                 for target, seconds in problem.succs[op]
             ]
             self.rest_s[op] = problem.seconds[op][devices[op]] + max(behind, default=0.0)
-        busy_s = [0.0] * problem.num_devices
-        for op, device in enumerate(devices):
-            busy_s[device] += problem.seconds[op][device]
-        if max(*busy_s, *self.rest_s) < self.best_s:
-            self.left_s = busy_s
+        self.left_s = busy_s(problem, devices)
+        if max(*self.left_s, *self.rest_s) < self.best_s:
             self.finish_s = [0.0] * problem.num_ops
             self.waiting = [len(preds) for preds in problem.preds]
             self._order([], [0.0] * problem.num_devices, 0.0)

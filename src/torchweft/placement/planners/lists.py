@@ -1,5 +1,7 @@
-"""List planners: rank all ops once, then put them in that order, each where it looks best.
+"""List planners: order all ops once, then put them one by one, each where it looks best.
 
+    single, round_robin, random_devices      program order; what any other planner has to beat
+    greedy         program order; device: where it ends first
     heft           rank: mean seconds to the end of the graph; device: where it ends first
     cpop           the critical path on the device that is fastest for it; the rest as heft
     peft           rank and device by the optimistic cost table (`tails`): end here + what follows
@@ -12,12 +14,13 @@ op, the same order is put on devices that `pack` found. The first op of a group 
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Sequence
 
 from torchweft.placement.bounds import tails
 from torchweft.placement.draft import Draft, pack
-from torchweft.placement.placement import Placement, finished
-from torchweft.placement.problem import INF, Matrix, Problem
+from torchweft.placement.placement import Placement, best, finished, placed
+from torchweft.placement.problem import INF, Problem
 
 Choose = Callable[[Draft, int, Sequence[int]], tuple[int, float]]  # device, start
 
@@ -35,7 +38,7 @@ def best_of(
     The first op of a group decides for all of it: the others' seconds there count too.
     """
     seconds, others = draft.problem.seconds[op], draft.problem.others_s[op]
-    best, best_s = (-1, 0.0), INF
+    chosen, best_s = (-1, 0.0), INF
     for device in devices:
         if gaps:
             start_s = draft.begin_s(op, device)
@@ -47,8 +50,8 @@ def best_of(
         if others and len(devices) > 1:
             score_s += others[device]
         if score_s < best_s:
-            best, best_s = (device, start_s), score_s
-    return best
+            chosen, best_s = (device, start_s), score_s
+    return chosen
 
 
 def put_all(problem: Problem, order: Sequence[int], choose: Choose = best_of) -> Placement:
@@ -89,11 +92,6 @@ def ranked(problem: Problem, rank: Sequence[float]) -> list[int]:
     return order
 
 
-def mean_transfer_s(problem: Problem, seconds: Matrix) -> float:
-    """The mean over all pairs of devices, a device and itself included."""
-    return sum(map(sum, seconds)) / problem.num_devices**2
-
-
 def mean_s(problem: Problem) -> list[float]:
     """The mean seconds of each op over the devices that may run it."""
     return [
@@ -102,36 +100,68 @@ def mean_s(problem: Problem) -> list[float]:
     ]
 
 
-class _Means:
-    """Mean transfers by matrix, each worked out once."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.known = problem, dict[int, float]()
-
-    def of(self, seconds: Matrix) -> float:
-        if id(seconds) not in self.known:
-            self.known[id(seconds)] = mean_transfer_s(self.problem, seconds)
-        return self.known[id(seconds)]
+def _mean_transfers(problem: Problem) -> dict[int, float]:
+    """The mean of each transfer matrix over all pairs of devices, a device and itself included, by
+    the matrix's id."""
+    matrices = {id(seconds): seconds for preds in problem.preds for _, seconds in preds}
+    pairs = problem.num_devices**2
+    return {key: sum(map(sum, seconds)) / pairs for key, seconds in matrices.items()}
 
 
 def upward_ranks(problem: Problem) -> list[float]:
     """Mean seconds from the start of each op to the end of the graph."""
-    means, own = _Means(problem), mean_s(problem)
+    transfer_s, own = _mean_transfers(problem), mean_s(problem)
     rank = [0.0] * problem.num_ops
     for op in reversed(range(problem.num_ops)):
-        behind = [means.of(seconds) + rank[target] for target, seconds in problem.succs[op]]
+        behind = [transfer_s[id(way)] + rank[target] for target, way in problem.succs[op]]
         rank[op] = own[op] + max(behind, default=0.0)
     return rank
 
 
 def downward_ranks(problem: Problem) -> list[float]:
     """Mean seconds from the start of the graph to the start of each op."""
-    means, own = _Means(problem), mean_s(problem)
+    transfer_s, own = _mean_transfers(problem), mean_s(problem)
     rank = [0.0] * problem.num_ops
     for op in range(problem.num_ops):
-        before = [rank[u] + own[u] + means.of(seconds) for u, seconds in problem.preds[op]]
+        before = [rank[u] + own[u] + transfer_s[id(way)] for u, way in problem.preds[op]]
         rank[op] = max(before, default=0.0)
     return rank
+
+
+def single(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
+    """All ops on the best single device; where no device can take them all, each op goes to the
+    best of the devices that can, filled in turn by how fast they are."""
+    order = range(problem.num_ops)
+    need = sum(hold.num_bytes for hold in problem.holds)
+    placements = [
+        placed(problem, [device] * problem.num_ops, order)
+        for device, room in enumerate(problem.room_bytes)
+        if need <= room and all(device in devices for devices in problem.allowed)
+    ]
+    if placements:
+        return best(placements)
+    total_s = [sum(row[d] for row in problem.seconds) for d in range(problem.num_devices)]
+    fast = sorted(range(problem.num_devices), key=lambda d: total_s[d])
+    return _put_by(problem, lambda op, devices: min(devices, key=fast.index))
+
+
+def round_robin(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
+    """Each op on the next device that can take it."""
+    every = problem.num_devices
+    return _put_by(problem, lambda op, devices: min(devices, key=lambda d: (d - op) % every))
+
+
+def random_devices(
+    problem: Problem, *, deadline_s: float | None = None, seed: int = 0
+) -> Placement:
+    """Each op on any device that can take it; equal seeds, equal placements."""
+    draw = random.Random(seed)
+    return _put_by(problem, lambda op, devices: draw.choice(list(devices)))
+
+
+def greedy(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
+    """Earliest finish time in program order."""
+    return put_all(problem, range(problem.num_ops))
 
 
 def heft(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
@@ -161,11 +191,11 @@ def cpop(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) ->
         op = max((target for target, _ in problem.succs[op]), key=lambda item: priority[item])
         path.append(op)
     total_s = [sum(problem.seconds[op][d] for op in path) for d in range(problem.num_devices)]
-    best, on_path = total_s.index(min(total_s)), set(path)
+    fastest, on_path = total_s.index(min(total_s)), set(path)
 
     def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
-        if op in on_path and best in devices:
-            return best, draft.begin_s(op, best)
+        if op in on_path and fastest in devices:
+            return fastest, draft.begin_s(op, fastest)
         return best_of(draft, op, devices)
 
     return put_all(problem, ranked(problem, priority), choose)
@@ -183,3 +213,18 @@ def critical_path(problem: Problem, *, deadline_s: float | None = None, seed: in
         return best_of(draft, op, devices, gaps=False)
 
     return put_all(problem, ranked(problem, rank), choose)
+
+
+def guard(problem: Problem) -> Placement:
+    """The best of single, heft and peft: what no planner that has a guard is worse than."""
+    return best([single(problem), heft(problem), peft(problem)])
+
+
+def _put_by(problem: Problem, pick: Callable[[int, Sequence[int]], int]) -> Placement:
+    """Program order, each op on a device that does not depend on times, as early as it can."""
+
+    def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
+        device = pick(op, devices)
+        return device, draft.begin_s(op, device)
+
+    return put_all(problem, range(problem.num_ops), choose)

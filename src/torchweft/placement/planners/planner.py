@@ -29,10 +29,10 @@ from torchweft.placement.problem import Problem
 
 HOUSE, LEARNED = "torchweft.placement.planners", "torchweft.placement.learn.learned"
 PLANNERS: Mapping[str, tuple[str, str]] = {
-    "single": (f"{HOUSE}.simple:single", "all on the one device that is best for it"),
-    "round-robin": (f"{HOUSE}.simple:round_robin", "each device in turn"),
-    "random": (f"{HOUSE}.simple:random_devices", "any device, by the seed"),
-    "greedy": (f"{HOUSE}.simple:greedy", "program order, each op where it ends first"),
+    "single": (f"{HOUSE}.lists:single", "all on the one device that is best for it"),
+    "round-robin": (f"{HOUSE}.lists:round_robin", "each device in turn"),
+    "random": (f"{HOUSE}.lists:random_devices", "any device, by the seed"),
+    "greedy": (f"{HOUSE}.lists:greedy", "program order, each op where it ends first"),
     "heft": (f"{HOUSE}.lists:heft", "longest way to the end first, where it ends first"),
     "cpop": (f"{HOUSE}.lists:cpop", "the critical path on one device, the rest as heft"),
     "peft": (f"{HOUSE}.lists:peft", "where it and all behind it would end first"),
@@ -82,7 +82,8 @@ def plan(
     Raises `PlacementError` if there is none within the memory limits, or the planner is unknown.
     """
     if deadline_s is not None and not deadline_s >= 0:
-        raise PlacementError(f"deadline: {deadline_s!r} is no number of seconds.", rule="deadline")
+        text = f"deadline_s must be a number of seconds of at least 0; got {deadline_s!r}."
+        raise PlacementError(f"deadline: {text}", rule="deadline")
     function = get_planner(planner) if isinstance(planner, str) else planner
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "planner")
     began_s = time.perf_counter()

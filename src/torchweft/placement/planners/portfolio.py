@@ -18,17 +18,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from torchweft.placement.bounds import bound_s
-from torchweft.placement.placement import Placement
+from torchweft.placement.placement import Placement, best
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.cp_sat import LOAD_S, cp_sat, is_loaded, writing_s
-from torchweft.placement.planners.lists import cpop, critical_path, heft, peft
-from torchweft.placement.planners.simple import greedy, single
+from torchweft.placement.planners.lists import cpop, critical_path, greedy, guard
 from torchweft.placement.planners.stages import STAGES_S, stages, wants_stages
 from torchweft.placement.planners.tree_dp import fits, tree_dp
 from torchweft.placement.problem import INF, Problem
 
 DEFAULT_S = 2.0
-GUARD, QUICK = (single, heft, peft), (critical_path, greedy, cpop)
+QUICK = (critical_path, greedy, cpop)
 START_S = 0.3  # to start the solver
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
@@ -38,34 +37,33 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
     """The best placement found by the deadline (2 s if there is none); never worse than the best of
     single, heft and peft."""
     ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
-    best = min((planner(problem) for planner in GUARD), key=lambda item: item.score_s)
-    best = replace(best, bound_s=bound_s(problem))
+    found = replace(guard(problem), bound_s=bound_s(problem))
 
     def left_s(need_s: float = LEAST_S) -> float:
         """Seconds left; 0 if they are fewer than needed, or nothing is left to find."""
         seconds = ends_s - time.perf_counter()
-        return seconds if seconds > need_s and not best.optimal else 0.0
+        return seconds if seconds > need_s and not found.optimal else 0.0
 
-    def better(found: Placement) -> Placement:
-        proven_s = max(best.bound_s or 0.0, found.bound_s or 0.0)
-        return replace(min(best, found, key=lambda item: item.score_s), bound_s=proven_s)
+    def better(other: Placement) -> Placement:
+        proven_s = max(found.bound_s or 0.0, other.bound_s or 0.0)
+        return replace(best([found, other]), bound_s=proven_s)
 
     for planner in QUICK:
         if left_s():
-            best = better(planner(problem))
+            found = better(planner(problem))
     if wants_stages(problem) and left_s(LEAST_S + STAGES_S * problem.num_ops):
-        best = better(stages(problem))
+        found = better(stages(problem))
     solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
     if seconds := left_s():
         seconds *= 0.25 if solve or small else 1.0
-        best = better(annealing(problem, deadline_s=seconds, seed=seed, start=best))
+        found = better(annealing(problem, deadline_s=seconds, seed=seed, start=found))
     if small and (seconds := left_s()):
         seconds *= 0.3 if solve else 1.0
-        best = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=best))
+        found = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=found))
     if solve and (seconds := left_s()):
-        best = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=best))
-    return best
+        found = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=found))
+    return found
 
 
 def _solver_s(problem: Problem) -> float:

@@ -15,16 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torchweft.placement.draft import OpenDevices, pack, period_s
-from torchweft.placement.placement import Placement
+from torchweft.placement.placement import Placement, best
 from torchweft.placement.planners.lists import (
     critical_path,
-    heft,
-    peft,
+    guard,
     put_all_on,
     ranked,
     upward_ranks,
 )
-from torchweft.placement.planners.simple import single
 from torchweft.placement.problem import INF, Problem
 
 NUM_HALVINGS = 12
@@ -35,10 +33,8 @@ STAGES_S = 1.5e-4
 def stages(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
     """The best of the cuts into consecutive stages; where there is none, what `pack` finds."""
     order = ranked(problem, upward_ranks(problem))
-    found = [put_all_on(problem, order, devices) for devices in cuts(problem, order)]
-    if not found:
-        found = [put_all_on(problem, order, pack(problem))]
-    return min(found, key=lambda item: item.score_s)
+    assignments = list(cuts(problem, order)) or [pack(problem)]
+    return best(put_all_on(problem, order, devices) for devices in assignments)
 
 
 def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
@@ -50,7 +46,7 @@ def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
         if loose is None:
             continue
         yield loose
-        low_s, high_s, best = 0.0, period_s(problem, loose), None
+        low_s, high_s, least = 0.0, period_s(problem, loose), None
         for _ in range(NUM_HALVINGS):
             middle_s = (low_s + high_s) / 2
             tried = _cut(problem, ops, turns, middle_s)
@@ -58,9 +54,9 @@ def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
             if tried_s > middle_s:  # or a link has too much
                 low_s = middle_s
             else:
-                best, high_s = tried, tried_s
-        if best is not None:
-            yield best
+                least, high_s = tried, tried_s
+        if least is not None:
+            yield least
 
 
 def _turns(problem: Problem) -> list[int]:
@@ -80,14 +76,12 @@ def _cut(
 
     An op that the current device cannot run goes to the first that can, beside the stages.
     """
-    room, devices = OpenDevices(problem), [-1] * problem.num_ops
-    busy_s = [0.0] * problem.num_devices
-    at = 0
+    room, busy_s, at = OpenDevices(problem), [0.0] * problem.num_devices, 0
     for op in order:
-        if devices[op] >= 0:
+        group = problem.group[op]
+        if group[0] in room.group_device:
             continue
-        group, open_devices = problem.group[op], room.open(op)
-
+        open_devices = room.open(op)
         more_s = {d: sum(problem.seconds[item][d] for item in group) for d in open_devices}
         usable = [d for d in open_devices if busy_s[d] + more_s[d] <= limit_s]
         while at < len(turns) and turns[at] in problem.allowed[op] and turns[at] not in usable:
@@ -97,9 +91,7 @@ def _cut(
             return None
         room.take(op, beside[0])
         busy_s[beside[0]] += more_s[beside[0]]
-        for member in group:
-            devices[member] = beside[0]
-    return devices
+    return room.devices
 
 
 def wants_stages(problem: Problem) -> bool:
@@ -112,9 +104,9 @@ def best_quick(problem: Problem, ends_s: float = INF) -> Placement:
 
     Single, heft and peft are always among them; the others only before `ends_s` on the clock.
     """
-    found = [planner(problem) for planner in (single, heft, peft)]
+    placements = [guard(problem)]
     if time.perf_counter() < ends_s:
-        found.append(critical_path(problem))
+        placements.append(critical_path(problem))
     if wants_stages(problem) and time.perf_counter() + STAGES_S * problem.num_ops < ends_s:
-        found.append(stages(problem))
-    return min(found, key=lambda item: item.score_s)
+        placements.append(stages(problem))
+    return best(placements)

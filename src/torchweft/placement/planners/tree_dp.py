@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchweft.errors import PlacementError
-from torchweft.placement.bounds import tails
-from torchweft.placement.placement import Placement, placed
+from torchweft.placement.bounds import speeds, tails
+from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import upward_ranks
-from torchweft.placement.problem import INF, Problem
+from torchweft.placement.problem import Problem
 
 WIDTHS = (4, 16, 64, 256, 1024)
 DEFAULT_S = 1.0
@@ -44,10 +44,6 @@ class _TreeState(NamedTuple):
     op: int
     device: int
     before: _TreeState | None
-
-
-class _DeadlineError(Exception):
-    pass
 
 
 def fits(problem: Problem) -> bool:
@@ -76,18 +72,18 @@ def tree_dp(
     deadline_s = DEFAULT_S if deadline_s is None else deadline_s
     ends_s = time.perf_counter() + deadline_s
     warm_s = min(deadline_s / 4, WARM_S * problem.num_ops)
-    best = start or annealing(problem, deadline_s=warm_s, seed=seed)
-    search = _TreeSearch(problem, best.score_s, ends_s)
+    known = start or annealing(problem, deadline_s=warm_s, seed=seed)
+    search = _TreeSearch(problem, known.score_s, ends_s)
     proven = False
     try:
         for width in (*WIDTHS, MAX_STATES):
             found, proven = search.sweep(width)
-            best = min(found or best, best, key=lambda item: item.score_s)
+            known = best([found or known, known])
             if proven:
                 break
-    except _DeadlineError:
+    except TimeoutError:
         pass
-    return placed(problem, best.device, best.order, bound_s=best.score_s if proven else None)
+    return placed(problem, known.device, known.order, bound_s=known.score_s if proven else None)
 
 
 class _TreeSearch:
@@ -99,11 +95,7 @@ class _TreeSearch:
         self.preds = [sum(1 << source for source, _ in preds) for preds in problem.preds]
         rank = upward_ranks(problem)
         self.by_rank = sorted(range(problem.num_ops), key=lambda op: -rank[op])
-        totals = [
-            sum(row[d] for row in problem.seconds if row[d] < INF)
-            for d in range(problem.num_devices)
-        ]
-        weights = [1 / total if total > 0 else 0.0 for total in totals]
+        weights = speeds(problem)
         whole = sum(weights)
         self.weights = [w / whole if whole else 1 / len(weights) for w in weights]
         self.least = [
@@ -121,7 +113,7 @@ class _TreeSearch:
             fronts: dict[tuple[int, tuple[tuple[int, int], ...]], list[_TreeState]] = {}
             for state in states:
                 if time.perf_counter() > self.ends_s:
-                    raise _DeadlineError
+                    raise TimeoutError
                 ready = self._ready(state.done)
                 if most_ready is not None and len(ready) > most_ready:
                     ready, proven = ready[:most_ready], False
