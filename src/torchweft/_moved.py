@@ -19,8 +19,6 @@ MOVED = {
     "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
     "placement.lists placement.portfolio placement.stages placement.tree_dp",
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
-    "placement.files": "placement.read_any placement.read_dnn placement.read_stg "
-    "placement.read_trees placement.work",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
@@ -34,8 +32,12 @@ NEW = {
     for old in names.split()
 }
 NEW |= {
-    f"{HOUSE}.placement.{name}": f"{HOUSE}_tools.train.{name}"
-    for name in ("cases", "environment", "training")
+    f"{HOUSE}.placement.{name}": f"{HOUSE}_tools.{room}.{name}"
+    for room, names in {
+        "formats": "read_any read_dnn read_stg read_trees work",
+        "train": "cases environment training",
+    }.items()
+    for name in names.split()
 }
 NEW[f"{HOUSE}.placement.simple"] = f"{HOUSE}.placement.planners.lists"
 

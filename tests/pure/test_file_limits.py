@@ -8,9 +8,6 @@ import pytest
 
 from torchweft.errors import PlacementError, PlanError, WeftError
 from torchweft.files import MAX_TEXT
-from torchweft.placement.files.read_any import read_problem
-from torchweft.placement.files.read_trees import MAX_BRACKETS
-from torchweft.placement.files.work import MAX_EDGES
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import cpu
 from torchweft.plan.plan import MAX_MEMORY, Plan
@@ -20,6 +17,9 @@ from torchweft.plan.verify import findings
 from torchweft.plan.verify.coverage import MAX_FINDINGS
 from torchweft.plan.write.write import write
 from torchweft_tools.bench.fuzz_files import CONTEXT, chain
+from torchweft_tools.formats.read_any import read_problem
+from torchweft_tools.formats.read_trees import MAX_BRACKETS
+from torchweft_tools.formats.work import MAX_EDGES
 
 GRAPH = chain(4)
 HEAD, _, STEPS = str(

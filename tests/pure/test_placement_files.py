@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import plan
-from torchweft.placement.files.read_any import ProblemOptions, read_problem
-from torchweft.placement.files.read_dnn import read_dnn
-from torchweft.placement.files.read_stg import read_stg
-from torchweft.placement.files.read_trees import read_trees
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.graph_file import graph_data
 from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft_tools.formats.read_any import ProblemOptions, read_problem
+from torchweft_tools.formats.read_dnn import read_dnn
+from torchweft_tools.formats.read_stg import read_stg
+from torchweft_tools.formats.read_trees import read_trees
 
 STG = """          4
           0          0          0

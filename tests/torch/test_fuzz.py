@@ -12,8 +12,6 @@ import pytest
 
 from torchweft.errors import GraphError, WeftError
 from torchweft.placement import Placement
-from torchweft.placement.files.read_any import read_problem
-from torchweft.placement.files.read_trees import read_trees
 from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.cost import CostTable
@@ -24,6 +22,8 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft_tools.bench import fuzz
 from torchweft_tools.bench.fuzz_files import PAIR, chain, formats
+from torchweft_tools.formats.read_any import read_problem
+from torchweft_tools.formats.read_trees import read_trees
 from torchweft_tools.train.checkpoint import POLICY, RUN, load_run
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -23,12 +23,12 @@ from torchweft.cli.text import read_context, read_literal, say, say_json
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.files.read_any import ProblemOptions, read_problem
 from torchweft.placement.planners.planner import Planner, get_planner
 from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
+from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 
 LEARNED = ("learned", "guarded", "guided")
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")

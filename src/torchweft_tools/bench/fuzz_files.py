@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.placement import Placement, plan
-from torchweft.placement.files.read_any import ProblemOptions, read_problem
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
@@ -33,6 +32,7 @@ from torchweft.plan.trace import from_data as read_trace
 from torchweft.plan.trace import to_data as trace_data
 from torchweft.plan.verify import findings, verify
 from torchweft.plan.write.write import write
+from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 
 CONTEXT = Context(batch=64)
 PAIR = Machine(

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Placement, Planner, Problem, plan, planner_names
-from torchweft.placement.files.read_any import ProblemOptions, read_problem
+from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.train.cases import (
     MACHINES,
     RATIOS,

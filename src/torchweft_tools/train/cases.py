@@ -22,10 +22,10 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import read_text
-from torchweft.placement.files.read_trees import Tree, read_trees
-from torchweft.placement.files.work import Work, on_pool, slowness_pool
 from torchweft.placement.learn.served import ServedRun
 from torchweft.placement.problem import INF, Problem
+from torchweft_tools.formats.read_trees import Tree, read_trees
+from torchweft_tools.formats.work import Work, on_pool, slowness_pool
 
 UNIT_S = 1e-3
 MACHINES = ((1.0, 2.0), (1.0, 1.6, 4.0), (1.0, 1.3, 2.0, 3.0, 5.0))

@@ -22,7 +22,7 @@ from torchweft.cli.place import app as place
 from torchweft.cli.text import say, say_json
 from torchweft.errors import PlacementError
 from torchweft.files import write_text
-from torchweft.placement.files.read_trees import Tree
+from torchweft_tools.formats.read_trees import Tree
 from torchweft_tools.train.cases import problems_in, sst_trees
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import PlacementError, clip
-from torchweft.placement.files.read_trees import Tree
 from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.reinforce import (
@@ -38,6 +37,7 @@ from torchweft.placement.placement import Placement
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import heft, peft
 from torchweft.placement.problem import Problem
+from torchweft_tools.formats.read_trees import Tree
 from torchweft_tools.train.cases import draw_case
 
 HELD_OUT = 1_000_000_007

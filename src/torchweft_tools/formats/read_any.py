@@ -16,10 +16,16 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import read_json, read_text
-from torchweft.placement.files.read_dnn import MARKS, read_dnn
-from torchweft.placement.files.read_stg import read_stg
-from torchweft.placement.files.read_trees import read_trees, tree_work
-from torchweft.placement.files.work import (
+from torchweft.placement.graph_problem import graph_problem
+from torchweft.placement.problem import INF, Problem
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.graph_file import read_graph
+from torchweft.plan.machine import Machine
+from torchweft_tools.formats.read_dnn import MARKS, read_dnn
+from torchweft_tools.formats.read_stg import read_stg
+from torchweft_tools.formats.read_trees import read_trees, tree_work
+from torchweft_tools.formats.work import (
     DevicePool,
     Work,
     as_name,
@@ -27,12 +33,6 @@ from torchweft.placement.files.work import (
     on_pool,
     slowness_pool,
 )
-from torchweft.placement.graph_problem import graph_problem
-from torchweft.placement.problem import INF, Problem
-from torchweft.plan.context import Context
-from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph_file import read_graph
-from torchweft.plan.machine import Machine
 
 TREE_SLOWNESS = (1.0, 1.6, 4.0)
 

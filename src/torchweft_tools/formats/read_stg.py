@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from torchweft.errors import PlacementError, excerpt
 from torchweft.files import check_length
-from torchweft.placement.files.work import Work
 from torchweft.placement.problem import MAX_DEVICES, MAX_OPS
+from torchweft_tools.formats.work import Work
 
 
 def read_stg(text: str, name: str) -> tuple[Work, int | None]:

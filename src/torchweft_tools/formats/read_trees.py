@@ -15,8 +15,8 @@ from typing import Any
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import check_length
-from torchweft.placement.files.work import Work
 from torchweft.placement.problem import MAX_OPS
+from torchweft_tools.formats.work import Work
 
 LEAF_S, INNER_S = 0.4, 1.0
 MAX_BRACKETS = 500_000

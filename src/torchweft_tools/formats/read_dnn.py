@@ -18,8 +18,8 @@ from typing import Any
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import Reader
-from torchweft.placement.files.work import DevicePool, PoolDevice, Work, gib_links
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS
+from torchweft_tools.formats.work import DevicePool, PoolDevice, Work, gib_links
 
 MARKS = {"maxFPGAs", "maxCPUs", "nodes", "edges"}
 """A JSON object with one of these fields is a DNN-partitioning file."""
