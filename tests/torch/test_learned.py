@@ -390,7 +390,7 @@ def test_mistakes_of_training_are_told(tmp_path, capsys):
         (("-o", tmp_path / "run", "--data", tmp_path / "nowhere"), "no trees in"),
         (("-o", tmp_path / "file" / "run", "--steps", 1), "cannot make the folder"),
         (("-o", tmp_path / "run", "--resume"), "there is no training file"),
-        (("-o", foreign, "--resume"), "no training run of version 1"),
+        (("-o", foreign, "--resume"), "not a training run of version 1"),
     ):
         assert why in " ".join(train_cli(capsys, *words, code=1).split())
 

@@ -106,8 +106,8 @@ def _asked(
     return _PlaceOptions(read_problem(graph, options), policy, deadline_s, seed, as_json)
 
 
-def _command(command: Callable[..., None]) -> None:
-    """A command of the app, by its function: it has the options of `_asked` before its own, and is
+def _command(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command of the app: it has the options of `_asked` before its own, and is
     called with what they say."""
     shared = signature(_asked, eval_str=True).parameters
     own = dict(signature(command, eval_str=True).parameters)
@@ -122,6 +122,7 @@ def _command(command: Callable[..., None]) -> None:
     run.__signature__ = Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
     app.command(command.__name__.removeprefix("_"))(run)
+    return command
 
 
 @app.callback()

@@ -245,9 +245,11 @@ def _check(problem: Problem) -> None:
         if len(matrix) != shape[0] or any(len(row) != shape[1] for row in matrix):
             raise PlacementError(f"shape: {what} is not {shape[0]} x {shape[1]}.")
         if wrong := [n for row in matrix for n in row if not 0 <= n <= most]:  # NaN is not, either
-            raise PlacementError(f"number: {what} cannot be {clip(wrong[0])}.")
+            text = f"{what} must be numbers from 0 to {most:g}; got {clip(wrong[0])}"
+            raise PlacementError(f"number: {text}.")
     if not 0 <= problem.home < num_devices:
-        raise PlacementError(f"home: there is no device number {clip(problem.home)}.")
+        text = f"home must be the number of a device, below {num_devices}; got {clip(problem.home)}"
+        raise PlacementError(f"home: {text}.")
     for edge in problem.edges:
         if not 0 <= edge.source < edge.target < num_ops or not 0 <= edge.num_bytes < 1e30:
             raise PlacementError(f"edge: {clip(edge)} does not lead from an op to a later one.")
@@ -257,7 +259,8 @@ def _check(problem: Problem) -> None:
             raise PlacementError(f"value: {edge.value!r} has two makers or two sizes.")
     for ops in (*(hold.ops for hold in problem.holds), *problem.together):
         if not ops or not all(0 <= op < num_ops for op in ops):
-            raise PlacementError(f"op: {clip(ops)} are no numbers of ops.")
+            text = f"holds and groups have numbers of ops, below {num_ops}; got {clip(ops)}"
+            raise PlacementError(f"op: {text}.")
     for op, devices in enumerate(problem.allowed):
         if not devices:
             cure = "Give the machine a device that takes it, or let fewer ops stay together."

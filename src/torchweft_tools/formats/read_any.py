@@ -62,7 +62,7 @@ def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Prob
         raise PlacementError(f"ratio: {text}.")
     name = as_name(Path(path).stem)
     if wanted.tree and not text.startswith("("):
-        raise PlacementError(f"tree: {path} is no file of trees; leave out --tree.", rule="tree")
+        raise PlacementError(f"tree: {path} has no trees; leave --tree out.", rule="tree")
     if text.startswith(("{", "[")):
         return _from_json(path, name, wanted)
     if text.startswith("("):

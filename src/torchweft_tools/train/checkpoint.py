@@ -55,7 +55,7 @@ def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]
     """
     read = Reader(read_json(folder / RUN, PlacementError, "training"), PlacementError, "training")
     if read.take("weft_training", int, None) != VERSION:
-        raise read.fail(f"this is no training run of version {VERSION}.")
+        raise read.fail(f"this is not a training run of version {VERSION}.")
     found = Reader(read.take("settings", dict), PlacementError, "settings")
     settings = Settings(
         seed=found.take("seed", int),
@@ -76,7 +76,7 @@ def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]
     try:
         curve = [Point(str(p[0]), int(p[1]), *map(float, p[2:])) for p in read.take("curve", list)]
         if not all(isfinite(number) for point in curve for number in point[1:]):
-            raise ValueError("a point of its curve is no number")
+            raise ValueError("a point of its curve is not a finite number")
         remember(trainer, read_tensors(folder / OPTIMIZER, "optimizer")[0])
     except (OverflowError, TypeError, ValueError, LookupError) as cause:
         raise read.fail(f"it is damaged: {clip(cause)}.") from None

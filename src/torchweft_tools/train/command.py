@@ -75,7 +75,7 @@ def train_command(
     if from_traces is not None:
         return _tune(output, from_traces, policy, steps or NUM_TUNED, seed or 0, resume, as_json)
     if policy is not None:
-        raise PlacementError("train: --policy goes with --from-traces.", rule="train")
+        raise PlacementError("train: --policy needs --from-traces.", rule="train")
     trees = _trees(data)
     if resume:
         if (seed, steps, imitation) != (None, None, None):

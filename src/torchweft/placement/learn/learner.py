@@ -127,7 +127,8 @@ class Learner:
         with one_thread(), torch.inference_mode(False), torch.enable_grad():
             loss = reinforce(self.policy, problems, self.pace.num_tries, generator)
             if not loss.isfinite():
-                raise PlacementError("learning: the loss is no number; nothing was learned.")
+                text = "the loss of a step is not a finite number; the policy is as it was before."
+                raise PlacementError(f"learning: {text}", rule="learning")
             descend(self.policy, self.optimizer, loss)
         self.num_steps += 1
 

@@ -109,7 +109,7 @@ class Policy(nn.Module):
             or len(sizes) != 4
             or not all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes)
         ):
-            raise PlacementError(f"file: {path} is no policy of version {VERSION}.", rule="file")
+            raise PlacementError(f"file: {path} is not a policy of version {VERSION}.", rule="file")
         policy = Policy((sizes[0], sizes[1], sizes[2], sizes[3]))
         wanted = {name: tensor.shape for name, tensor in policy.state_dict().items()}
         if {name: tensor.shape for name, tensor in tensors.items()} != wanted or not all(
@@ -132,7 +132,7 @@ def read_tensors(path: str | Path, what: str) -> tuple[dict[str, Tensor], dict[s
         notes = json.loads(data[start : start + size]).get("__metadata__") or {}
         header = json.loads(notes.get("weft", "{}"))
     except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as cause:
-        raise PlacementError(f"file: {path} is no {what}: {clip(cause)}.", rule="file") from None
+        raise PlacementError(f"file: {path} is not a {what}: {clip(cause)}.", rule="file") from None
     return tensors, header if isinstance(header, dict) else {}
 
 

@@ -77,7 +77,7 @@ class ServedRun:
         """Read a served run. Raises `WeftError` for a file that is none, naming what is wrong."""
         read = Reader(read_json(path, PlacementError, "served"), PlacementError, f"served {path}")
         if read.take("weft_served", int, None) != VERSION:
-            raise read.fail(f"this is no served run of version {VERSION}.")
+            raise read.fail(f"this is not a served run of version {VERSION}.")
         served = ServedRun(
             read_graph(read.take("graph", dict)),
             read_machine(read.take("machine", dict)),

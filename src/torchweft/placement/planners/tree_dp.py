@@ -66,7 +66,7 @@ def tree_dp(
     if not fits(problem):
         raise PlacementError(
             "tree: tree-dp takes trees, where every op is read by one op at most, for latency, "
-            f"without memory limits and groups; {problem} is none. Use portfolio.",
+            f"without memory limits and groups; got {problem}. Use portfolio.",
             rule="tree",
         )
     deadline_s = DEFAULT_S if deadline_s is None else deadline_s
