@@ -130,7 +130,7 @@ def run(
     """Starts and ends if every device runs its ops in this order, each as soon as it can.
 
     The order has every op once, none before what it reads. With a limit `most_s`, the clock stops
-    at the first op whose end and what is still `behind` it (`tails`) exceed it: that end is inf.
+    at the first op whose end and what is still `behind` it (`tails`) exceed it: [inf] are the ends.
     """
     start_s, finish_s = [0.0] * problem.num_ops, [0.0] * problem.num_ops
     free_s = [0.0] * problem.num_devices
@@ -148,8 +148,7 @@ def run(
         start_s[op] = at_s
         at_s += seconds[op][device]
         if limited and at_s + behind[op][device] > most_s:
-            finish_s[op] = INF
-            break
+            return start_s, [INF]
         finish_s[op] = free_s[device] = at_s
     return start_s, finish_s
 
