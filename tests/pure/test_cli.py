@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from torchweft.cli import app as cli
-from torchweft.cli import bench as cli_bench
 from torchweft.cli.text import printable, read_literal, read_pairs
 from torchweft.errors import WeftError
 from torchweft.files import write_json
@@ -24,6 +23,7 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.write import write
+from torchweft_tools.cli import bench as cli_bench
 
 Capture = pytest.CaptureFixture[str]
 

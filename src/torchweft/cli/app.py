@@ -22,11 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from torchweft.cli import lab as cli_lab
 from torchweft.cli import train as cli_train
-from torchweft.cli.bench import BENCHES, run_bench
 from torchweft.cli.doctor import examine
-from torchweft.cli.dryrun import dryrun
 from torchweft.cli.text import error_data, read_context, read_machine, read_pairs, say, say_json
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
@@ -40,6 +37,9 @@ from torchweft.plan.strategies import get_strategy, strategy_names
 from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults
 from torchweft.plan.write.write import write
+from torchweft_tools.cli import tools as cli_lab
+from torchweft_tools.cli.bench import BENCHES, run_bench
+from torchweft_tools.cli.dryrun import dryrun
 from torchweft_tools.demo.demo import story
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
