@@ -24,7 +24,16 @@ import typer
 
 from torchweft.cli import train as cli_train
 from torchweft.cli.doctor import examine
-from torchweft.cli.text import error_data, read_context, read_machine, read_pairs, say, say_json
+from torchweft.cli.text import (
+    Json,
+    UsageError,
+    error_data,
+    read_context,
+    read_machine,
+    read_pairs,
+    say,
+    say_json,
+)
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
 from torchweft.plan import blueprint as blueprints
@@ -37,16 +46,14 @@ from torchweft.plan.strategies import get_strategy, strategy_names
 from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults
 from torchweft.plan.write.write import write
-from torchweft_tools.cli import tools as cli_lab
-from torchweft_tools.cli.bench import BENCHES, run_bench
-from torchweft_tools.cli.dryrun import dryrun
-from torchweft_tools.demo.demo import story
+from torchweft_tools.cli import bench, tools
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(cli_lab.app, name="lab")
 app.add_typer(cli_train.place, name="place")
-app.command(context_settings={"allow_interspersed_args": False})(dryrun)
-_UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
+app.add_typer(bench.app, name="bench")
+app.add_typer(tools.lab_app, name="lab")
+app.command("dryrun", context_settings=tools.AS_IS)(tools.dryrun_command)
+app.command("demo")(tools.demo_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
@@ -67,7 +74,6 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="K=V", help="of the strategy")
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
 
 def main() -> None:
@@ -83,7 +89,7 @@ def run(words: Sequence[str]) -> int:
     try:
         code = app(list(words), prog_name="torchweft", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except _UsageError as wrong:
+    except UsageError as wrong:
         if "--json" not in words:
             wrong.show()
             return 2
@@ -354,30 +360,3 @@ def _models() -> Any:
 
 def _chosen(strategy: str, options: list[str] | None) -> Strategy:
     return get_strategy(strategy)(**read_pairs(options or (), "option"))
-
-
-@app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_command(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHES)}")] = "",
-    as_json: Json = False,
-) -> None:
-    """Measure one of Weft's own parts; options of the bench follow its name."""
-    run_bench(name, context.args, as_json=as_json)
-
-
-@app.command("demo")
-def demo_command(
-    folder: Annotated[Path, typer.Option(help="where the trace is saved")] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
-    race: Annotated[bool, typer.Option(help="two ranks over a link: two minutes more")] = True,
-) -> None:
-    """Plan, simulate and draw a transformer; run small models; race two ranks over a link."""
-    for text in story():
-        say(text)
-    if not quick:
-        for text in import_module("torchweft_tools.demo.run").story(folder):
-            say(text)
-    if race and not quick:
-        for text in import_module("torchweft_tools.demo.race").story():
-            say(text)

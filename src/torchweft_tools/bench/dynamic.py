@@ -311,9 +311,13 @@ def run(
     policy: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
-    Python that has DyNet, to race against its autobatching; policy: the file of the policy that
-    learns, by default the one that comes with the package."""
+    """Rows of the bench.
+
+    data: a folder with sst/dev.txt; by default WEFT_DATA, else trees are drawn.
+    only: some rows by their names, with commas between; all by default.
+    dynet: a Python that has DyNet, to race against its autobatching.
+    policy: the file of the policy that learns; by default the one that comes with the package.
+    """
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
 
@@ -335,9 +339,10 @@ def run(
         ),
         "simulated": lambda: simulated(policy=policy_of(policy), progress=inside),
     }
-    if only and only not in rows:
-        raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
-    wanted = [name for name in rows if only in ("", name)]
+    wanted = only.split(",") if only else list(rows)
+    for name in wanted:
+        if name not in rows:
+            raise WeftError(f"only: {unknown('row', name, rows)}", rule="only")
     for name in wanted:
         found.append({"row": name, **rows[name]()})
         inside(0, 1)

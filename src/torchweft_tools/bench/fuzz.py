@@ -1,4 +1,4 @@
-"""Damaged files: `torchweft bench fuzz --json`. Each gets our error or is read right, in bounds.
+"""The fuzz bench: damaged files of every format; each gets our error, or is read right, in bounds.
 
     example --damage--> file --read--> our error | what is written and read back as itself
 
@@ -62,7 +62,12 @@ def run(
     quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Row], Row]:
-    """A row for each format, and one for each case that is not as it should be."""
+    """A row for each format, and one for each case that is not as it should be.
+
+    num_files: damaged files of each format.
+    seed: of all that is drawn.
+    quick: few files, to see that everything runs.
+    """
     num_files = 300 if quick else num_files
     rng, kinds = Rng(seed), formats()
     rows = {kind.name: _row(kind.name) for kind in kinds}
