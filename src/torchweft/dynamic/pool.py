@@ -65,7 +65,9 @@ class Spot:
             raise MachineError(
                 f"worker: {self.name!r} needs a thread, and cannot be {self.slowness} times slower."
             )
-        if extra := set(self.cores) - os.sched_getaffinity(0):
+        if self.cores and sys.platform != "linux":
+            raise MachineError(f"worker: cores= of {self.name!r} needs Linux; leave it out.")
+        if self.cores and (extra := set(self.cores) - os.sched_getaffinity(0)):
             raise MachineError(f"worker: {self.name!r}: there is no core {min(extra)} here.")
 
     @property
@@ -138,6 +140,9 @@ class WorkerPool:
     def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 10.0) -> None:
         if not spots:
             raise MachineError("pool: there is no worker in it.")
+        if sys.platform == "win32":
+            text = "Windows cannot hand sockets to a process; leave workers= out."
+            raise MachineError(f"pool: there are no workers here: {text}")
         self.watchdog_s = watchdog_s
         self.mates: dict[str, Mate] = {}
         self.listen: Listen = lambda name, message, tensors: None

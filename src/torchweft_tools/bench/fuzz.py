@@ -15,7 +15,6 @@ import gc
 import json
 import random
 import re
-import resource
 import signal
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.errors import WeftError
+from torchweft_tools import need_linux
 from torchweft_tools.bench.fuzz_files import Format, formats
 
 MAX_S, MAX_BYTES = 2.0, 500 * 10**6
@@ -68,6 +68,7 @@ def run(
     seed: of all that is drawn.
     quick: few files, to see that everything runs.
     """
+    need_linux("bench fuzz", "it reads /proc for the bytes that a file takes")
     num_files = 300 if quick else num_files
     rng, kinds = Rng(seed), formats()
     rows = {kind.name: _row(kind.name) for kind in kinds}
@@ -166,6 +167,8 @@ def _resident(*, reset: bool = False) -> int:
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
+            import resource  # not on every system
+
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+([0-9]+) kB", status)[1]) * 1024  # type: ignore[index]

@@ -296,7 +296,12 @@ def _story(error: Exception) -> str:
 
 
 def pin(rank: int) -> None:
-    """One core a rank, gloo's threads with it: where the sequential baseline is healthiest."""
+    """One core a rank, gloo's threads with it: where the sequential baseline is healthiest.
+
+    Only Linux can; elsewhere ranks run where the system puts them.
+    """
+    if sys.platform != "linux":
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
