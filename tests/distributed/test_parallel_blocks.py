@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from ranks import check_clean, check_overlap, run_once
 
 import torchweft as weft
 from torchweft.api import session_of
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks import models
+from torchweft_tools.bench.peers import models
 
 DEPTHS = (3, 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from torchweft.cli import app as cli
-from torchweft.cli import bench as cli_bench
 from torchweft.cli.text import printable, read_literal, read_pairs
 from torchweft.errors import WeftError
 from torchweft.files import write_json
@@ -24,6 +24,7 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.write import write
+from torchweft_tools.cli import bench as cli_bench
 
 Capture = pytest.CaptureFixture[str]
 
@@ -337,10 +338,46 @@ def test_values_of_options_are_literals_or_text() -> None:
     assert read_literal("(" * 5000) == "(" * 5000
 
 
-def test_every_bench_has_a_module_with_a_run() -> None:
+def test_benches_are_listed_with_a_line_each_and_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from torchweft.cli import app; code = app.run(['bench', '--help']);"
+        "assert 'torch' not in sys.modules and 'torchweft_tools.bench.verify' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
     for name in cli_bench.BENCHES:
-        module = __import__(f"torchweft_tools.bench.{name}", fromlist=["run"])
-        assert cli_bench.read_options(module.run, []) == {}
+        assert name in shown.stdout
+        line = cli_bench.first_line(name)
+        assert line[0].isupper() and line.endswith("."), name
+    assert "Random plans, judged by the oracle" in shown.stdout
+
+
+def test_help_of_a_bench_shows_its_options_with_types_and_defaults(capsys: Capture) -> None:
+    text = " ".join(out("bench verify --help", capsys).split())
+    assert "--plans <int> random plans to judge. [default: 20000]" in text
+    assert "--seed <int>" in text and "--json" in text
+    assert "A *false accept* is an unsafe plan without findings" in text
+
+
+@pytest.mark.parametrize("name", cli_bench.BENCHES)
+def test_every_option_of_a_bench_has_a_help(name: str) -> None:
+    module = __import__(f"torchweft_tools.bench.{name}", fromlist=["run"])
+    command = cli_bench.bench_command(name)
+    options = {item.name: item for item in command.params if item.name != "as_json"}
+    arguments = inspect.signature(module.run).parameters
+    assert set(options) == set(arguments) - {"progress"}
+    assert all(item.help for item in options.values())
+    assert {item.name: item.default for item in options.values()} == {
+        name: arguments[name].default for name in options
+    }
+
+
+def test_json_may_stand_before_the_name_of_a_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    called = fake_bench(monkeypatch)
+    assert json.loads(out("bench --json verify --seed 3", capsys))["summary"] == {"plans": 10}
+    assert called["seed"] == 3
 
 
 def test_command_starts_without_torch(tmp_path: Path) -> None:

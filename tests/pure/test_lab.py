@@ -123,7 +123,8 @@ def test_bad_duplex_lists_the_choices() -> None:
 
 def test_the_lab_is_reached_lazily_and_without_torch() -> None:
     assert weft.lab is lab
-    code = "import sys, torchweft; assert 'torchweft_tools' not in sys.modules; torchweft.lab.LabLink()"
+    code = "import sys, torchweft; assert 'torchweft_tools' not in sys.modules"
+    code += "; torchweft.lab.LabLink()"
     code += "; assert not {'torch', 'typer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 

@@ -22,15 +22,20 @@ from typing import Annotated, Any
 
 import typer
 
-from torchweft.cli import lab as cli_lab
-from torchweft.cli.bench import BENCHES, run_bench
 from torchweft.cli.doctor import examine
-from torchweft.cli.dryrun import dryrun
-from torchweft.cli.text import error_data, read_context, read_machine, read_pairs, say, say_json
+from torchweft.cli.text import (
+    Json,
+    UsageError,
+    error_data,
+    read_context,
+    read_machine,
+    read_pairs,
+    say,
+    say_json,
+)
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
 from torchweft.plan import blueprint as blueprints
-from torchweft.plan.graph import Graph
 from torchweft.plan.graph_file import graph_data, load_graph, save_graph
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan
@@ -39,14 +44,15 @@ from torchweft.plan.strategies import get_strategy, strategy_names
 from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults
 from torchweft.plan.write.write import write
-from torchweft_tools.demo.demo import story
+from torchweft_tools.cli import bench, tools
 from torchweft_tools.train.command import place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(cli_lab.app, name="lab")
 app.add_typer(place, name="place")
-app.command(context_settings={"allow_interspersed_args": False})(dryrun)
-_UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
+app.add_typer(bench.app, name="bench")
+app.add_typer(tools.lab_app, name="lab")
+app.command("dryrun", context_settings=tools.AS_IS)(tools.dryrun_command)
+app.command("demo")(tools.demo_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
@@ -64,10 +70,9 @@ Lanes = Annotated[int, typer.Option("--lanes", help="compute lanes of a CPU, if 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FUNCTION or MODULE:FUNCTION")]
 StrategyName = Annotated[str, typer.Option("--strategy", help="see: torchweft strategies")]
 Options = Annotated[
-    list[str] | None, typer.Option("--option", metavar="K=V", help="of the strategy")
+    list[str] | None, typer.Option("--option", metavar="K=V", help="an option of the strategy")
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 
 
 def main() -> None:
@@ -83,11 +88,11 @@ def run(words: Sequence[str]) -> int:
     try:
         code = app(list(words), prog_name="torchweft", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except _UsageError as wrong:
-        if "--json" not in words:
+    except UsageError as wrong:
+        if "--json" in words:
+            say_json(error_data(WeftError(wrong.format_message(), rule="usage")))
+        else:
             wrong.show()
-            return 2
-        say_json(error_data(WeftError(wrong.format_message(), rule="usage")))
         return 2
     except (WeftError, OSError) as cause:
         if os.environ.get("WEFT_DEBUG", "0") != "0":
@@ -123,10 +128,8 @@ def _options(
 def plan_command(
     graph: GraphFile,
     batch: Batch,
-    strategy: Annotated[str, typer.Option(help="see: torchweft strategies")] = "sequential",
-    option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="K=V", help="an option of the strategy")
-    ] = None,
+    strategy: StrategyName = "sequential",
+    option: Options = None,
     size: Sizes = None,
     tokens: Tokens = "",
     phase: Phase = None,
@@ -143,8 +146,8 @@ def plan_command(
 ) -> None:
     """Write a plan for a graph by a strategy; lower, verify and print it."""
     context = read_context(batch, size or (), tokens, phase)
-    chosen = get_strategy(strategy)(**read_pairs(option or (), "option"))
-    plan = write(chosen, load_graph(graph), context, read_machine(machine, lanes))
+    machine_read = read_machine(machine, lanes)
+    plan = write(_chosen(strategy, option), load_graph(graph), context, machine_read)
     if not bare:
         plan = verify(lower(plan, buffers=buffers))
     if output is not None:
@@ -166,27 +169,23 @@ def _plan_facts(plan: Plan) -> dict[str, object]:
 @app.command("verify")
 def verify_command(plans: PlanFiles, graph: Graphs, as_json: Json = False) -> None:
     """Say whether plans are safe, each alone or together as the plans of all ranks."""
-    loaded = _load_plans(plans, graph)
-    found = findings_ranks(loaded)
+    graphs = [load_graph(path) for path in graph]
+    by_digest = {item.digest: item for item in graphs}
+    bare = [Plan.load(path) for path in plans]
+    loaded = [plan.bind(by_digest.get(plan.digest, graphs[0])) for plan in bare]
+    findings = findings_ranks(loaded)
     if as_json:
-        data = [_finding_data(item, loaded[item.rank]) for item in found]
-        say_json({"safe": not found, "plans": [_plan_facts(p) for p in loaded], "findings": data})
+        data = [_finding_data(item, loaded[item.rank]) for item in findings]
+        facts = [_plan_facts(plan) for plan in loaded]
+        say_json({"safe": not findings, "plans": facts, "findings": data})
     else:
-        for item in found:
+        for item in findings:
             say(str(item.error(loaded[item.rank], num_ranks=len(loaded))) + "\n")
         what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
         steps = sum(len(plan.steps) for plan in loaded)
-        verdict = f"unsafe: {len(found)} found" if found else f"safe: {steps} steps"
+        verdict = f"unsafe: {len(findings)} found" if findings else f"safe: {steps} steps"
         say(f"{what} {verdict}")
-    raise typer.Exit(1 if found else 0)
-
-
-def _load_plans(paths: Sequence[Path], graph_paths: Sequence[Path]) -> list[Plan]:
-    """The plans, each bound to the graph with its digest."""
-    graphs = [load_graph(path) for path in graph_paths]
-    by_digest = {graph.digest: graph for graph in graphs}
-    loaded = [Plan.load(path) for path in paths]
-    return [plan.bind(by_digest.get(plan.digest, graphs[0])) for plan in loaded]
+    raise typer.Exit(1 if findings else 0)
 
 
 def _finding_data(item: Finding, plan: Plan) -> dict[str, object]:
@@ -217,18 +216,17 @@ def simulate_command(
     """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused."""
     safe = verify(Plan.load(plan, load_graph(graph)))
     context = read_context(batch, size or (), tokens, None)
-    found = simulate(
-        safe, context, read_machine(machine, lanes), contention=not no_contention
-    )  # fmt: skip
+    machine_read = read_machine(machine, lanes)
+    simulated = simulate(safe, context, machine_read, contention=not no_contention)
     if trace is not None:
-        found.save(trace)
+        simulated.save(trace)
     if not as_json:
-        say(found.to_text(width).rstrip())
+        say(simulated.to_text(width).rstrip())
         return
     times = ("makespan_s", "critical_path_s", "network_s", "exposed_network_s", "overlap_share")
-    facts = {name: getattr(found, name) for name in (*times, "peak_bytes")}
-    busy = {lane: found.busy_s(lane) for lane, _ in found.lanes}
-    say_json({"simulated": True, "name": found.name, **facts, "busy_s": busy})
+    facts = {name: getattr(simulated, name) for name in (*times, "peak_bytes")}
+    busy = {lane: simulated.busy_s(lane) for lane, _ in simulated.lanes}
+    say_json({"simulated": True, "name": simulated.name, **facts, "busy_s": busy})
 
 
 @app.command("show")
@@ -239,27 +237,22 @@ def show_command(
     if ":" in name:
         _models().show_model(name)
         return
-    found = _load_either(Path(name))
-    if isinstance(found, Graph):
-        say(str(found))
+    path = Path(name)
+    if read_text(path, WeftError, "graph or plan").lstrip().startswith(("{", "[")):
+        say(str(load_graph(path)))
         return
-    head, _, steps = str(found).partition("\nsteps\n")
+    head, _, steps = str(Plan.load(path)).partition("\nsteps\n")
     lines = steps.splitlines()[:-1]
     say("\n".join([head, "steps", *(f"{number:>5}{line}" for number, line in enumerate(lines))]))
-
-
-def _load_either(path: Path) -> Graph | Plan:
-    text = read_text(path, WeftError, "graph or plan").lstrip()
-    return load_graph(path) if text.startswith(("{", "[")) else Plan.load(path)
 
 
 @app.command("diff")
 def diff_command(before: PlanFile, after: PlanFile) -> None:
     """Print what turns one plan into another; exit code 1 if they differ, as diff does."""
-    found = Plan.load(before).diff(Plan.load(after))
-    if found:
-        say(found)
-    raise typer.Exit(1 if found else 0)
+    difference = Plan.load(before).diff(Plan.load(after))
+    if difference:
+        say(difference)
+    raise typer.Exit(1 if difference else 0)
 
 
 @app.command("blueprint")
@@ -284,18 +277,18 @@ def blueprint_command(
 @app.command("strategies")
 def strategies_command(as_json: Json = False) -> None:
     """List the strategies, with their options and what they do."""
-    found = {name: get_strategy(name) for name in strategy_names()}
-    docs = {name: (item.function.__doc__ or "").partition("\n")[0] for name, item in found.items()}
+    known = [get_strategy(name) for name in strategy_names()]
+    docs = [(item.function.__doc__ or "").partition("\n")[0] for item in known]
     if as_json:
         rows = [
-            {"name": name, "options": option_defaults(item.function), "doc": docs[name]}
-            for name, item in found.items()
+            {"name": item.name, "options": option_defaults(item.function), "doc": doc}
+            for item, doc in zip(known, docs, strict=True)
         ]
         say_json({"strategies": rows})
         return
-    wide = max(len(str(item)) for item in found.values())
-    for name, item in found.items():
-        say(f"{item!s:<{wide}}  {docs[name]}")
+    wide = max(len(str(item)) for item in known)
+    for item, doc in zip(known, docs, strict=True):
+        say(f"{item!s:<{wide}}  {doc}")
 
 
 @app.command("run")
@@ -337,14 +330,14 @@ def trace_command(
 @app.command("doctor")
 def doctor_command(as_json: Json = False) -> None:
     """Say what this machine can do for Weft, with cures; exit code 1 if something is broken."""
-    found = []
+    diagnoses = []
     for item in examine():
-        found.append(item)
+        diagnoses.append(item)
         if not as_json:
             say(f"{item.state:<8} {item.what:<19} {item.found}  {item.cure}".rstrip())
     if as_json:
-        say_json({"diagnoses": [asdict(item) for item in found]})
-    raise typer.Exit(1 if any(item.state == "broken" for item in found) else 0)
+        say_json({"diagnoses": [asdict(item) for item in diagnoses]})
+    raise typer.Exit(1 if any(item.state == "broken" for item in diagnoses) else 0)
 
 
 def _models() -> Any:
@@ -354,30 +347,3 @@ def _models() -> Any:
 
 def _chosen(strategy: str, options: list[str] | None) -> Strategy:
     return get_strategy(strategy)(**read_pairs(options or (), "option"))
-
-
-@app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_command(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHES)}")] = "",
-    as_json: Json = False,
-) -> None:
-    """Measure one of Weft's own parts; options of the bench follow its name."""
-    run_bench(name, context.args, as_json=as_json)
-
-
-@app.command("demo")
-def demo_command(
-    folder: Annotated[Path, typer.Option(help="where the trace is saved")] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
-    race: Annotated[bool, typer.Option(help="two ranks over a link: two minutes more")] = True,
-) -> None:
-    """Plan, simulate and draw a transformer; run small models; race two ranks over a link."""
-    for text in story():
-        say(text)
-    if not quick:
-        for text in import_module("torchweft_tools.demo.run").story(folder):
-            say(text)
-    if race and not quick:
-        for text in import_module("torchweft_tools.demo.race").story():
-            say(text)

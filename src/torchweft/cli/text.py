@@ -11,11 +11,16 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
 
 from torchweft.errors import WeftError, clip
 from torchweft.plan.context import Context
 from torchweft.plan.machine import Machine, cpu, load_machine
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
+UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

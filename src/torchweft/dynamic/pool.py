@@ -62,10 +62,10 @@ class Spot:
         if self.name == HOME:
             raise MachineError(f"worker: {HOME!r} is where the caller is; take another name.")
         if not self.slowness >= 1 or self.num_threads < 1:
-            raise MachineError(
-                f"worker: {self.name!r} needs a thread, and cannot be {self.slowness} times slower."
-            )
-        if extra := set(self.cores) - os.sched_getaffinity(0):
+            raise MachineError(f"worker: {self.name!r}: num_threads and slowness start at 1.")
+        if self.cores and sys.platform != "linux":
+            raise MachineError(f"worker: cores= of {self.name!r} needs Linux; leave it out.")
+        if self.cores and (extra := set(self.cores) - os.sched_getaffinity(0)):
             raise MachineError(f"worker: {self.name!r}: there is no core {min(extra)} here.")
 
     @property
@@ -138,6 +138,8 @@ class WorkerPool:
     def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 10.0) -> None:
         if not spots:
             raise MachineError("pool: there is no worker in it.")
+        if sys.platform == "win32":
+            raise MachineError("pool: Windows has no workers; leave workers= out.")
         self.watchdog_s = watchdog_s
         self.mates: dict[str, Mate] = {}
         self.listen: Listen = lambda name, message, tensors: None

@@ -49,6 +49,9 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each phase and variant, and the summary.
 
+    link: the rate of the link between the ranks, such as 500mbit, or none.
+    num_pairs: timed pairs, each program against the other in turn.
+    seed: of all that is drawn.
     quick: a tiny model and three pairs, to see that everything runs; its figures mean nothing.
     """
     if not quick and num_pairs < MIN_PAIRS:

@@ -42,6 +42,10 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each model and number of parts, and the summary.
 
+    link: the rate of the link between the ranks, such as 500mbit, or none.
+    models: with commas between: dense, transformers, vllm.
+    num_pairs: timed pairs, each program against the other in turn.
+    seed: of all that is drawn.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
     if not quick and num_pairs < MIN_PAIRS:

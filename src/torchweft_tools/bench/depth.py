@@ -67,7 +67,12 @@ def run(
     num_pairs: int = MIN_PAIRS,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows by inner compiler and depth, and what one more layer costs."""
+    """Rows by inner compiler and depth, and what one more layer costs.
+
+    layers: depths of the model, with commas between.
+    inners: compilers inside of ops, with commas between: eager, inductor.
+    num_pairs: timed pairs, each program against the other in turn.
+    """
     depths = sorted(int(word) for word in layers.split(",") if word.strip().isdigit())
     if len(depths) < 2 or depths[0] < 2:
         raise WeftError(f"depth: {layers!r} are no two depths of at least 2 layers.", rule="depth")

@@ -10,7 +10,7 @@ HIDDEN, HEADS, KV_HEADS, INNER, VOCABULARY = 64, 4, 2, 128, 128
 HEAD_DIM = HIDDEN // HEADS
 
 
-class Norm(nn.Module):
+class DepthNorm(nn.Module):
     """Root mean square."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
-class Attention(nn.Module):
+class DepthAttention(nn.Module):
     """Grouped queries, rotary positions, causal."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Mlp(nn.Module):
+class DepthMlp(nn.Module):
     """A gated pair of products, and one back."""
 
     def __init__(self) -> None:
@@ -58,7 +58,8 @@ class DepthLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention, self.norm_mlp, self.mlp = Norm(), Attention(), Norm(), Mlp()
+        self.norm, self.attention = DepthNorm(), DepthAttention()
+        self.norm_mlp, self.mlp = DepthNorm(), DepthMlp()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x), cos, sin)
@@ -74,7 +75,7 @@ class DepthModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(DepthLayer() for _ in range(num_layers))
-        self.norm, self.head = Norm(), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.norm, self.head = DepthNorm(), nn.Linear(HIDDEN, VOCABULARY, bias=False)
         steps = torch.arange(0, HEAD_DIM, 2) / HEAD_DIM
         self.register_buffer("frequency", 10_000.0**-steps)
 

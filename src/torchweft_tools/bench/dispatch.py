@@ -80,7 +80,11 @@ class Chain(nn.Module):
 def run(
     *, num_pairs: int = MIN_PAIRS, seed: int = 0, progress: Progress | None = None
 ) -> tuple[list[Row], Row]:
-    """A row for each size of model, and the summary: the worst median of each ratio."""
+    """A row for each size of model, and the summary: the worst median of each ratio.
+
+    num_pairs: timed pairs, each program against the other in turn.
+    seed: of all that is drawn.
+    """
     if num_pairs < MIN_PAIRS:
         raise WeftError(f"bench dispatch: {MIN_PAIRS} pairs or more are needed.", rule="option")
     rows: list[Row] = []

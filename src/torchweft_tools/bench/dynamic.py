@@ -237,7 +237,7 @@ def stream(
 
 
 def fault(
-    data: Path | None, how: int = signal.SIGKILL, *, num_inputs: int = 200, at: int = 60,
+    data: Path | None, how: str = "SIGKILL", *, num_inputs: int = 200, at: int = 60,
     watchdog_s: float = 2.0, num_alone: int = 9, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
     """A worker is killed or stopped in the middle of a stream: what became of every input, and
@@ -256,7 +256,7 @@ def fault(
                 if number == at:
                     process = pool.mates[spots[0].name].process
                     assert process is not None, "a local worker has a process"
-                    os.kill(process.pid, how)
+                    os.kill(process.pid, getattr(signal, how))
                 failed += answer.error is not None
                 if answer.error is None and not torch.allclose(
                     answer.outputs, wanted[number], atol=1e-5
@@ -269,7 +269,7 @@ def fault(
     gaps = [b - a for a, b in pairwise(seen_s)]
     after = len(half) / (seen_s[-1] - seen_s[-len(half) - 1])
     return {
-        "trees": source, "signal": signal.Signals(how).name, "inputs": len(inputs),
+        "trees": source, "signal": how, "inputs": len(inputs),
         "answered": len(seen_s) - failed, "failed": failed, "wrong": wrong, "left": left,
         "longest_gap_s": max(gaps), "after_per_s": after, "left_alone_per_s": alone,
         "left_alone_spread": [len(half) / s for s in (max(alone_s), min(alone_s))],
@@ -311,9 +311,13 @@ def run(
     policy: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of the bench. data: a folder with sst/dev.txt; only: one row by its name; dynet: a
-    Python that has DyNet, to race against its autobatching; policy: the file of the policy that
-    learns, by default the one that comes with the package."""
+    """Rows of the bench.
+
+    data: a folder with sst/dev.txt; by default WEFT_DATA, else trees are drawn.
+    only: some rows by their names, with commas between; all by default.
+    dynet: a Python that has DyNet, to race against its autobatching.
+    policy: the file of the policy that learns; by default the one that comes with the package.
+    """
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
 
@@ -327,17 +331,18 @@ def run(
         "batched": lambda: batched(where, dynet=dynet),
         "placed": lambda: placed(where, progress=inside),
         "stream": lambda: stream(where),
-        "killed": lambda: fault(where, signal.SIGKILL),
-        "stopped": lambda: fault(where, signal.SIGSTOP),
+        "killed": lambda: fault(where, "SIGKILL"),
+        "stopped": lambda: fault(where, "SIGSTOP"),
         "drift": lambda: drift(where),
         "recovery": lambda: served(
             *trees_of(where, 200), policy=policy_of(policy), progress=inside
         ),
         "simulated": lambda: simulated(policy=policy_of(policy), progress=inside),
     }
-    if only and only not in rows:
-        raise WeftError(f"only: {unknown('row', only, rows)}", rule="only")
-    wanted = [name for name in rows if only in ("", name)]
+    wanted = only.split(",") if only else list(rows)
+    for name in wanted:
+        if name not in rows:
+            raise WeftError(f"only: {unknown('row', name, rows)}", rule="only")
     for name in wanted:
         found.append({"row": name, **rows[name]()})
         inside(0, 1)

@@ -1,4 +1,4 @@
-"""Damaged files: `torchweft bench fuzz --json`. Each gets our error or is read right, in bounds.
+"""The fuzz bench: damaged files of every format; each gets our error, or is read right, in bounds.
 
     example --damage--> file --read--> our error | what is written and read back as itself
 
@@ -15,7 +15,6 @@ import gc
 import json
 import random
 import re
-import resource
 import signal
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.errors import WeftError
+from torchweft_tools import need_linux
 from torchweft_tools.bench.fuzz_files import Format, formats
 
 MAX_S, MAX_BYTES = 2.0, 500 * 10**6
@@ -62,7 +62,13 @@ def run(
     quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Row], Row]:
-    """A row for each format, and one for each case that is not as it should be."""
+    """A row for each format, and one for each case that is not as it should be.
+
+    num_files: damaged files of each format.
+    seed: of all that is drawn.
+    quick: few files, to see that everything runs.
+    """
+    need_linux("bench fuzz", "it reads /proc for the bytes that a file takes")
     num_files = 300 if quick else num_files
     rng, kinds = Rng(seed), formats()
     rows = {kind.name: _row(kind.name) for kind in kinds}
@@ -161,6 +167,8 @@ def _resident(*, reset: bool = False) -> int:
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
+            import resource  # not on every system
+
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+([0-9]+) kB", status)[1]) * 1024  # type: ignore[index]

@@ -101,8 +101,12 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each host, workload and link, and the summary.
 
-    workloads: of all hosts, by default all. quick: tiny models and three pairs, to see that
-    everything runs; its figures mean nothing.
+    hosts: with commas between.
+    workloads: of all hosts, with commas between; all by default.
+    links: rates of the link between the ranks, with commas between.
+    num_pairs: timed pairs, each program against the other in turn.
+    seed: of all that is drawn.
+    quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
     if not quick and num_pairs < MIN_PAIRS:
         raise WeftError(

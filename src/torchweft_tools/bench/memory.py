@@ -83,7 +83,11 @@ def run(
     inner: str = "eager",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and summary of all models, or of those named (with commas between)."""
+    """Rows and summary of all models, or of those named.
+
+    models: with commas between; all by default.
+    inner: the compiler inside of ops: eager or inductor.
+    """
     check_inner(inner)
     zoo = {model.name: model for model in MODELS}
     known = (*zoo, *RANKED)

@@ -3,7 +3,7 @@
     python -m torchweft_tools.bench.memory_rank '["dense", "llama_tp"]' eager FOLDER
 
 Each rank writes its rows to FOLDER/rank0.json, FOLDER/rank1.json. The models are those of
-`benchmarks/models.py`, and tiny checkpoints that Transformers loads with `tp_plan="auto"`.
+`peers/models.py`, and tiny checkpoints that Transformers loads with `tp_plan="auto"`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from torchweft_tools.bench.memory import PARTS, MemoryRow, measure
-from torchweft_tools.bench.overlap_candidates import peer_module
 from torchweft_tools.bench.overlap_rank import SIZES
+from torchweft_tools.bench.peers import models
 
 TIMEOUT = timedelta(minutes=2)
 NUM_ROWS, NUM_POSITIONS = 10, 16
@@ -63,7 +63,6 @@ def build(name: str, folder: Path) -> Built:
 
 
 def _plain(name: str) -> Built:
-    models = peer_module("models")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sizes = models.Sizes(**SIZES["tiny"][name])
     make = {"dense": models.Dense, "experts": models.MoE}[name]

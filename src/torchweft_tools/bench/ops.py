@@ -84,10 +84,13 @@ def run(
     limit_s: float = LIMIT_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and summary of all operators, or of those named (with commas between).
+    """Rows and summary of all operators, or of those named.
 
-    quick: a slice of the operators, one sample each. journal: a file of rows, one a line, that are
-    not made again. limit_s: how long one operator may take.
+    quick: a slice of the operators, one sample each.
+    ops: names of operators, with commas between; all by default.
+    journal: a file of rows, one a line: those in it are not made again, so a bench that was stopped
+        goes on.
+    limit_s: seconds that one operator may take.
     """
     names = _chosen(ops, quick)
     rows = {row["op"]: row for row in _kept(journal)}

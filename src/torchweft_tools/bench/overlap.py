@@ -53,6 +53,11 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each model, phase and link, and the summary.
 
+    links: rates of the link between the ranks, with commas between.
+    models: with commas between.
+    phases: with commas between.
+    num_pairs: timed pairs, each program against the other in turn.
+    seed: of all that is drawn.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
     parsed = sorted(map(lab.LabLink.parse, _words(links)), key=_kind)

@@ -2,33 +2,29 @@
 
 TABLES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
 
-The peers live in `benchmarks/`, plain torch that knows nothing of weft. A candidate that cannot run
+The peers live in `peers/`, plain torch that knows nothing of weft. A candidate that cannot run
 here raises `Absent` with the reason, which stands in the row.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchweft.api import compile, session_of
-from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.serve.session import context
 from torchweft_tools.bench.overlap_race import Call
+from torchweft_tools.bench.peers import domino, floors, onednn, overlap_by_hand, stock
 
-ROOT = Path(__file__).parents[3]
 Build = Callable[["Arena"], Call]
 
 
@@ -58,15 +54,6 @@ class Candidate:
     comparable: bool = True
 
 
-def peer_module(name: str) -> Any:
-    """A module of `benchmarks/`, which stands beside `src` in a checkout."""
-    if not (ROOT / "benchmarks" / f"{name}.py").is_file():
-        raise WeftError("bench overlap: benchmarks/ is missing; run it from a checkout.")
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    return importlib.import_module(f"benchmarks.{name}")
-
-
 def unoverlapped(s: Scheduler, *, parts: int = 4) -> None:
     """The negative control: `overlap`, but collectives run on the compute lane, to their end."""
     if s.graph.batch is None:
@@ -85,7 +72,6 @@ def _sequential(arena: Arena) -> Call:
 
 
 def _floor(name: str, arena: Arena) -> Call:
-    floors = peer_module("floors")
     call: Call = (
         floors.compute_only(arena.model)
         if name == "compute"
@@ -95,22 +81,22 @@ def _floor(name: str, arena: Arena) -> Call:
 
 
 def _by_hand(num_parts: int, inductor: bool, arena: Arena) -> Call:
-    call: Call = peer_module("overlap_by_hand").by_hand(arena.model, num_parts, compile=inductor)
+    call: Call = overlap_by_hand.by_hand(arena.model, num_parts, compile=inductor)
     return call
 
 
 def _by_hand_onednn(num_parts: int, arena: Arena) -> Call:
-    call: Call = peer_module("onednn").by_hand_onednn(arena.model, num_parts)
+    call: Call = onednn.by_hand_onednn(arena.model, num_parts)
     return call
 
 
 def _stock(arena: Arena) -> Call:
-    call: Call = peer_module("stock").stock(arena.model)
+    call: Call = stock.stock(arena.model)
     return call
 
 
 def _reordered(num_parts: int, arena: Arena) -> Call:
-    call: Call = peer_module("stock").reordered(arena.model, num_parts)
+    call: Call = stock.reordered(arena.model, num_parts)
     return call
 
 
@@ -120,7 +106,7 @@ def _domino(intra: bool, arena: Arena) -> Call:
     if importlib.util.find_spec("deepspeed") is None:
         raise Absent("deepspeed is not installed; make bench-setup, then run it from .venv-bench")
     num_sequences, num_positions, _ = arena.x.shape
-    call: Call = peer_module("domino").domino(
+    call: Call = domino.domino(
         arena.sizes, num_sequences=num_sequences, num_positions=num_positions, intra=intra
     )
     return call

@@ -32,9 +32,10 @@ from torch._dynamo.utils import calculate_time_spent, counters
 from torchweft import lab
 from torchweft.api import plans, report, trace
 from torchweft.errors import clip
-from torchweft_tools.bench.overlap_candidates import TABLES, Absent, Arena, Candidate, peer_module
+from torchweft_tools.bench.overlap_candidates import TABLES, Absent, Arena, Candidate
 from torchweft_tools.bench.overlap_race import Call, Run, calls_of_a_run, race
 from torchweft_tools.bench.overlap_rows import MAX_DIFF, finalists
+from torchweft_tools.bench.peers import llama, models
 from torchweft_tools.bench.told import say
 
 NUM_WARM = 3
@@ -161,17 +162,16 @@ def _over_link(
 
 def make_arena(spec: Mapping[str, Any]) -> Arena:
     """The model of a case on this rank, and its input."""
-    models = peer_module("models")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sizes = models.Sizes(**SIZES[spec["size"]][spec["model"]])
     if spec["model"] == "transformers":
-        host = peer_module("llama")
-        ids = host.ids(*SHAPES[spec["phase"]])
-        return Arena(spec["model"], spec["phase"], host.llama(sizes, seed=spec["seed"]), ids, sizes)
+        ids = llama.ids(*SHAPES[spec["phase"]])
+        model = llama.llama(sizes, seed=spec["seed"])
+        return Arena(spec["model"], spec["phase"], model, ids, sizes)
     make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
-    model = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
-    x = models.inputs(model, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)
-    return Arena(spec["model"], spec["phase"], model, x, sizes)
+    raced = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
+    x = models.inputs(raced, *SHAPES[spec["phase"]], sizes.hidden, rank=rank)
+    return Arena(spec["model"], spec["phase"], raced, x, sizes)
 
 
 def enter(
@@ -296,7 +296,12 @@ def _story(error: Exception) -> str:
 
 
 def pin(rank: int) -> None:
-    """One core a rank, gloo's threads with it: where the sequential baseline is healthiest."""
+    """One core a rank, gloo's threads with it: where the sequential baseline is healthiest.
+
+    Only Linux can; elsewhere ranks run where the system puts them.
+    """
+    if sys.platform != "linux":
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 

@@ -93,6 +93,13 @@ def run(
     """A row for each family, machine, ratio and planner, and the summary.
 
     data: a folder with sst, dnn-partitioning or stg50 in it; by default WEFT_DATA.
+    num_cases: graphs of each family.
+    num_stg: graphs of the STG set.
+    num_ops: ops of a graph that is drawn.
+    search_ms: milliseconds that a searching planner has for a case.
+    solver_s: seconds that the solver has for a case.
+    seed: of all that is drawn.
+    no_workers: leave out what is measured on real workers.
     """
     data = data or os.environ.get("WEFT_DATA", "")
     folder = _folder(data)

@@ -51,7 +51,12 @@ def run(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
-    """A row for each power of two of tokens, and the summary."""
+    """A row for each power of two of tokens, and the summary.
+
+    num_calls: calls in all.
+    num_counts: different token counts among them.
+    seed: of all that is drawn.
+    """
     if not 1 <= num_counts <= min(num_calls, MAX_TOKENS):
         raise WeftError(
             f"bench stream: {num_counts} token counts in {num_calls} calls of at most "

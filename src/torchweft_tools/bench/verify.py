@@ -78,7 +78,12 @@ def run(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Row], Row]:
-    """Rows (by kind of plan, by mutation, disagreements, times) and their summary."""
+    """Rows (by kind of plan, by mutation, disagreements, times) and their summary.
+
+    num_plans: random plans to judge.
+    seed: of all that is drawn.
+    workers: processes that judge; by default one for each core.
+    """
     began = time.perf_counter()
     rows: list[Row] = []
     for number, row in enumerate(_judged(num_plans, seed, workers), 1):

@@ -52,7 +52,10 @@ class ZooRow:
 def run(
     *, models: str = "", progress: Callable[[int, int], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and summary of all models, or of those named (with commas between)."""
+    """Rows and summary of all models, or of those named.
+
+    models: with commas between; all by default.
+    """
     chosen = _chosen(models)
     rows = []
     for number, model in enumerate(chosen):

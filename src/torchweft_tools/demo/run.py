@@ -1,6 +1,6 @@
 """The live demo: two models that run here, by plans, with what one process can gain and cannot.
 
-for text in story(folder): ...      texts to print, in order; the trace is saved in the folder
+for text in story(folder): ...      texts to print, in order; a trace is saved in the folder, if any
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RankCorrelation(nn.Module):
         return found
 
 
-def story(folder: Path) -> Iterator[str]:
+def story(folder: Path | None = None) -> Iterator[str]:
     """The texts of the live demo."""
     torch.manual_seed(0)
     yield "6. Now for real: a model that waits for a store beside its matmuls, unmodified.\n"

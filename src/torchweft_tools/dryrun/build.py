@@ -31,6 +31,8 @@ HEADERS = (
     "ATen/detail/CUDAHooksInterface.h",
     "ATen/detail/AcceleratorHooksInterface.h",
 )
+NUM_KEPT = 8
+"""Compiled stand-ins in the cache; those not used for longest go."""
 FLAGS = ("-O1", "-g", "-fPIC", "-shared", "-pthread", "-w", "-fvisibility=hidden")
 # What an unmodelled function returns: "not supported" of its own library.
 CODES = {"cudaError_t": 801, "cublasStatus_t": 15, "ncclResult_t": 5}
@@ -89,11 +91,22 @@ def build(folders: Sequence[Path]) -> Path:
     place = cache_folder() / content.hexdigest()[:16]
     library = place / "libweft_dryrun.so"
     if not library.is_file():
-        place.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)  # what is in it is loaded: nobody else may write
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             _compile(folders, Path(scratch))
             (Path(scratch) / library.name).replace(library)  # whole, or not there
+    os.utime(place)
+    for old in sorted(place.parent.iterdir(), key=_last_use)[:-NUM_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
     return library
+
+
+def _last_use(place: Path) -> float:
+    try:
+        return place.stat().st_mtime
+    except OSError:  # another process has thrown it away
+        return 0.0
 
 
 def cache_folder() -> Path:

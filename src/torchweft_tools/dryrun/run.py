@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchweft.errors import MachineError
+from torchweft_tools import need_linux
 from torchweft_tools.dryrun.build import build, include_folders_of
 from torchweft_tools.dryrun.calls import gather
 
@@ -45,8 +46,10 @@ def run(
 ) -> Outcome:
     """Run a command under the dry run. `options` go to `subprocess.run`.
 
-    Raises `MachineError` if it names no command, or one whose torch is no CUDA build.
+    Raises `MachineError` outside of Linux, if it names no command, or one whose torch is no CUDA
+    build.
     """
+    need_linux("dryrun", "its stand-in for CUDA is preloaded")
     if not command or shutil.which(command[0]) is None:
         raise MachineError(f"dryrun: there is no command {' '.join(command[:1]) or 'given'}.")
     if not 1 <= devices <= 64:

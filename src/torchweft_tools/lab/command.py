@@ -30,7 +30,9 @@ log = logging.getLogger("torchweft")
 INSIDE = Path(__file__).with_name("inside.py")
 TOOLS = ("unshare", "ip", "tc")
 SBIN = ("/usr/sbin", "/sbin")  # where ip and tc are; not on every user's PATH
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 FROM_TERMINAL = 0x80  # si_code SI_KERNEL: a Ctrl-C, which the terminal has given to the command too
 LOOK_S = 0.5  # another thread of ours may have taken the news of the command's end
 GRACE_S = 5.0  # how long the others may take to end when one has failed
@@ -184,6 +186,12 @@ def run(argv: Sequence[str], *, link: str | LabLink, require: bool = False) -> i
 
 def _way(wanted: LabLink, *, require: bool) -> tuple[Sequence[str], LabLink]:
     """The words in front of the command, and the link it really gets."""
+    if sys.platform == "win32":
+        raise MachineError(
+            "lab: a command cannot run here: its processes are ended by signals, which Windows "
+            "does not have. Use Linux, or macOS for plain loopback.",
+            rule="system",
+        )
     way, reason = _find_way(wanted)
     if not reason:
         return way, wanted

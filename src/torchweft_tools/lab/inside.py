@@ -31,7 +31,7 @@ NEW_NET = 0x40000000  # CLONE_NEWNET
 BIND = 4096  # MS_BIND
 CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 JOINT = "weft0"  # the name of the interface on either side
-KILLED = 128 + signal.SIGKILL
+KILLED = 128 + 9  # SIGKILL; Windows, which reads this file too, has no such name
 
 
 class LinkError(Exception):

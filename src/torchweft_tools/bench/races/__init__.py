@@ -27,7 +27,10 @@ COLUMNS = ("thread", "rule", "raised", "verdict", "mended", "lowered", "oracle")
 
 
 def run(*, quick: bool = False) -> tuple[list[Row], Row]:
-    """A row a thread, and the counts. `quick` leaves out the oracle."""
+    """A row for each thread, and the counts.
+
+    quick: leave out the oracle.
+    """
     rows = [judge(race, oracle=not quick) for race in RACES]
     mended = [row["mended"] for row in rows if row["mended"] != "-"]
     summary = {

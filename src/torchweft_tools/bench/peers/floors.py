@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from benchmarks.models import Dense
 from torch import Tensor, nn
+
+from torchweft_tools.bench.peers.models import Dense
 
 Call = Callable[[Tensor], Tensor]
 

@@ -17,10 +17,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from benchmarks.models import Dense
-from benchmarks.overlap_by_hand import halves_of
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
+
+from torchweft_tools.bench.peers.models import Dense
+from torchweft_tools.bench.peers.overlap_by_hand import halves_of
 
 Call = Callable[[Tensor], Tensor]
 

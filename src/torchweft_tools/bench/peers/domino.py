@@ -15,8 +15,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from benchmarks.models import Sizes, rotary
 from torch import Tensor
+
+from torchweft_tools.bench.peers.models import Sizes, rotary
 
 
 class Ranks:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from benchmarks import models
-from benchmarks.overlap_by_hand import by_hand
 from torch import Tensor, nn
+
+from torchweft_tools.bench.peers import models
+from torchweft_tools.bench.peers.overlap_by_hand import by_hand
 
 
 class Kernels:

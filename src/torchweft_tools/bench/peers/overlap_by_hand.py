@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from benchmarks.models import Dense, DenseBlock, ExpertBlock, MoE
 from torch import Tensor, nn
+
+from torchweft_tools.bench.peers.models import Dense, DenseBlock, ExpertBlock, MoE
 
 Half = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Pending = tuple[dist.Work, Tensor, Tensor]

@@ -1,0 +1,1 @@
+"""The tools' part of the command `torchweft`: bench, lab, dryrun, demo."""

@@ -1,0 +1,91 @@
+"""The commands `torchweft lab`, `dryrun` and `demo`: a command line comes in, and runs.
+
+    torchweft lab run --link 1gbit -- torchrun --nproc-per-node 2 script.py
+    torchweft dryrun --devices 8 --calls calls.json -- torchrun --nproc-per-node 8 serve.py
+
+The exit code is that of the command which runs; 127: there is no such command. After a dry run it
+is 1 if the command ended well and something was found. Advice does not count.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchweft import lab
+from torchweft.cli.text import say
+from torchweft_tools.dryrun.calls import read_calls, save_calls
+from torchweft_tools.dryrun.check import check
+from torchweft_tools.dryrun.run import run
+from torchweft_tools.dryrun.show import report
+
+AS_IS = {"allow_interspersed_args": False}  # words behind the command are the command's own
+lab_app = typer.Typer(no_args_is_help=True, help="Run a command over a link of a chosen rate.")
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="COMMAND", help="the command to run, and its words")
+]
+
+
+@lab_app.callback()
+def _lab() -> None:
+    """Run a command over a link of a chosen rate."""
+
+
+@lab_app.command("run", context_settings=AS_IS)
+def lab_command(
+    command: Words = None,
+    link: Annotated[str, typer.Option(help="such as 500mbit or 2.5gbit, or none")] = "1gbit",
+    duplex: Annotated[
+        str, typer.Option(help="half: directions share the rate; full: two sides, as two nodes")
+    ] = "",
+    require: Annotated[
+        bool, typer.Option("--require", help="fail where the link cannot be limited")
+    ] = False,
+) -> None:
+    """Run a command over a limited link, in a private network namespace; needs no root."""
+    wanted = lab.LabLink.parse(link, duplex or None)
+    raise typer.Exit(lab.run(command or (), link=wanted, require=require))
+
+
+def dryrun_command(
+    command: Words = None,
+    devices: Annotated[int, typer.Option(help="CUDA devices that each process sees")] = 1,
+    calls: Annotated[
+        Path | None, typer.Option(help="write the recorded calls to this file")
+    ] = None,
+    events: Annotated[
+        str, typer.Option(help="when events are ready. lazy: once the host has waited; eager: now")
+    ] = "lazy",
+    patience: Annotated[
+        float, typer.Option(help="seconds to wait for a rank where the host needs its data")
+    ] = 60.0,
+    lines: Annotated[int, typer.Option(min=1, help="lines of the timeline")] = 60,
+) -> None:
+    """Run a PyTorch program for CUDA without a device: streams, collectives, waits and findings."""
+    outcome = run(command or (), devices=devices, events=events, patience_s=patience)
+    if calls is not None:
+        save_calls(calls, outcome.ranks)
+    ranks = read_calls(outcome.ranks)
+    faults = check(ranks)
+    print(report(ranks, faults, max_lines=lines))
+    wrong = any(not fault.is_advice for fault in faults)
+    raise typer.Exit(outcome.code or int(wrong))
+
+
+def demo_command(
+    folder: Annotated[Path | None, typer.Option(help="save a trace here, for Perfetto")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="only what needs no torch")] = False,
+    race: Annotated[bool, typer.Option(help="two ranks over a link: two minutes more")] = True,
+) -> None:
+    """Plan, simulate and draw a transformer; run small models; race two ranks over a link."""
+    for text in import_module("torchweft_tools.demo.demo").story():
+        say(text)
+    if not quick:
+        for text in import_module("torchweft_tools.demo.run").story(folder):
+            say(text)
+    if race and not quick:
+        for text in import_module("torchweft_tools.demo.race").story():
+            say(text)
