@@ -22,8 +22,6 @@ Values that cross lanes live in the list `c`, all others in local variables.
 
 from __future__ import annotations
 
-import itertools
-import linecache
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,6 @@ from torchweft.run.rows import putter, taker
 from torchweft.run.variables import Variables
 
 MAX_JITTER_S = 0.002
-_numbers = itertools.count()
 
 
 def compile_program(
@@ -83,7 +80,6 @@ class Writer(Variables):
             if step.target is not None:
                 self.events.setdefault(step.target, len(self.events))
         self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
-        self.constants: dict[int, str] = {}
         states = [name for name in self.graph.inputs if name.startswith(STATE)]
         self.switch = f"v{self.index[states[0]]}" if states else ""
         self.ranges: dict[Range | None, int] = {None: 0}
@@ -98,13 +94,10 @@ class Writer(Variables):
                 cells[name] = len(cells)
         names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
         names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
-        source = "\n".join(line.format_map(names) for line in lines) + "\n"
-        filename = f"<weft program {next(_numbers)}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.space)
-        functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
+        source, written = self.source, [line.format_map(names) for line in lines]
+        functions = source.build(written, *(f"lane{number}" for number in range(self.lane + 1)))
         return Program(
-            self.plan, self.lanes, functions, source, filename, step_at,
+            self.plan, self.lanes, functions, source.text, source.filename, step_at,
             len(cells), len(self.events), tuple(self.sizes), tuple(filter(None, self.ranges)),
         )  # fmt: skip
 
@@ -268,21 +261,15 @@ class Writer(Variables):
         calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
         lines: list[str] | None = None
         if calls is not None and arguments is not None:
-            lines = calls.write(arguments, targets, self._constant)
+            lines = calls.write(arguments, targets, self.source.constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
 
     def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
         """What a kernel gives, held against the graph."""
-        check = self._constant(results := Results(self.plan, step))
+        check = self.source.constant(results := Results(self.plan, step))
         sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
         given = "".join(f"{read}, " for read in reads)
         return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
-
-    def _constant(self, value: Any) -> str:
-        """The name of a constant; one that is in the namespace already is taken from there."""
-        name = self.constants.setdefault(id(value), f"k{len(self.constants)}")
-        self.space[name] = value
-        return name
 
     def _function(self, step: Step) -> str:
         """Put the step's function into the namespace; the number it has there."""
