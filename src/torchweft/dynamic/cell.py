@@ -30,6 +30,7 @@ from torchweft.dynamic.operators import operator_of
 from torchweft.errors import CaptureError, WeftError, clip, unknown
 from torchweft.plan.graph import check_name
 from torchweft.private.core import OpOverload
+from torchweft.source import Source
 
 Call = tuple[str, list[Any], dict[str, Any], int]
 KINDS = ("calls", "pack", "unpack")
@@ -305,16 +306,16 @@ def build(cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
     head, tail = lines[: cell.num_prepared], lines[cell.num_prepared :]
     kept = weights + [f"v{call[3]}" for call in cell.calls[: cell.num_prepared]]
     pack = f"  ({' '.join(f'{name},' for name in kept)}) = prepared" if kept else "  pass"
-    source = "\n".join([
+    source = [
         f"def prepare(device{''.join(f', {name}' for name in weights)}):",
         *[line.partition(";")[0] for line in head],
         f"  return ({' '.join(f'{name},' for name in kept)})",
         f"def run(device, prepared{''.join(f', {name}' for name in rows)}):",
         pack, *tail,
         f"  return ({' '.join(f'v{place},' for place in cell.outputs)})",
-    ])  # fmt: skip
-    exec(compile(source, f"<weft cell {cell.name}>", "exec"), names)
-    return names["prepare"], names["run"]
+    ]  # fmt: skip
+    prepare, run = Source(f"cell {cell.name}", names).build(source, "prepare", "run")
+    return prepare, run
 
 
 def _last_uses(cell: Cell) -> dict[int, list[int]]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from torchweft.dynamic.lazy import Lazy
+from torchweft.source import Source
 
 MAX_ARGS = 8
 _TEMPLATE = """
@@ -98,6 +99,6 @@ def _class(fast: Fast) -> type[nn.Module]:
         "table": fast.table, "unseen": fast.unseen, "Lazy": Lazy, "missing": object(),
         "new": object.__new__,
     }  # fmt: skip
-    exec(compile(source, "<weft fast call>", "exec"), space)
+    (call,) = Source("fast call", space).build(source.splitlines(), "call")
     own = fast.own
-    return type(own.__name__, (own,), {"__call__": space["call"], "__module__": own.__module__})
+    return type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__})

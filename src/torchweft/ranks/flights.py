@@ -72,7 +72,8 @@ def all_reduce(
     room = _copied(input, out, mine)
     # Complex numbers go as pairs, as the functional operator sends them.
     sent = torch.view_as_real(room) if room.is_complex() else room
-    return _flight(_group(group_name).allreduce([sent], _reducing(reduce_op)), room, out)
+    options = _reducing(c10d.AllreduceOptions(), reduce_op)
+    return _flight(_group(group_name).allreduce([sent], options), room, out)
 
 
 def broadcast(
@@ -108,7 +109,8 @@ def reduce_scatter_tensor(
     """This rank's piece, along dim 0, of everybody's sum."""
     given = input.contiguous()
     room = _room(given, _scattered(given, group_size), out)
-    work = _group(group_name)._reduce_scatter_base(room, given, _scattering(reduce_op))
+    options = _reducing(c10d.ReduceScatterOptions(), reduce_op)
+    work = _group(group_name)._reduce_scatter_base(room, given, options)
     return _flight(work, room, out, given)
 
 
@@ -130,8 +132,7 @@ def all_to_all_single(
 def all_reduce_coalesced(inputs: Tensors, reduce_op: str, group_name: Any) -> Flight:
     """`all_reduce` of several tensors at once."""
     rooms = tuple(_copied(item, None, False) for item in inputs)
-    options = c10d.AllreduceCoalescedOptions()
-    options.reduceOp = _reduce(reduce_op)
+    options = _reducing(c10d.AllreduceCoalescedOptions(), reduce_op)
     return Flight((_group(group_name).allreduce_coalesced(list(rooms), options),), rooms)
 
 
@@ -149,7 +150,8 @@ def reduce_scatter_tensor_coalesced(
     """`reduce_scatter_tensor` of several tensors at once."""
     given = tuple(item.contiguous() for item in inputs)
     rooms = tuple(_room(item, _scattered(item, group_size), None) for item in given)
-    options, ranks = _scattering(reduce_op), _group(group_name)
+    options = _reducing(c10d.ReduceScatterOptions(), reduce_op)
+    ranks = _group(group_name)
     work = ranks.reduce_scatter_tensor_coalesced(list(rooms), list(given), options)
     return Flight((work,), rooms, kept=given)
 
@@ -184,29 +186,17 @@ def _group(name: Any) -> Any:
     return group(name) if isinstance(name, str) else name
 
 
-def _reduce(name: str) -> Any:
+def _reducing(options: Any, name: str) -> Any:
+    """The options of a collective that reduces, told by which reduction."""
     if name not in REDUCE:
         raise RunError(f"collective: {unknown('reduction', name, REDUCE)}")
-    return REDUCE[name]
-
-
-def _reducing(name: str) -> Any:
-    options = c10d.AllreduceOptions()
-    options.reduceOp = _reduce(name)
-    return options
-
-
-def _scattering(name: str) -> Any:
-    options = c10d.ReduceScatterOptions()
-    options.reduceOp = _reduce(name)
+    options.reduceOp = REDUCE[name]
     return options
 
 
 def _copied(input: torch.Tensor, out: torch.Tensor | None, mine: bool) -> torch.Tensor:
     """Where the input is reduced: in place if it may be, else in a copy without gaps."""
-    if out is input and input.is_contiguous():
-        return input
-    if mine and input.is_contiguous():
+    if (mine or out is input) and input.is_contiguous():
         return input  # perhaps a slice of a whole: the other parts have slices of their own
     return input.clone(memory_format=torch.contiguous_format)
 

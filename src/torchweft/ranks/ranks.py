@@ -18,8 +18,9 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -27,19 +28,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
+from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
-from torchweft.ranks.speakers import Speaker
+from torchweft.ranks.speakers import Roles, Speaker
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
 NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER = 0, 1
-"""Digests of calls without a plan: one that cannot be done, one that runs the model as it is."""
+WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model as it is"})
+"""What a rank does whose digest is no plan's."""
 MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
 RANKS, NUM_LETTERS = "ranks", 200
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 class EagerError(PlanError):
@@ -74,38 +77,43 @@ def wait(work: Any, name: str = "") -> None:
 class Channel:
     """One process group as plans use it, one call at a time."""
 
-    def __init__(self, name: str, user: dist.ProcessGroup, watchdog_s: float) -> None:
+    def __init__(
+        self, name: str, user: dist.ProcessGroup, watchdog_s: float, before: Channel | None = None
+    ) -> None:
         self.name, self.watchdog_s = name, watchdog_s
-        self.user = weakref.ref(user, lambda _: self.close())
+        self.user = weakref.ref(user, lambda _: _forget(self))
         self.rank, self.size = user.rank(), user.size()
+        self.others = {*range(self.size)} - {self.rank}
         self.world = dist.get_process_group_ranks(user)
         self.carried = False  # whether collectives run on the user's group
+        self.group: Any = None
         self.store: Any = None
         self.peers: dict[int, str] = {}
         self.num_calls = 0
         self.dead = ""
         self.mends = ""  # if dead, the rule by which a new one is opened at the next call
         self.differs = False  # whether all its ranks know that they do not agree on this call
-        self.last = ""
-        self._busy = threading.Lock()
+        self.steps: Sequence[Step] = ()  # of the call before
+        self.roles: Roles = weakref.WeakKeyDictionary()
+        self.num_roles = 0
+        if before is not None and before.user() is user:  # the ranks know each other's models
+            self.roles, self.num_roles = before.roles, before.num_roles
+        self._opening, self._busy = threading.Lock(), threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
         self._speaker: Speaker | None = None
-        self._text = ""
-        self.roles: weakref.WeakKeyDictionary[Speaker, int] = weakref.WeakKeyDictionary()
-        self.num_roles = 0
-        self.group: Any = None
+        self._digest, self._claim, self._graph = REFUSED, 0, ""
 
     @property
     def title(self) -> str:
         """The group as errors name it."""
-        return f"group {self.name!r} (ranks {_listed(self.world)})"
+        return f"group {self.name!r} (ranks {self._listed(range(self.size))})"
 
     # A call: begin, agree, end or fail.
 
-    def begin(self, digest: int, speaker: Speaker, text: str) -> None:
+    def begin(self, digest: int, speaker: Speaker, graph: str = "") -> None:
         """Tell the other ranks what this call will do. Raises `RunError` on a dead group.
 
-        text: the call as the others read it if they do not agree.
+        graph: the name of the planned graph, for the others to read if they do not agree.
         """
         if self.dead:
             raise RunError(
@@ -118,16 +126,10 @@ class Channel:
                 "caller at a time, for ranks could not tell whose turn it is."
             )
         self.num_calls, self.differs = self.num_calls + 1, False
-        self._speaker, self._text = speaker, f"call {self.num_calls}, {text}"
-        speaker.settle(self.roles)
-        with torch.inference_mode(False):
-            claim, place = speaker.claim(self.roles), speaker.place(self.name)
-            mine = torch.tensor([self.num_calls, digest, claim, place])
-            told = torch.empty(mine.numel() * self.size, dtype=torch.int64)
-        try:
-            self._told = (self.group._allgather_base(told, mine), told)
-        except RuntimeError as error:
-            raise LostError(str(error).splitlines()[0], self) from error
+        self._digest, self._speaker, self._graph = digest, speaker, graph
+        self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
+        message = [self.num_calls, digest, self._claim, speaker.place(self.name)]
+        self._told = self._send(message, torch.int64)
 
     def agree(self) -> None:
         """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ."""
@@ -135,11 +137,11 @@ class Channel:
             return
         (work, told), self._told = self._told, None
         wait(work, self.name)
-        rows = told.view(self.size, -1).tolist()
+        rows = told.tolist()
         _, digest, claim, _ = rows[0]
         assert self._speaker is not None, "only a call that has begun is agreed on"
         if any(row != rows[0] for row in rows) or digest == REFUSED:
-            digests, claims = [row[1] for row in rows], [row[2] for row in rows]
+            _, digests, claims, _ = zip(*rows, strict=True)
             if REFUSED in digests or len(set(digests)) > 1:
                 kind = EagerError if EAGER in digests else PlanError
                 raise self._disagree(kind, "do not plan the same collectives")
@@ -150,26 +152,29 @@ class Channel:
             claim = min((claim for claim in claims if claim > 0), default=-1)
         if claim < 0:
             claim = self.num_roles = self.num_roles + 1
-        self.roles[self._speaker] = claim
+        if claim != self._claim:
+            self.roles[self._speaker] = claim
 
-    def _are_swapped(self, speaker: Speaker, claims: list[int]) -> bool:
+    def _are_swapped(self, speaker: Speaker, claims: Sequence[int]) -> bool:
         """Whether two ranks have, each, another model for what the other one claims."""
         if len(set(claims)) == 1:
             return False
         mine = [speaker.has_other(claim, self.roles) for claim in claims]
-        has_other = self._gather(torch.tensor(mine, dtype=torch.int64)).view(self.size, -1)
+        has_other = self._gather(mine, torch.int64).bool()
         unlike = torch.tensor([[one != other for other in claims] for one in claims])
-        return bool((has_other.bool() & has_other.bool().T & unlike).any())
+        return bool((has_other & has_other.T & unlike).any())
 
     def _disagree(self, kind: type[PlanError], what: str) -> PlanError:
         """The error of ranks that cannot talk, with what each of them was about to do."""
-        role = self.roles.get(self._speaker) if self._speaker is not None else None
-        text = f"{self._text} ({f'model {role}' if role else 'new'} of this group)"
-        letters = text.encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
-        texts = self._gather(torch.frombuffer(bytearray(letters), dtype=torch.uint8))
+        speaker = self._speaker
+        assert speaker is not None, "only a call that has begun can differ"
+        plan = f"plans collectives {self._digest:016x} of {self._graph}"
+        role = f"model {self.roles[speaker]}" if speaker in self.roles else "new"
+        text = f"call {self.num_calls}, {WITHOUT_PLAN.get(self._digest, plan)}: {speaker.name}"
+        letters = f"{text} ({role} of this group)".encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
         lines = [
-            f"  rank {self.world[rank]}: {bytes(text.tolist()).decode(errors='replace').strip()}"
-            for rank, text in enumerate(texts.view(self.size, -1))
+            f"  rank {self.world[rank]}: {bytes(text).decode(errors='replace').strip()}"
+            for rank, text in enumerate(self._gather([*letters], torch.uint8).tolist())
         ]
         self.differs = True
         return kind(
@@ -180,14 +185,26 @@ class Channel:
             rule=RANKS,
         )
 
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, one after another. Raises `LostError` if a rank is gone."""
-        with torch.inference_mode(False):
-            told = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
-            wait(self.group._allgather_base(told, mine.clone()), self.name)  # no inference tensor
+    def _send(self, numbers: Sequence[float], dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+        """Start to tell everybody these numbers: the work, and the rows that it fills, one a rank.
+
+        Raises `LostError` if a rank is gone.
+        """
+        with torch.inference_mode(False):  # gloo takes no inference tensors
+            mine = torch.tensor([numbers], dtype=dtype)
+            told = torch.empty(self.size, len(numbers), dtype=dtype)
+        try:
+            return self.group._allgather_base(told, mine), told
+        except RuntimeError as error:
+            raise LostError(str(error).splitlines()[0], self) from error
+
+    def _gather(self, numbers: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        """Everybody's numbers, a row a rank. Raises `LostError` if a rank is gone."""
+        work, told = self._send(numbers, dtype)
+        wait(work, self.name)
         return told
 
-    def largest(self, mine: list[float]) -> list[float]:
+    def largest(self, mine: Sequence[float]) -> list[float]:
         """The largest of all ranks' numbers, place by place; all ranks ask between the same calls.
 
         Raises `RunError` if a rank is gone.
@@ -195,22 +212,21 @@ class Channel:
         if self.dead:
             raise RunError(f"run: group {self.name!r} is dead: {self.dead}.")
         try:
-            told = self._gather(torch.tensor(mine, dtype=torch.float64))
+            largest: list[float] = self._gather(mine, torch.float64).amax(0).tolist()
         except LostError as error:
             self.fail(self.why(str(error)))
             raise RunError(f"run: {self.dead}.") from error
-        found: list[float] = told.view(self.size, -1).amax(0).tolist()
-        return found
+        return largest
 
-    def end(self, last: str) -> None:
-        """A call is over; `last` is the last collective it finished."""
-        self.last = last
+    def end(self, steps: Sequence[Step]) -> None:
+        """A call of these steps is over."""
+        self.steps = steps
         self._busy.release()
 
     def refuse(self, speaker: Speaker) -> None:
         """Tell the others that this rank cannot do the call; nothing is dead."""
         try:
-            self.begin(REFUSED, speaker, f"cannot do it: {speaker.name}")
+            self.begin(REFUSED, speaker)
             self.agree()
         except PlanError:
             self.leave()
@@ -246,7 +262,7 @@ class Channel:
     def close(self) -> None:
         """Close the connections, in a thread of its own: works in flight may still hold them.
 
-        This happens too when the user's group is destroyed.
+        This happens too when the user's group is destroyed, and at the end of Python.
         """
         if self.group is not None:
             held, self.group, self._told = [self.group, self.store], None, None
@@ -259,38 +275,40 @@ class Channel:
         late = "timed out" in error.lower() or "timeout" in error.lower()
         waiting: dict[int, str] = {}
         while time.monotonic() < until and len(waiting) < self.size - 1:
-            if ended := [r for r, who in self.peers.items() if has_ended(who)]:
-                return f"rank {_listed(self.world[r] for r in ended)} has ended"
+            if ended := [rank for rank, who in self.peers.items() if has_ended(who)]:
+                return f"rank {self._listed(ended)} has ended"
             notes = self._notes()
-            waiting = {r: note for r, note in notes.items() if note.startswith(WAITS)}
-            if told := {r: note for r, note in notes.items() if r not in waiting}:
-                rules = [rule[1] if (rule := MENDS.match(n)) else "" for n in told.values()]
-                self.mends = min(rules)
-                told = {self.world[r]: MENDS.sub("", note, count=1) for r, note in told.items()}
-                return "; ".join(f"rank {r} {note}" for r, note in told.items())
+            waiting = {rank: note for rank, note in notes.items() if note.startswith(WAITS)}
+            if told := {rank: note for rank, note in notes.items() if rank not in waiting}:
+                rules = [MENDS.match(note) for note in told.values()]
+                self.mends = min(rule[1] if rule else "" for rule in rules)
+                return self._quoted({r: MENDS.sub("", n, count=1) for r, n in told.items()})
             time.sleep(0.05)
-        elsewhere = {r: note for r, note in waiting.items() if note != WAITS + self.title}
-        if elsewhere:
-            told = {self.world[r]: note for r, note in elsewhere.items()}
-            stuck = "; ".join(f"rank {r} {note}" for r, note in told.items())
-            return f"not all ranks came to {self.title}: {stuck}"
-        others = [r for r in range(self.size) if r != self.rank]
-        missing = [r for r in others if r not in waiting] or others  # all came, but too late
+        if elsewhere := {r: note for r, note in waiting.items() if note != WAITS + self.title}:
+            return f"not all ranks came to {self.title}: {self._quoted(elsewhere)}"
+        missing = self.others - waiting.keys() or self.others  # or all came, but too late
         if late:
             return (
-                f"no answer from rank {_listed(self.world[r] for r in missing)} for "
-                f"{self.watchdog_s:g} s in {self.title}: it is stopped, slow or busy with "
-                "something else"
+                f"no answer from rank {self._listed(missing)} for {self.watchdog_s:g} s in "
+                f"{self.title}: it is stopped, slow or busy with something else"
             )
         return f"a rank of {self.title} closed its connections ({error})"
 
     def _notes(self) -> dict[int, str]:
+        """The notes that other ranks have left."""
+
         def read() -> dict[int, str]:
-            ranks = [r for r in range(self.size) if r != self.rank]
-            found = [r for r in ranks if self.store.check([f"fault/{r}"])]
-            return {r: self.store.get(f"fault/{r}").decode() for r in found}
+            left = [rank for rank in sorted(self.others) if self.store.check([f"fault/{rank}"])]
+            return {rank: self.store.get(f"fault/{rank}").decode() for rank in left}
 
         return _bounded(read) or {}
+
+    def _listed(self, ranks: Iterable[int]) -> str:
+        """Ranks of this group, by their numbers in the world."""
+        return ", ".join(str(self.world[rank]) for rank in sorted(ranks))
+
+    def _quoted(self, notes: Mapping[int, str]) -> str:
+        return "; ".join(f"rank {self.world[rank]} {note}" for rank, note in notes.items())
 
     def is_over(self, user: dist.ProcessGroup) -> bool:
         """Whether another channel takes the place of this one at the next call."""
@@ -299,13 +317,19 @@ class Channel:
     # Connecting.
 
     def open(self, user: dist.ProcessGroup) -> None:
-        """Connect to the other ranks. Raises `LostError`, and the group is dead, if they fail."""
-        try:
-            self.group = self._connect(user)
-        except LostError as error:
-            self.tell(f"gave up: {error}")
-            self.dead, error.channel = str(error), self
-            raise
+        """Connect to the others, once. Raises `LostError`, and the group is dead, if they fail.
+
+        A lock for each channel: ranks whose threads open two groups may do so in another order.
+        """
+        with self._opening:
+            if self.group is not None or self.dead:  # another thread was here before
+                return
+            try:
+                self.group = self._connect(user)
+            except LostError as error:
+                self.tell(f"gave up: {error}")
+                self.dead, error.channel = str(error), self
+                raise
 
     def _connect(self, user: dist.ProcessGroup) -> Any:
         """A group of our own with the same ranks. Between accelerators it only tells the calls."""
@@ -316,8 +340,7 @@ class Channel:
             self.store.set(f"ready/{self.rank}", own_identity())
             self._meet()
             if notes := self._notes():
-                told = (f"rank {self.world[rank]} {note}" for rank, note in notes.items())
-                raise LostError("; ".join(told))
+                raise LostError(self._quoted(notes))
             before = threads()
             backend = dist.ProcessGroupGloo(
                 self.store, self.rank, self.size, timedelta(seconds=CONNECT_S)
@@ -337,54 +360,57 @@ class Channel:
     def _meet(self) -> None:
         """Wait until every rank is here to connect; notice one that has ended on its way."""
         until, pause_s = time.monotonic() + self.watchdog_s, 0.001
-        missing = [rank for rank in range(self.size) if rank != self.rank]
+        missing = self.others
         while missing:
-            here = [rank for rank in missing if self.store.check([f"ready/{rank}"])]
-            for rank in here:
-                self.peers[rank] = self.store.get(f"ready/{rank}").decode()
-            missing = [rank for rank in missing if rank not in here]
-            ended = [rank for rank in missing if has_ended(_introduced(self.world[rank]))]
-            if ended:
-                raise LostError(f"rank {_listed(self.world[r] for r in ended)} has ended")
+            here = {rank for rank in missing if self.store.check([f"ready/{rank}"])}
+            self.peers |= {rank: self.store.get(f"ready/{rank}").decode() for rank in here}
+            missing = missing - here
+            if ended := [r for r in missing if has_ended(_introduced(self.world[r]))]:
+                raise LostError(f"rank {self._listed(ended)} has ended")
             if missing and time.monotonic() > until:
                 raise LostError(
-                    f"rank {_listed(self.world[r] for r in missing)} did not come to the first "
-                    f"call within {self.watchdog_s:g} s"
+                    f"rank {self._listed(missing)} did not come to the first call within "
+                    f"{self.watchdog_s:g} s"
                 )
             time.sleep(pause_s if missing else 0)
             pause_s = min(2 * pause_s, 0.1)
 
 
 _channels: dict[str, Channel] = {}
-_opening: dict[str, threading.Lock] = {}
+"""By the names of process groups, as torch has them; each goes when its group is destroyed."""
+_registering = threading.Lock()
 
 
 def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
     user = _user_group(name)
-    found = _channels.get(name)
-    if found is None or found.is_over(user):
-        # A lock for each: ranks whose threads open two groups may do so in another order.
-        with _opening.setdefault(name, threading.Lock()):
-            found = _channels.get(name)
-            if found is None or found.is_over(user):
-                before, found = found, Channel(name, user, watchdog_s)
-                if before is not None:
-                    before.close()
-                    if before.user() is user:  # the ranks know each other's models already
-                        found.roles, found.num_roles = before.roles, before.num_roles
-                _channels[name] = found
-                found.open(user)
-    return found
+    known = _channels.get(name)
+    if known is None or known.is_over(user):
+        with _registering:
+            known = _channels.get(name)
+            if known is None or known.is_over(user):
+                if known is not None:
+                    known.close()
+                known = _channels[name] = Channel(name, user, watchdog_s, known)
+    if known.group is None:
+        known.open(user)
+    return known
+
+
+def _forget(ended: Channel) -> None:
+    """Close the channel of a process group that was destroyed."""
+    ended.close()
+    if _channels.get(ended.name) is ended:
+        del _channels[ended.name]
 
 
 def group(name: str) -> Any:
     """The group that a collective of a plan runs on, once all ranks agree on the call."""
-    found = _channels.get(name)
-    if found is None:
+    known = _channels.get(name)
+    if known is None:
         return _user_group(name)  # outside of a call
-    found.agree()
-    return _user_group(name) if found.carried else found.group
+    known.agree()
+    return _user_group(name) if known.carried else known.group
 
 
 def _user_group(name: str) -> dist.ProcessGroup:
@@ -412,13 +438,9 @@ def _store_of(user: dist.ProcessGroup, name: str) -> Any:
     return c10d.PrefixStore(str(store.add(f"opened/{user.rank()}", 1)), store)
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
-
-
-def _bounded(ask: Callable[[], Found]) -> Found | None:
+def _bounded(ask: Callable[[], Answer]) -> Answer | None:
     """What a store answers within a moment; None if it does not, for its host may be the dead."""
-    answers: list[Found] = []
+    answers: list[Answer] = []
 
     def run() -> None:
         try:
@@ -435,8 +457,8 @@ def _bounded(ask: Callable[[], Found]) -> Found | None:
 @atexit.register
 def _close_all() -> None:
     """Close every channel while Python still stands: a gloo thread that outlives it aborts."""
-    for found in _channels.values():
-        found.close()
+    for each in [*_channels.values()]:
+        each.close()
     for thread in threading.enumerate():
         if thread.name == "weft close":
             thread.join(NOTICE_S)

@@ -71,10 +71,14 @@ class Speaker:
         peers = [s for s in _living() if s.name == self.name and s not in roles]
         return [s for s in peers if s is self or not s.is_silent]
 
-    def settle(self, roles: Roles) -> None:
-        """Let go of models that are gone on other ranks: here they may only wait for Python."""
-        if self not in roles and len(self._peers(roles)) > 1:
+    def first_claim(self, roles: Roles) -> int:
+        """Its claim before it has a role.
+
+        Models that are gone on other ranks may only wait for Python here: they are let go first.
+        """
+        if len(self._peers(roles)) > 1:
             gc.collect()
+        return self.claim(roles)
 
     def has_other(self, claim: int, roles: Roles) -> bool:
         """Whether this process has another model that would make a claim."""

@@ -115,13 +115,14 @@ class Talk:
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
         self.channels: list[Channel] = []
-        self.last = next((s.label for s in reversed(self.steps) if s.kind == "complete"), "")
 
     @property
     def by_kernel(self) -> bool:
         """Whether a kernel talks, which does not ask us first."""
         plan = self.plan
-        return plan is not None and any(s.by and _communicators_of(plan, s) for s in self.steps)
+        if plan is None or not plan.kernels:
+            return False
+        return any(step.by and _communicators_of(plan, step) for step in self.steps)
 
     def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
@@ -136,22 +137,20 @@ class Talk:
         return self
 
     def _begin(self, name: str, digest: int) -> Channel:
-        found = channel(name, self.watchdog_s)
-        what = f"plans collectives {digest:016x} of {self.plan.graph_name}" if self.plan else ""
-        what = what or "runs the model as it is"
-        found.begin(digest, self.speaker, f"{what}: {self.speaker.name}")
-        self.channels.append(found)
-        return found
+        begun = channel(name, self.watchdog_s)
+        begun.begin(digest, self.speaker, self.plan.graph_name if self.plan is not None else "")
+        self.channels.append(begun)
+        return begun
 
     def join(self, name: str) -> None:
         """Tell the ranks of one more group that the model runs as it is, unless they were told."""
-        if all(found.name != name for found in self.channels):
+        if all(begun.name != name for begun in self.channels):
             self._begin(name, EAGER).agree()
 
     def agree(self) -> None:
         """Wait until the others have told theirs: a device graph does not ask on its way."""
-        for found in self.channels:
-            found.agree()
+        for begun in self.channels:
+            begun.agree()
 
     def __exit__(
         self,
@@ -160,8 +159,7 @@ class Talk:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            for found in self.channels:
-                found.end(self.last.removeprefix("complete "))
+            self._end()
             return
         _let_go(error)
         if isinstance(error, PlanError) and error.rule == RANKS:
@@ -174,59 +172,53 @@ class Talk:
             raise self._lost(lost, error) from lost
         mends = SEQUENCE if isinstance(error, RunError) and error.rule == SEQUENCE else ""
         at = error.step if isinstance(error, RunError) else None
-        if mends and at is not None and not self._owes(at):
-            for found in self.channels:
-                found.end(self.last.removeprefix("complete "))
-            return
-        self._give_up(error, mends)
+        # What is in flight lands by itself; the others wait only for what is still to be issued.
+        if mends and at is not None and all(step.kind != "issue" for step in self.steps[at:]):
+            self._end()
+        else:
+            self._give_up(error, mends)
+
+    def _end(self) -> None:
+        for begun in self.channels:
+            begun.end(self.steps)
 
     def _give_up(self, error: BaseException, mends: str) -> None:
         """Leave the groups that do not agree; take down the others, which may wait for us."""
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        for found in self.channels:
-            if found.differs:
-                found.leave()
+        for begun in self.channels:
+            if begun.differs:
+                begun.leave()
             else:
-                found.fail(why, note=f"raised: {why}", mends=mends)
-
-    def _owes(self, at: int) -> bool:
-        """Whether the other ranks wait for a collective that is not issued yet at step `at`.
-
-        What is in flight lands by itself.
-        """
-        return any(step.kind == "issue" for step in self.steps[at:])
+                begun.fail(why, note=f"raised: {why}", mends=mends)
 
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
         failed = self._failed(lost, error)
         why = str(lost)
         if failed is not None and not failed.dead:
-            for found in self.channels:  # those that wait for this rank learn what it waits for
-                found.tell(WAITS + failed.title)
+            for begun in self.channels:  # those that wait for this rank learn what it waits for
+                begun.tell(WAITS + failed.title)
             why = failed.why(why)
+        why = why.rstrip(".")
         at = error.step if error is not None else None
-        where = "a collective" if not self.steps else "the start of the call"
+        where = "the start of the call" if self.steps else "a collective"
         where = self.steps[at].label if at is not None else where
-        done = [
-            step.label.removeprefix("complete ")
-            for step in self.steps[: at or 0]
-            if step.kind == "complete"
-        ]
-        before = next((found.last for found in self.channels if found.last), "")
-        last = done[-1] if done else f"{before} of the call before" if before else "none"
+        last = _last_collective(self.steps[: at or 0])
+        if not last:
+            before = next(filter(None, (_last_collective(c.steps) for c in self.channels)), "")
+            last = f"{before} of the call before" if before else "none"
         text = (
-            f"run: {why.rstrip('.')}. This rank waited in {where}; the last collective that all "
+            f"run: {why}. This rank waited in {where}; the last collective that all "
             f"ranks finished: {last}."
         )
-        for found in {*self.channels, *([failed] if failed is not None else [])}:
-            mends = failed.mends if failed is not None else ""
-            found.fail(why.rstrip("."), note=f"gave up: {why}", mends=mends)
-        story = error.story if error is not None else ""
-        made = RunError(text, story=story, lane=error.lane if error is not None else None)
+        mends = failed.mends if failed is not None else ""
+        for group in {*self.channels, *([failed] if failed is not None else [])}:
+            group.fail(why, note=f"gave up: {why}", mends=mends)
+        story, lane = (error.story, error.lane) if error is not None else ("", None)
+        made = RunError(text, story=story, lane=lane)
         made.step = at
-        made.rule = (
-            SEQUENCE if any(found.mends == SEQUENCE for found in self.channels) else made.rule
-        )
+        if any(begun.mends == SEQUENCE for begun in self.channels):
+            made.rule = SEQUENCE
         return made
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
@@ -235,7 +227,13 @@ class Talk:
             return lost.channel
         names = _communicators_of(self.plan, self.steps[error.step])
         groups = {_group_of(name) for name in names}
-        return next((found for found in self.channels if found.name in groups), None)
+        return next((begun for begun in self.channels if begun.name in groups), None)
+
+
+def _last_collective(steps: Sequence[Step]) -> str:
+    """The last collective that these steps finish; empty if there is none."""
+    ends = (step.label for step in reversed(steps) if step.kind == "complete")
+    return next(ends, "").removeprefix("complete ")
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -1,20 +1,29 @@
-"""The `Program`: a verified plan as Python functions, one a lane; `writer` writes them."""
+"""The `Program`: a verified plan as Python functions, one a lane; `writer` writes them.
+
+failure_of(program, lane, error)    the error of a call, with what each lane had done
+trace_of(program, marks)            what each step did when, from what a traced call has left
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchweft.errors import RunError, WeftError
 from torchweft.plan.graph import Graph
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.plan.sizes import Size
+from torchweft.plan.trace import SPANS, Span, Trace
 
 Body = Callable[..., Sequence[Any]]
 Jitter = Callable[[Step], float]
+Mark = tuple[int, float, float]
+"""A step, by its number, with its start and its end in seconds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """Compiled lanes of one plan; `lanes[0]` runs in the caller's thread.
 
@@ -35,11 +44,10 @@ class Program:
     def numbers(self, env: Mapping[str, int], bounds: Sequence[int]) -> tuple[int, ...]:
         """The sizes that bodies need in a call: symbols from `env`, the batch by part."""
         symbol = self.plan.graph.batch
-        found = []
-        for size, start, stop in self.sizes:
-            rows = {symbol: bounds[stop] - bounds[start]} if symbol else {}
-            found.append(size.evaluate({**env, **rows}))
-        return tuple(found)
+        return tuple(
+            size.evaluate({**env, symbol: bounds[stop] - bounds[start]} if symbol else env)
+            for size, start, stop in self.sizes
+        )
 
 
 def reads_of(graph: Graph, step: Step) -> list[str]:
@@ -64,3 +72,65 @@ def makes_of(graph: Graph, step: Step) -> list[str]:
         or any(reader.name not in step.names for reader in graph.readers[name])
     }  # fmt: skip
     return [name for name in made if name in outside]
+
+
+def failure_of(
+    program: Program, lane: str, error: BaseException, stands: Sequence[Any]
+) -> BaseException:
+    """The one error that the caller sees. stands: the step that each lane was at; -1: at none."""
+    if not isinstance(error, Exception):
+        return error  # Ctrl-C and the like stay what they are
+    at = step_of(program, error)
+    if isinstance(error, WeftError):
+        error.step = at if error.step is None else error.step
+        return error
+    steps, lines = program.plan.steps, []
+    for name, number in zip(program.lanes, stands, strict=False):
+        number = at if name == lane else number
+        where = steps[number].label if number is not None and number >= 0 else "its start"
+        lines.append(f"  lane {name!r} stood at {where}")
+    if changed := sorted(program.plan.graph.mutated & set(program.plan.graph.inputs)):
+        lines.append(f"  may be half written: {', '.join(changed)}")
+    where = steps[at].label if at is not None else "its end"
+    what = f"run: {where} on lane {lane!r} failed: {type(error).__name__}: {error}"
+    failure = RunError(what, story="\n".join(lines), lane=lane)
+    failure.step = at
+    return failure
+
+
+def step_of(program: Program, error: BaseException) -> int | None:
+    """The step in which an error was raised; None if it was in none."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == program.filename and frame.lineno is not None:
+            return program.step_at.get(frame.lineno)
+    return None
+
+
+def trace_of(program: Program, marks: Iterable[Mark]) -> Trace:
+    """What the steps left behind, as a trace: steps, waits that took time, transfers in flight."""
+    plan, marks = program.plan, sorted(marks, key=lambda mark: mark[1])
+    began = marks[0][1] if marks else 0.0
+    spans: list[Span] = []
+    issues = {step.names: step for step in reversed(plan.steps) if step.kind == "issue"}
+    issued: dict[object, float] = {}
+    for index, start, end in marks:
+        step, start, end = plan.steps[index], start - began, end - began
+        device = plan.lane[step.lane].device
+        ops = step.names if step.kind in ("run", "issue", "complete") else ()
+        uses = plan.graph.op[ops[0]].uses if ops else "memory"
+        what = " ".join(ops), step.parts
+        if step.kind in SPANS:
+            busy_s = 0.0 if step.kind in ("wait", "complete") else end - start
+            lane_uses = "compute" if step.kind in ("issue", "complete", "wait") else uses
+            where = step.kind, step.label, step.lane, device, lane_uses
+            spans.append(Span(*where, *what, start, end, busy_s))
+        if step.kind == "issue":
+            issued[what] = end
+        if step.kind == "complete":
+            at, lane = issued.get(what, start), issues[step.names].on or step.lane
+            label = step.label.removeprefix("complete ")
+            spans.append(Span("transfer", label, lane, device, uses, *what, at, end, end - at))
+    spans.sort(key=lambda span: (span.start_s, span.end_s))
+    busy = {span.lane for span in spans}
+    lanes = tuple((lane.name, lane.device) for lane in plan.lanes if lane.name in busy)
+    return Trace(plan.graph_name, tuple(spans), lanes=lanes)

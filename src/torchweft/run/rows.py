@@ -1,15 +1,24 @@
-"""Rows of tensors: a part of a value as a view and put into a whole.
+"""Rows of tensors: a part of a value as a view, and the place of a whole that parts are put into.
 
-The batch of a value is (dim, outer, inner): dim has outer * rows * inner entries. Taking a part is
-a view wherever torch has one (outer == 1); else it copies.
+    taker(value)        takes rows: a view wherever torch has one (outer == 1); else it copies
+    putter(value)       puts rows into the whole
+    room_for(room)      makes a place: parts write into it themselves, so its shape is known before
+    whole_like(value)   makes a place: parts are copied into it, so it is like the first of them
+
+The batch of a value is (dim, outer, inner): dim has outer * rows * inner entries. A place is made
+by the first part that comes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.plan.graph import Value
+import torch
+
+from torchweft.errors import PlanError
+from torchweft.plan.graph import Batch, Value
 
 Take = Callable[[Any, int, int, int], Any]
 """(tensor, rows it has, first row, end row) -> those rows of it."""
@@ -17,49 +26,101 @@ Take = Callable[[Any, int, int, int], Any]
 
 def taker(value: Value) -> Take:
     """The function that takes rows of a value (or of a room)."""
-    batch = value.batch
-    assert batch is not None, "only values with a batch have rows"
-    dim, plain = batch.dim, batch.outer.constant == 1
-    inner_one = batch.inner.constant == 1
+    batch = _batch(value)
+    dim = batch.dim
 
     def narrow(tensor: Any, rows: int, start: int, stop: int) -> Any:
         inner = tensor.shape[dim] // rows
         return tensor.narrow(dim, start * inner, (stop - start) * inner)
 
     def outer(tensor: Any, rows: int, start: int, stop: int) -> Any:
-        inner = 1 if inner_one else _constant(batch.inner.constant, value)
+        inner = _inner(batch, value)
         shape = (tensor.shape[dim] // (rows * inner), rows, inner)
         parts = tensor.unflatten(dim, shape).narrow(dim + 1, start, stop - start)
         return parts.flatten(dim, dim + 2)
 
-    return narrow if plain else outer
+    return narrow if batch.outer.constant == 1 else outer
 
 
 def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
     """The function that puts rows of a value into its whole: (whole, part, rows, start, stop)."""
-    batch = value.batch
-    assert batch is not None, "only values with a batch have rows"
-    if batch.outer.constant == 1:
-        take = taker(value)
-
-        def put(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
-            take(whole, rows, start, stop).copy_(part)
-
-        return put
+    batch, take = _batch(value), taker(value)
     dim = batch.dim
-    inner_one = batch.inner.constant == 1
+
+    def put(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
+        take(whole, rows, start, stop).copy_(part)
 
     def put_outer(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
-        inner = 1 if inner_one else _constant(batch.inner.constant, value)
+        inner = _inner(batch, value)
         outer = whole.shape[dim] // (rows * inner)
         into = whole.unflatten(dim, (outer, rows, inner)).narrow(dim + 1, start, stop - start)
         into.copy_(part.unflatten(dim, (outer, stop - start, inner)))
 
-    return put_outer
+    return put if batch.outer.constant == 1 else put_outer
 
 
-def _constant(number: int | None, value: Value) -> int:
-    assert number is not None, (
-        f"value {value.name}: rows with a symbolic stride inside an outer dim"
-    )
-    return number
+def _batch(value: Value) -> Batch:
+    assert value.batch is not None, "only values with a batch have rows"
+    return value.batch
+
+
+def _inner(batch: Batch, value: Value) -> int:
+    inner = batch.inner.constant
+    assert inner is not None, f"value {value.name}: rows with a symbolic stride inside an outer dim"
+    return inner
+
+
+class First:
+    """Fills a cell once, whoever comes first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, cells: list[Any], at: int, make: Callable[[], Any]) -> None:
+        with self.lock:
+            if cells[at] is None:
+                cells[at] = make()
+
+
+def room_for(room: Any, *, poison: bool = False) -> Callable[..., Any]:
+    """The function that makes a room of a body (see `capture.outs`): (*shape) -> empty tensor.
+
+    poison: fill it with NaN, so that a read that comes too early cannot find the right numbers of
+    an earlier call.
+    """
+    order, options = room.order, {"dtype": room.dtype, "device": room.device}
+
+    def make(*shape: int) -> Any:
+        return _poisoned(torch.empty_permuted(shape, order, **options), poison)
+
+    return make
+
+
+def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int], Any]:
+    """The function that makes room for all rows: (a part, its rows, all rows) -> empty tensor.
+
+    Dims lie in memory in the part's order, so a transposed part gives a transposed whole.
+    """
+    dim = _batch(value).dim
+
+    def make(part: Any, part_rows: int, rows: int) -> Any:
+        shape = list(part.shape)
+        shape[dim] = shape[dim] // part_rows * rows
+        order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
+        room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+        return _poisoned(room, poison)
+
+    return make
+
+
+def _poisoned(room: Any, poison: bool) -> Any:
+    return room.fill_(float("nan")) if poison and room.is_floating_point() else room
+
+
+def into_of(body: Any, op: str) -> Any:
+    """The form of a body that writes into rooms. Raises `PlanError` if it has none."""
+    into = getattr(body, "into", None)
+    if into is None:
+        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
+        raise PlanError(text, rule="memory")
+    return into

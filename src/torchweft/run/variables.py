@@ -9,13 +9,13 @@ Each is noted with the lanes that use it: what several use lives in a list that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchweft.errors import PlanError
 from torchweft.plan.plan import Plan, Range
 from torchweft.plan.sizes import Size
 from torchweft.run.program import reads_of
 from torchweft.run.rows import taker
+from torchweft.source import Source
 
 
 class Variables:
@@ -25,7 +25,8 @@ class Variables:
         self.plan, self.graph = plan, plan.graph
         self.index = {value.name: number for number, value in enumerate(self.graph.values)}
         self.placed = {place.value for place in plan.places}
-        self.space: dict[str, Any] = {}
+        self.source = Source("program")
+        self.space = self.source.names
         self.made: dict[str, list[Range | None]] = {}
         self.split: dict[str, set[Range]] = {}
         self.aliases: dict[str, list[str]] = {}

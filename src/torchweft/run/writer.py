@@ -22,11 +22,9 @@ Values that cross lanes live in the list `c`, all others in local variables.
 
 from __future__ import annotations
 
-import itertools
-import linecache
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchweft.capture.splitters import STATE
@@ -34,13 +32,11 @@ from torchweft.errors import PlanError
 from torchweft.plan.graph import Value
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.run.kernels import Results
-from torchweft.run.places import First, into_of, room_for, whole_like
 from torchweft.run.program import Body, Jitter, Program, makes_of, reads_of
-from torchweft.run.rows import putter, taker
+from torchweft.run.rows import First, into_of, putter, room_for, taker, whole_like
 from torchweft.run.variables import Variables
 
 MAX_JITTER_S = 0.002
-_numbers = itertools.count()
 
 
 def compile_program(
@@ -63,10 +59,12 @@ def compile_program(
 class Writer(Variables):
     """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
 
-    Here each lane is a function for a thread of its own. `accelerator.py` writes another layout.
+    Here each lane is a function for a thread of its own; a layout of another kind (`streams.py`)
+    has other parameters, another number of functions, and other entries in each.
     """
 
     threads = True
+    parameters = "x, z, c, e, w, s, b, d"
 
     def __init__(
         self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
@@ -77,13 +75,13 @@ class Writer(Variables):
         self.space |= {"first": First(), "j": time.sleep, "now": time.perf_counter}
         self.space["r"] = random.random
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
+        self.num_functions = len(self.lanes)
         self.events: dict[str, int] = {}
         self.labels = [step.label for step in plan.steps]
         for step in plan.steps:
             if step.target is not None:
                 self.events.setdefault(step.target, len(self.events))
         self.first = {label: at for at, label in reversed(list(enumerate(self.labels)))}
-        self.constants: dict[int, str] = {}
         states = [name for name in self.graph.inputs if name.startswith(STATE)]
         self.switch = f"v{self.index[states[0]]}" if states else ""
         self.ranges: dict[Range | None, int] = {None: 0}
@@ -92,19 +90,14 @@ class Writer(Variables):
     def program(self) -> Program:
         """All lanes' functions. The first ends the call: it joins the others and returns."""
         lines, step_at = self._functions()
-        cells: dict[str, int] = {}
-        for name, lanes in self.users.items():
-            if len(lanes) > 1:
-                cells[name] = len(cells)
+        shared = [name for name, lanes in self.users.items() if len(lanes) > 1]
+        cells = {name: number for number, name in enumerate(shared)}
         names = {name: f"c[{cells[name]}]" if name in cells else name for name in self.users}
         names |= {f"at_{name}": str(cells.get(name)) for name in self.users}
-        source = "\n".join(line.format_map(names) for line in lines) + "\n"
-        filename = f"<weft program {next(_numbers)}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.space)
-        functions = tuple(self.space[f"lane{number}"] for number in range(self.lane + 1))
+        source, written = self.source, [line.format_map(names) for line in lines]
+        functions = source.build(written, *(f"lane{n}" for n in range(self.num_functions)))
         return Program(
-            self.plan, self.lanes, functions, source, filename, step_at,
+            self.plan, self.lanes, functions, source.text, source.filename, step_at,
             len(cells), len(self.events), tuple(self.sizes), tuple(filter(None, self.ranges)),
         )  # fmt: skip
 
@@ -112,24 +105,33 @@ class Writer(Variables):
         """The lines of all functions, and for each line of a step (from 1) which step it is."""
         lines: list[str] = []
         step_at: dict[int, int] = {}
-        for number, lane in enumerate(self.lanes):
+        for number in range(self.num_functions):
             self.lane = number
-            lines += [f"def lane{self.lane}(x, z, c, e, w, s, b, d):", *self._head()]
-            for index, step in enumerate(self.plan.steps):
-                if step.lane == lane:
-                    for line in self._lines(index, step):
-                        lines.append(f"    {line}")
+            lines.append(f"def lane{number}({self.parameters}):")
+            for index, written in ((None, self._head()), *self._entries(), (None, self._tail())):
+                for line in written:
+                    lines.append(f"    {line}")
+                    if index is not None:
                         step_at[len(lines)] = index
-            if self.lane == 0:
-                lines += ["    d()"] if len(self.lanes) > 1 else []
-                lines.append(f"    return {self._outputs()}")
         return lines, step_at
+
+    def _entries(self) -> Iterator[tuple[int | None, list[str]]]:
+        """The lines of this function, step by step."""
+        for index, step in enumerate(self.plan.steps):
+            if step.lane == self.lanes[self.lane]:
+                yield index, self._lines(index, step)
 
     def _head(self) -> list[str]:
         names = [f"v{self.index[name]}" for name in self.graph.inputs]
         bounds = [f"b{number}" for number in range(self.plan.num_parts + 1)]
         head = [f"({', '.join(names)},) = x"] if names else []
-        return [f"    {line}" for line in (*head, f"({', '.join(bounds)},) = b")]
+        return [*head, f"({', '.join(bounds)},) = b"]
+
+    def _tail(self) -> list[str]:
+        """The first function ends the call."""
+        if self.lane > 0:
+            return []
+        return [*(["d()"] if len(self.lanes) > 1 else []), f"return {self._outputs()}"]
 
     def _lines(self, index: int, step: Step) -> list[str]:
         """One step as source lines."""
@@ -193,11 +195,8 @@ class Writer(Variables):
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms."""
         op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
-        number, makes, into = (
-            self.op_index[op],
-            makes_of(self.graph, step),
-            into_of(self.bodies[op], op),
-        )
+        number, makes = self.op_index[op], makes_of(self.graph, step)
+        into = into_of(self.bodies[op], op)
         self.space[f"o{number}"], slices = into.function, []
         for at, room in enumerate(into.rooms):
             name, views = f"m{number}_{at}", written.intersection(makes[n] for n in room.views)
@@ -216,11 +215,8 @@ class Writer(Variables):
     def _rooms(self, step: Step) -> list[str]:
         """The rooms that a step writes into, and the whole values in them, made if it is first."""
         op, written, lines = step.names[0], self._written(step), []
-        into, makes, steps = (
-            into_of(self.bodies[op], op),
-            makes_of(self.graph, step),
-            self._steps_of(step),
-        )
+        into, makes = into_of(self.bodies[op], op), makes_of(self.graph, step)
+        steps = self._steps_of(step)
         all_parts = (0, self.plan.num_parts)
         for at, room in enumerate(into.rooms):
             views = {makes[n]: view for n, view in room.views.items() if makes[n] in written}
@@ -268,21 +264,15 @@ class Writer(Variables):
         calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
         lines: list[str] | None = None
         if calls is not None and arguments is not None:
-            lines = calls.write(arguments, targets, self._constant)
+            lines = calls.write(arguments, targets, self.source.constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
 
     def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
         """What a kernel gives, held against the graph."""
-        check = self._constant(results := Results(self.plan, step))
+        check = self.source.constant(results := Results(self.plan, step))
         sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
         given = "".join(f"{read}, " for read in reads)
         return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
-
-    def _constant(self, value: Any) -> str:
-        """The name of a constant; one that is in the namespace already is taken from there."""
-        name = self.constants.setdefault(id(value), f"k{len(self.constants)}")
-        self.space[name] = value
-        return name
 
     def _function(self, step: Step) -> str:
         """Put the step's function into the namespace; the number it has there."""
@@ -340,8 +330,8 @@ class Writer(Variables):
         return [f"{self._use(variable)} = None" for variable in gone]
 
     def _outputs(self) -> str:
-        found = [self._read(name, None) for name in self.graph.outputs]
-        return f"({', '.join(found)}{',' if found else ''})"
+        outputs = [self._read(name, None) for name in self.graph.outputs]
+        return f"({', '.join(outputs)}{',' if outputs else ''})"
 
 
 def _same(result: Any, *others: Any) -> Any:

@@ -12,9 +12,9 @@ on the current stream. The host never waits for the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -24,37 +24,14 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.run.accelerator.graphs import Graphs
 from torchweft.run.accelerator.streams import StreamProgram, compile_streams, failed
-from torchweft.run.cpu import trace_of
-from torchweft.run.program import Body, Jitter
-
-
-class StreamDevice(Protocol):
-    """What the runtime asks of a device. Streams and events have the methods of torch's own."""
-
-    def stream(self, lane: Lane) -> Any:
-        """A new stream for a lane, with its priority and budget."""
-
-    def event(self, *, timing: bool = False) -> Any:
-        """A new event."""
-
-    def current_stream(self) -> Any:
-        """The stream that work goes to now."""
-
-    def set_stream(self, stream: Any) -> None:
-        """Send work to another stream from now on."""
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Make this device the current one inside."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
-
-    def begin_capture(self, pool: Any) -> Any:
-        """A new graph that takes what is put on the current stream and those forked from it."""
+from torchweft.run.program import Body, Jitter, trace_of
 
 
 class Accelerator:
-    """A device as `torch.accelerator` shows it; `api` stands in for torch in tests."""
+    """A device as `torch.accelerator` shows it; `cuda.py` has one with more to it.
+
+    api: stands in for torch in tests. Streams and events have the methods of torch's own.
+    """
 
     def __init__(self, device: torch.device, api: Any = torch) -> None:
         self.device, self.api = device, api
@@ -82,8 +59,8 @@ class Accelerator:
 
     def active(self) -> AbstractContextManager[Any]:
         """Make this device the current one inside."""
-        found: AbstractContextManager[Any] = self.api.accelerator.device_index(self.device.index)
-        return found
+        active: AbstractContextManager[Any] = self.api.accelerator.device_index(self.device.index)
+        return active
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -99,7 +76,7 @@ class Accelerator:
 class Loan:
     """Streams and events that one call has to itself."""
 
-    def __init__(self, device: StreamDevice, lanes: Sequence[Lane]) -> None:
+    def __init__(self, device: Accelerator, lanes: Sequence[Lane]) -> None:
         self.device = device
         self.streams = [device.stream(lane) for lane in lanes]
         self.events: list[Any] = []
@@ -113,7 +90,7 @@ class Loan:
 class Runtime:
     """Runs stream programs on one device. Calls may come from several threads."""
 
-    def __init__(self, device: StreamDevice, graphs: Graphs | None = None) -> None:
+    def __init__(self, device: Accelerator, graphs: Graphs | None = None) -> None:
         self.device, self.graphs = device, graphs
         self.lock = threading.Lock()
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
@@ -160,7 +137,7 @@ class Runtime:
             (index, began.elapsed_time(start) / 1e3, began.elapsed_time(end) / 1e3)
             for index, start, end in marks
         ]
-        return outputs, trace_of(program.program, spans)
+        return outputs, trace_of(program, spans)
 
     def issue(
         self,
@@ -171,40 +148,41 @@ class Runtime:
         marks: list[Any] | None = None,
     ) -> tuple[Any, ...]:
         """Put all of a call on its streams, function by function."""
-        loan = self.borrow(program)
-        with self.device.active():
+        cells: list[Any] = [None] * program.num_cells
+        with self.device.active(), self.lend(program) as loan:
             caller = self.device.current_stream()
-            arguments = (
-                inputs, numbers, [None] * program.program.num_cells, loan.events,
-                (caller, *loan.streams), marks, bounds, self.device.set_stream, self._now,
-            )  # fmt: skip
+            streams, device = (caller, *loan.streams), self.device
             try:
-                for function in program.program.functions:
-                    outputs: tuple[Any, ...] = function(*arguments)
+                for function in program.functions:
+                    outputs: tuple[Any, ...] = function(
+                        inputs, numbers, cells, loan.events, streams, marks, bounds,
+                        device.set_stream, self._now,
+                    )  # fmt: skip
                 return outputs
             except BaseException as error:
                 for stream in loan.streams:  # what has been issued still uses the caller's bytes
                     caller.wait_stream(stream)
                 raise failed(program, error) from error
             finally:
-                self.device.set_stream(caller)
-                self.give_back(program, loan)
+                device.set_stream(caller)
 
-    def borrow(self, program: StreamProgram) -> Loan:
-        """Streams and events for one call."""
+    @contextmanager
+    def lend(self, program: StreamProgram) -> Iterator[Loan]:
+        """Streams and events for one call, until it has issued everything.
+
+        Work that is still queued then is behind its events.
+        """
         lanes = tuple(lane for lane in program.dispatch.streams if lane is not None)
         with self.lock:
-            found = self.idle.setdefault(lanes, [])
-            loan = found.pop() if found else None
+            idle = self.idle.setdefault(lanes, [])
+            loan = idle.pop() if idle else None
         loan = loan or Loan(self.device, lanes)
         loan.need(len(program.dispatch.events))
-        return loan
-
-    def give_back(self, program: StreamProgram, loan: Loan) -> None:
-        """The call has issued everything; work that is still queued is behind its events."""
-        lanes = tuple(lane for lane in program.dispatch.streams if lane is not None)
-        with self.lock:
-            self.idle[lanes].append(loan)
+        try:
+            yield loan
+        finally:
+            with self.lock:
+                idle.append(loan)
 
     def _now(self, stream: Any) -> Any:
         event = self.device.event(timing=True)
@@ -214,15 +192,17 @@ class Runtime:
 
 def device_of(inputs: Sequence[Any]) -> torch.device | None:
     """The accelerator that inputs live on; None if there is none, or more than one."""
-    found = devices_of(inputs)
-    return found.pop() if len(found) == 1 else None
+    devices = devices_of(inputs)
+    return devices.pop() if len(devices) == 1 else None
 
 
 def devices_of(inputs: Sequence[Any]) -> set[torch.device]:
     """The accelerators that inputs live on."""
     kind = torch.accelerator.current_accelerator()
-    found = {item.device for item in inputs if isinstance(item, torch.Tensor)} if kind else set()
-    return {device for device in found if kind is not None and device.type == kind.type}
+    if kind is None:
+        return set()
+    devices = {item.device for item in inputs if isinstance(item, torch.Tensor)}
+    return {device for device in devices if device.type == kind.type}
 
 
 def runtime_of(
@@ -232,12 +212,12 @@ def runtime_of(
 
     fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
     """
-    found = device_of(inputs)
-    if found is None:
+    place = device_of(inputs)
+    if place is None:
         return None
-    device: StreamDevice = Accelerator(found)
-    if found.type == "cuda":
+    device = Accelerator(place)
+    if place.type == "cuda":
         from torchweft.run.accelerator.cuda import Cuda  # what only CUDA has is loaded where it is
 
-        device = Cuda(found)
+        device = Cuda(place)
     return Runtime(device, Graphs(device, fall_back) if graphs else None)

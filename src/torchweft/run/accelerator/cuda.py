@@ -1,6 +1,6 @@
 """CUDA's extras: streams with an SM budget, and device graphs with a pool of their own.
 
-    Cuda(device)    a `Device` of the accelerator runtime; the rest is as `torch.accelerator` has it
+    Cuda(device)    an `Accelerator` whose lanes may have a budget
 
 An SM budget is a green context: a set of multiprocessors that the kernels of its stream stay on.
 Each lane has one of its own; the driver rounds a budget up to what the device can cut.
@@ -9,7 +9,6 @@ Capture errors are told for this thread only: other threads of the process go on
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.accelerator import Accelerator
 
 
-class Cuda:
-    """A CUDA device; `api` stands in for torch in tests."""
+class Cuda(Accelerator):
+    """A CUDA device."""
 
     def __init__(self, device: torch.device, api: Any = torch) -> None:
-        self.device, self.api = device, api
-        self.plain = Accelerator(device, api)
+        super().__init__(device, api)
         self.contexts: list[Any] = []  # a stream does not keep its context alive
 
     def stream(self, lane: Lane) -> Any:
@@ -33,7 +31,7 @@ class Cuda:
         Raises `RunError` for a budget that the device does not have, or beside a priority.
         """
         if lane.num_sms is None:
-            return self.plain.stream(lane)
+            return super().stream(lane)
         if lane.priority:
             raise RunError(
                 f"run: lane {lane.name!r} has a priority and a budget of multiprocessors; the "
@@ -58,26 +56,6 @@ class Cuda:
         create = contexts.GreenContext.create
         self.contexts.append(create(num_sms=wanted, device_id=self.device.index))
         return self.contexts[-1]
-
-    def event(self, *, timing: bool = False) -> Any:
-        """A new event."""
-        return self.plain.event(timing=timing)
-
-    def current_stream(self) -> Any:
-        """The stream that work goes to now."""
-        return self.plain.current_stream()
-
-    def set_stream(self, stream: Any) -> None:
-        """Send work to another stream from now on."""
-        self.plain.set_stream(stream)
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Make this device the current one inside."""
-        return self.plain.active()
-
-    def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
-        self.plain.synchronize()
 
     def begin_capture(self, pool: Any) -> Any:
         """A new graph that takes what is put on the current stream and those forked from it.

@@ -27,7 +27,7 @@ from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.streams import StreamProgram, failed
 
 if TYPE_CHECKING:
-    from torchweft.run.accelerator.accelerator import Runtime, StreamDevice
+    from torchweft.run.accelerator.accelerator import Accelerator, Runtime
 
 MAX_GRAPHS = 64
 MAX_CAPTURES = 4
@@ -83,7 +83,7 @@ class Shape:
 class Graphs:
     """Captured calls, by program and shape; those not used for longest go first."""
 
-    def __init__(self, device: StreamDevice, fall_back: Callable[[str], None]) -> None:
+    def __init__(self, device: Accelerator, fall_back: Callable[[str], None]) -> None:
         self.device, self.fall_back = device, fall_back
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
@@ -160,11 +160,10 @@ class Graphs:
         """Capture each segment and replay it, or run it where it must not be captured."""
         device, program = self.device, call.program
         self.stream = self.stream or device.stream(Lane("capture"))
-        call.runtime.give_back(program, call.runtime.borrow(program))  # none is made in a capture
-        cells: list[Any] = [None] * program.program.num_cells
-        for function, segment in zip(
-            program.program.functions, program.dispatch.segments, strict=True
-        ):
+        with call.runtime.lend(program):
+            pass  # its streams and events are there now: none is made in a capture
+        cells: list[Any] = [None] * program.num_cells
+        for function, segment in zip(program.functions, program.dispatch.segments, strict=True):
             if not segment.captured:
                 before = tuple(cells)
                 shape.outputs = _run(call, function, shape.slots, cells, caller)
@@ -228,14 +227,11 @@ class Graphs:
 
 def _run(call: GraphCall, function: Any, inputs: Any, cells: list[Any], first: Any) -> Any:
     """Run one function of a program, its stream 0 being `first`."""
-    loan = call.runtime.borrow(call.program)
-    try:
+    with call.runtime.lend(call.program) as loan:
         return function(
             inputs, call.numbers, cells, loan.events, (first, *loan.streams), None, call.bounds,
             call.runtime.device.set_stream, None,
         )  # fmt: skip
-    finally:
-        call.runtime.give_back(call.program, loan)
 
 
 def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:

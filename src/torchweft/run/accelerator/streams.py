@@ -22,7 +22,7 @@ waits for the device: the host runs ahead, and streams wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -30,29 +30,18 @@ from torch import Tensor
 
 from torchweft.plan.plan import Plan, Step
 from torchweft.run.accelerator.dispatch import Dispatch, Item, copies, dispatch
-from torchweft.run.cpu import CpuCall, failure_of, step_of
-from torchweft.run.program import Body, Jitter, Program
+from torchweft.run.program import Body, Jitter, Program, failure_of, step_of
 from torchweft.run.writer import Writer
 
 LANDED = -1
 """Whose bytes a value has that a two-phase op made: those of one of two streams."""
 
 
-@dataclass(frozen=True, eq=False)
-class StreamProgram:
-    """A program whose functions are the segments of a dispatch, in order."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StreamProgram(Program):
+    """A program whose functions are the segments of a dispatch; its plan is in host order."""
 
-    program: Program
     dispatch: Dispatch
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, its steps in host order."""
-        return self.program.plan
-
-    def numbers(self, env: Mapping[str, int], bounds: Sequence[int]) -> tuple[int, ...]:
-        """The sizes that bodies need in a call."""
-        return self.program.numbers(env, bounds)
 
 
 def compile_streams(
@@ -81,7 +70,8 @@ def write_streams(
     jitter: bool | Jitter = False,
 ) -> StreamProgram:
     """The program of a dispatch."""
-    return StreamProgram(_StreamWriter(given, bodies, traced, jitter).program(), given)
+    program = _StreamWriter(given, bodies, traced, jitter).program()
+    return StreamProgram(**vars(program), dispatch=given)
 
 
 def keep(flight: Any, stream: Any) -> None:
@@ -98,21 +88,20 @@ def keep(flight: Any, stream: Any) -> None:
 
 def failed(program: StreamProgram, error: BaseException) -> BaseException:
     """The error that the caller sees, with the last step that each lane was given."""
-    plan, lanes = program.plan, program.program.lanes
-    at = step_of(program.program, error)
-    call = CpuCall(program.program)
-    before = range(at if at is not None else len(plan.steps))
-    call.state = [
-        max((i for i in before if plan.steps[i].lane == lane), default=-1) for lane in lanes
+    steps, at = program.plan.steps, step_of(program, error)
+    begun = range(at if at is not None else len(steps))
+    stands = [
+        max((i for i in begun if steps[i].lane == lane), default=-1) for lane in program.lanes
     ]
-    call.failure = (plan.steps[at].lane if at is not None else lanes[0], error)
-    return failure_of(call)
+    lane = steps[at].lane if at is not None else program.lanes[0]
+    return failure_of(program, lane, error, stands)
 
 
 class _StreamWriter(Writer):
     """One function a segment, all lanes in it. `made_on`: the stream whose bytes a variable has."""
 
     threads = False
+    parameters = "x, z, c, e, q, s, b, on, now"
 
     def __init__(
         self,
@@ -122,35 +111,30 @@ class _StreamWriter(Writer):
         jitter: bool | Jitter,
     ) -> None:
         super().__init__(given.plan, bodies, traced, jitter)
-        self.given, self.current = given, 0
+        self.given, self.num_functions, self.current = given, len(given.segments), 0
         self.ends = {segment.items[-1] for segment in given.segments}
         self.space["keep"] = keep
         self.used: list[str] = []
         self.made_on: dict[str, int] = {}
         self.users_of: dict[str, set[int]] = {}
 
-    def _functions(self) -> tuple[list[str], dict[int, int]]:
-        lines: list[str] = []
-        step_at: dict[int, int] = {}
-        streams = ", ".join(f"q{number}" for number in range(len(self.given.streams)))
-        for number, segment in enumerate(self.given.segments):
-            self.lane, self.current = number, 0
-            lines += [f"def lane{number}(x, z, c, e, q, s, b, on, now):", *self._head()]
-            lines.append(f"    ({streams},) = q")
-            for at in segment.items:
-                item = self.given.items[at]
-                for line in self._item(at, item):
-                    lines.append(f"    {line}")
-                    if item.step is not None:
-                        step_at[len(lines)] = item.step
-        last = [*self._switch(0), *self._returned()]
-        return lines + [f"    {line}" for line in last], step_at
+    def _head(self) -> list[str]:
+        streams = [f"q{number}" for number in range(len(self.given.streams))]
+        return [*super()._head(), f"({', '.join(streams)},) = q"]
 
-    def _returned(self) -> list[str]:
-        """The outputs, which the caller's stream uses from now on."""
+    def _entries(self) -> Iterator[tuple[int | None, list[str]]]:
+        self.current = 0
+        for at in self.given.segments[self.lane].items:
+            item = self.given.items[at]
+            yield item.step, self._item(at, item)
+
+    def _tail(self) -> list[str]:
+        """The last function gives the outputs, which the caller's stream uses from now on."""
+        if self.lane < self.num_functions - 1:
+            return []
         self.used = []
-        found = self._outputs()
-        return [*self._notes(0), f"return {found}"]
+        outputs = self._outputs()
+        return [*self._switch(0), *self._notes(0), f"return {outputs}"]
 
     def _item(self, at: int, item: Item) -> list[str]:
         """An item as source lines: waits, the step, an event if somebody waits for it."""
