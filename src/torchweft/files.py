@@ -1,6 +1,6 @@
 """A data file: text, JSON or bytes, read within limits and written in one piece.
 
-    read_text, read_json, read_bytes, Reader (typed fields of an object)
+    read_text, read_json, read_bytes, Reader (typed fields of an object), read_item (all of them)
     write_text, write_json, write_bytes
 
 Loading never executes anything. Only regular files are read, and no more of them than `MAX_BYTES`.
@@ -14,13 +14,19 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchweft.errors import WeftError, clip
 
 MAX_BYTES, MAX_TEXT = 32 * 1024 * 1024, 8 * 1024 * 1024
 MAX_LISTS, MAX_ITEMS, MAX_DIGITS = 500_000, 4_000_000, 40
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"str": str, "int": int, "float": (int, float), "bool": bool}
+)
 
 
 def read_bytes(path: str | Path, error: type[WeftError], what: str) -> bytes:
@@ -147,3 +153,32 @@ class Reader:
         """All fields have been taken; another one is an error."""
         if extra := set(self.found) - self.taken - set(more):
             raise self.fail(f"unknown field {clip(min(extra, key=str))}.")
+
+
+Take = Callable[[Reader, str, Any], Any]
+"""(reader, name of a field, its default) -> the value of the field."""
+
+
+def read_item(
+    kind: Any,
+    found: object,
+    error: type[WeftError],
+    takes: Mapping[str, Take] = MappingProxyType({}),
+) -> Any:
+    """A dataclass from an object that has its fields. Raises `error`, which names what is wrong.
+
+    takes: by their types as written in the class, how to take fields that are not plain.
+    """
+    read = Reader(found, error, kind.__name__.lower())
+    items: dict[str, Any] = {}
+    for spec in fields(kind):
+        name, written = spec.name, str(spec.type)
+        default = ... if spec.default is MISSING else spec.default
+        if written in takes:
+            items[name] = takes[written](read, name, default)
+        elif written == "tuple[str, ...]":
+            items[name] = read.names(name) or default
+        else:
+            items[name] = read.take(name, PLAIN[written.removesuffix(" | None")], default)
+    read.done()
+    return kind(**items)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchweft.errors import GraphError, SizeError, clip
-from torchweft.files import Reader, read_json, write_json
+from torchweft.files import Reader, Take, read_item, read_json, write_json
 from torchweft.plan.graph import Batch, Collective, Graph, Op, Value, check_name
-from torchweft.plan.sizes import ONE, ZERO, Size
+from torchweft.plan.sizes import Size
 
 VERSION = 1
 
@@ -50,12 +52,8 @@ def _plain_field(value: Any) -> object:
     if isinstance(value, tuple):
         return [_plain_field(item) for item in value]
     if isinstance(value, Batch | Collective):
-        return _plain_nested(value)
+        return {spec.name: _plain_field(getattr(value, spec.name)) for spec in fields(value)}
     return value
-
-
-def _plain_nested(value: Any) -> dict[str, object]:
-    return {spec.name: _plain_field(getattr(value, spec.name)) for spec in fields(value)}
 
 
 def save_graph(graph: Graph, path: str | Path) -> None:
@@ -84,8 +82,8 @@ def read_graph(found: object) -> Graph:
         inputs=read.names("inputs"),
         outputs=read.names("outputs"),
         communicators=_read_communicators(read.take("communicators", dict, {})),
-        values=tuple(_read_value(item) for item in read.take("values", list)),
-        ops=tuple(_read_op(item) for item in read.take("ops", list)),
+        values=tuple(_item(Value, item) for item in read.take("values", list)),
+        ops=tuple(_item(Op, item) for item in read.take("ops", list)),
     )
     read.done("weft_graph")
     return graph
@@ -105,6 +103,10 @@ def _size(read: Reader, name: str, default: Size) -> Size:
     return default if value is None else _as_size(read, value)
 
 
+def _sizes(read: Reader, name: str, default: tuple[Size, ...]) -> tuple[Size, ...]:
+    return tuple(_as_size(read, dim) for dim in read.take(name, list, list(default)))
+
+
 def _as_size(read: Reader, value: object) -> Size:
     try:
         if isinstance(value, str | int):
@@ -114,56 +116,22 @@ def _as_size(read: Reader, value: object) -> Size:
     raise read.fail(f"{clip(value)} is not a size.")
 
 
-def _read_value(found: object) -> Value:
-    read = Reader(found, GraphError, "value")
-    batch = read.take("batch", dict, None)
-    value = Value(
-        name=read.take("name", str),
-        shape=tuple(_as_size(read, dim) for dim in read.take("shape", list, [])),
-        dtype=read.take("dtype", str, "float32"),
-        batch=None if batch is None else _read_batch(batch),
-        alias_of=read.take("alias_of", str, None),
-        placeable=read.take("placeable", bool, False),
-    )
-    read.done()
-    return value
+def _nested(kind: type, read: Reader, name: str, default: None) -> Any:
+    found = read.take(name, dict, default)
+    return None if found is None else _item(kind, found)
 
 
-def _read_batch(found: Mapping[str, object]) -> Batch:
-    read = Reader(found, GraphError, "batch")
-    batch = Batch(read.take("dim", int), _size(read, "outer", ONE), _size(read, "inner", ONE))
-    read.done()
-    return batch
+def _item(kind: type, found: object) -> Any:
+    """A value or op, or what is nested in one."""
+    return read_item(kind, found, GraphError, TAKES)
 
 
-def _read_op(found: object) -> Op:
-    read = Reader(found, GraphError, "op")
-    talk = read.take("collective", dict, None)
-    op = Op(
-        name=read.take("name", str),
-        reads=read.names("reads"),
-        makes=read.names("makes"),
-        mutates=read.names("mutates"),
-        uses=read.take("uses", str, "compute"),
-        rows=read.take("rows", str, "row-wise"),
-        two_phase=read.take("two_phase", bool, False),
-        collective=None if talk is None else _read_collective(talk),
-        mark=read.take("mark", str, None),
-        body=read.take("body", str, ""),
-        flops=_size(read, "flops", ZERO),
-        source=read.take("source", str, None),
-    )
-    read.done()
-    return op
-
-
-def _read_collective(found: Mapping[str, object]) -> Collective:
-    read = Reader(found, GraphError, "collective")
-    talk = Collective(
-        kind=read.take("kind", str),
-        communicator=read.take("communicator", str),
-        peer=read.take("peer", int, None),
-        tag=read.take("tag", str, ""),
-    )
-    read.done()
-    return talk
+TAKES: Mapping[str, Take] = MappingProxyType(
+    {
+        "Size": _size,
+        "tuple[Size, ...]": _sizes,
+        "Batch | None": partial(_nested, Batch),
+        "Collective | None": partial(_nested, Collective),
+    }
+)
+"""How the fields of a graph's items are taken that are not plain, by their types."""

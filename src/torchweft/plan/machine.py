@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from torchweft.errors import MachineError, clip, unknown
-from torchweft.files import Reader, read_json
+from torchweft.files import Reader, read_item, read_json
 from torchweft.plan.graph import NAME, USES, Op, check_name
 
 VERSION = 1
@@ -242,31 +241,11 @@ def from_data(found: object) -> Machine:
     read = Reader(found, MachineError, "machine")
     if read.take("weft_machine", int, None) != VERSION:
         raise read.fail(f"this is not a machine file of version {VERSION}.")
-    machine = Machine(
-        read.take("name", str, "machine"),
-        tuple(_item(Device, item) for item in read.take("devices", list, [])),
-        tuple(_item(Lane, item) for item in read.take("lanes", list, [])),
-        tuple(_item(Link, item) for item in read.take("links", list, [])),
-    )
+    name = read.take("name", str, "machine")
+    items = [
+        tuple(read_item(kind, item, MachineError) for item in read.take(several, list, []))
+        for several, kind in (("devices", Device), ("lanes", Lane), ("links", Link))
+    ]
+    machine = Machine(name, *items)
     read.done()
     return machine
-
-
-def _item(kind: Any, found: object) -> Any:
-    """A device, lane or link; the kind of a field is that of its default."""
-    read = Reader(found, MachineError, kind.__name__.lower())
-    items: dict[str, Any] = {}
-    for spec in fields(kind):
-        if isinstance(spec.default, tuple):
-            items[spec.name] = read.names(spec.name) or spec.default
-        elif isinstance(spec.default, float):
-            items[spec.name] = read.take(spec.name, (int, float), spec.default)
-        elif isinstance(spec.default, int):
-            items[spec.name] = read.take(spec.name, int, spec.default)
-        elif spec.default is None:
-            items[spec.name] = read.take(spec.name, str if spec.name == "via" else int, None)
-        else:
-            default = ... if spec.default is MISSING else spec.default
-            items[spec.name] = read.take(spec.name, str, default)
-    read.done()
-    return kind(**items)
