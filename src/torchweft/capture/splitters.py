@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torchweft.errors import RefusedError, StateError, WeftError
+from torchweft.errors import RefusedError, StateError, StrategyError
 from torchweft.plan.context import Context
 
 STATE = "state."
@@ -159,7 +159,7 @@ class Splitter:
     calls: str
     current: Callable[[], Any]
     enforce: Callable[[Any], None]
-    fields: Mapping[str, Rule] = field(default_factory=dict)
+    fields: Mapping[str, Rule] = field(default_factory=dict, hash=False)
     touched: Callable[[Any, Parts], Sequence[tuple[Collection[Any], Collection[Any]]]] | None = None
     by: str = ""
 
@@ -250,13 +250,13 @@ def switch_for(
 
 
 def check_splitters(splitters: Sequence[Splitter]) -> tuple[Splitter, ...]:
-    """The splitters themselves. Raises `WeftError` unless each has a name of its own."""
+    """The splitters themselves. Raises `StrategyError` unless each has a name of its own."""
     for item in splitters:
         if not isinstance(item, Splitter) or not item.name.isidentifier():
-            raise WeftError(f"splitters: {item!r} is no splitter with a name.", rule="splitters")
+            raise StrategyError(f"splitters: {item!r} is no splitter with a name.", rule="option")
     names = [item.name for item in splitters]
     if len(set(names)) < len(names):
-        raise WeftError(f"splitters: two of {names} have one name.", rule="splitters")
+        raise StrategyError(f"splitters: two of {names} have one name.", rule="option")
     return tuple(splitters)
 
 

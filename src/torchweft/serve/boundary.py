@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.stops import listener, listening
-from torchweft.errors import CaptureError, RunError, StrategyError
+from torchweft.errors import CaptureError, RunError
 from torchweft.ranks.ranks import EagerError
 from torchweft.ranks.talk import SEQUENCE
 from torchweft.run.cpu import Lanes
@@ -59,10 +59,9 @@ class Boundary:
     """A model in boundary mode. Calls may come from several threads."""
 
     def __init__(self, session: Session, call: Callable[..., Any], model: Any) -> None:
-        _check(session)
         self.session, self.call, self.model = session, call, model
-        self.dim = session.batch if isinstance(session.batch, int) else 0
-        self.watch = MarkWatch(model, session.rules)
+        self.dim = session.options.batch_dim
+        self.watch = MarkWatch(model, session.options.all_rules)
         self.modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
         self.cases: dict[object, EagerForm] = {}
         self.failed: dict[object, str] = {}
@@ -109,7 +108,7 @@ class Boundary:
     def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
         session = self.session
-        with Recorder(session.speaker, session.watchdog_s) as recorder, self.watch:
+        with Recorder(session.speaker, session.options.watchdog_s) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own
@@ -131,11 +130,11 @@ class Boundary:
         recorded = build(
             recorder, given, outputs,
             model=self.model, name=f"boundary{len(self.cases)}", dim=self.dim,
-            states=[splitter.name for splitter in session.splitters],
+            states=[splitter.name for splitter in session.options.splitters],
         )  # fmt: skip
         piece = Piece(session, recorded.captured, EMPTY)
         piece.unsplit = recorded.uncut
-        if session.strict and recorded.captured.assumed:
+        if session.options.strict and recorded.captured.assumed:
             piece.unsplit = piece.unsplit or (
                 f"strict: {recorded.captured.assumed[0]}, cannot be tried on rows; strict=False "
                 "splits it untried"
@@ -144,7 +143,8 @@ class Boundary:
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
-        with Eager(self.session.speaker, self.session.watchdog_s) as eager, listening(eager):
+        eager = Eager(self.session.speaker, self.session.options.watchdog_s)
+        with eager, listening(eager):
             return self.call(*args, **kwargs)
 
     def _run(self, case: EagerForm, given: Arguments, args: Any, kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ class Run:
         self.boundary, self.case, self.given, self.whole = boundary, case, given, whole
         self.parts: list[EagerPart] = []
         self.trial: _Trial | None = None
-        self.modes = Modes(boundary.session.num_threads)
+        self.modes = Modes(boundary.session.options.num_threads)
 
     def begin(self, rows: RowSpan, tensors: Sequence[Any]) -> EagerPart:
         """Start the part of these rows and let it run up to its first stop."""
@@ -235,7 +235,7 @@ class Run:
 
     def cancel(self) -> None:
         """End all parts that are not over."""
-        if not cancel(self.parts, self.boundary.session.watchdog_s):
+        if not cancel(self.parts, self.boundary.session.options.watchdog_s):
             log.error("a part of a failed call does not end: its model is stuck")
         self.parts.clear()
 
@@ -266,18 +266,3 @@ def _form(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
-
-
-def _check(session: Session) -> None:
-    """Raise `StrategyError` for options that boundary mode does not have."""
-    for name, value, only in (
-        ("inner", session.inner, ("eager",)),
-        ("level", session.level, (None,)),
-        ("graphs", session.graphs, (False,)),
-    ):
-        if value not in only:
-            raise StrategyError(
-                f"{name}: boundary mode has only {name}={only[0]!r}.", rule="option"
-            )
-    if isinstance(session.batch, str):
-        raise StrategyError("batch: boundary mode has no symbols; give a dim.", rule="option")

@@ -82,22 +82,24 @@ class Piece:
 
     def __init__(self, session: Session, captured: Capture, gm: fx.GraphModule) -> None:
         self.session, self.captured, self.gm = session, captured, gm
-        self.bodies = compile_bodies(captured, session.inner)
-        self.graph = placed_by(captured.graph, self.bodies if session.zero_copy else {})
+        self.options = session.options
+        self.bodies = compile_bodies(captured, self.options.inner)
+        self.graph = placed_by(captured.graph, self.bodies if self.options.zero_copy else {})
         self.guards: Guards = guards_of(gm, captured.graph.batch, captured.same)
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-        self.runtime = runtime_of(examples, graphs=session.graphs, fall_back=self._fall_back)
+        graphs = bool(self.options.graphs)
+        self.runtime = runtime_of(examples, graphs=graphs, fall_back=self._fall_back)
         self.pads = None
-        if self.runtime is not None and session.graph_sizes:
-            self.pads = Pads(self.graph, session.graph_sizes)
+        if self.runtime is not None and self.options.graph_sizes:
+            self.pads = Pads(self.graph, self.options.graph_sizes)
         self.unsplit = ""
         if len(devices_of(examples)) > 1:  # streams of one device do not wait for another's
             self.unsplit = "device: the inputs live on several accelerators"
         inputs = set(captured.graph.inputs)
         states = {name for name in inputs if name.startswith(STATE)}
         touched = {name.split(".")[1] for name in states}
-        self.splitters = tuple(item for item in session.splitters if item.name in touched)
+        self.splitters = tuple(item for item in self.options.splitters if item.name in touched)
         self.writes = bool(captured.graph.mutated & inputs - states)
         self.talks = any(op.collective is not None for op in captured.graph.ops)
         self.entries: list[PlanEntry] = []
@@ -145,7 +147,7 @@ class Piece:
             try:
                 self._trusted.check(given)
             except WeftError:
-                refuse(communicators(self.graph), self.session.speaker, self.session.watchdog_s)
+                refuse(communicators(self.graph), self.session.speaker, self.options.watchdog_s)
                 raise
         return given
 
@@ -169,7 +171,7 @@ class Piece:
                 entry, switch = self._switch(entry, env, context)
             bounds, numbers, told = self._shape(entry, env, context)
         except (RunError, StateError):  # a rank that finds no plan tells the others first
-            refuse(communicators(self.graph), self.session.speaker, self.session.watchdog_s)
+            refuse(communicators(self.graph), self.session.speaker, self.options.watchdog_s)
             raise
         except Exception as error:  # also without parts there is no plan
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
@@ -179,21 +181,21 @@ class Piece:
         with switch or nullcontext():
             outputs = self.run(entry, given, bounds, numbers, told)
         if plain and entry.trace is not None and switch is None:  # else it is cut anew each time
-            plain = self.runtime is None and not self.session.graphs and not told
+            plain = self.runtime is None and not self.options.graphs and not told
             alone = entry.program if plain and len(entry.program.functions) == 1 else None
             self._remember(inputs, (entry, alone, bounds, numbers, told))
         return self._rebuild(outputs, own)
 
     def _run_as_it_is(self, inputs: tuple[Any, ...], key: object, error: WeftError) -> Any:
         """Run the user's own graph; calls of these sizes are not planned again."""
-        if self.session.fallback != "error":
+        if self.options.fallback != "error":
             if len(self._failed) >= MAX_SHAPES:
                 self._failed.clear()
             self._failed[key] = error
         names = communicators(self.graph)
         if self.graph.level == "boundary":  # the model runs as it is, and not a graph
-            refuse(names, self.session.speaker, self.session.watchdog_s)
-            if self.session.fallback == "error":
+            refuse(names, self.session.speaker, self.options.watchdog_s)
+            if self.options.fallback == "error":
                 raise error
             raise CaptureError(str(error), rule=FAILURE) from error
         return self.session.run_as_it_is(self.gm, inputs, error, names, self)
@@ -246,12 +248,12 @@ class Piece:
         told: Mapping[str, int],
     ) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        if self.session.graphs and self.runtime is None:
+        if self.options.graphs and self.runtime is None:
             self._fall_back("graphs: the inputs live on no accelerator")
         if not told:
             return self._run(entry, given, bounds, numbers)
-        with Talk(entry.plan, told, self.session.speaker, self.session.watchdog_s) as talk:
-            if self.session.graphs or talk.by_kernel:
+        with Talk(entry.plan, told, self.session.speaker, self.options.watchdog_s) as talk:
+            if self.options.graphs or talk.by_kernel:
                 talk.agree()
             return self._run(entry, given, bounds, numbers)
 
@@ -261,7 +263,7 @@ class Piece:
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
             return self.pads.take(self._run(entry, filled, bounds, numbers), rows, bounds[-1])
-        lanes, threads = self.session.lanes, self.session.num_threads
+        lanes, threads = self.session.lanes, self.options.num_threads
         collected, runtime = self.session.traces, self.runtime
         wanted = collected is not None or (entry.num_calls == 2 and entry.trace is None)
         program = self._traced(entry) if wanted else None
@@ -316,7 +318,7 @@ class Piece:
 
     def compile(self, plan: Plan, *, traced: bool = False) -> Any:
         """The program of a plan, for the runtime of the piece."""
-        jitter = self.session.jitter
+        jitter = self.options.jitter
         if self.runtime is not None:
             return self.runtime.compile(plan, self.bodies, traced=traced, jitter=jitter)
         return compile_program(plan, self.bodies, traced=traced, jitter=jitter)
@@ -367,10 +369,10 @@ class Piece:
             if context.batch in entry.bucket and entry.told == _told(context):
                 return entry, ""
         try:
-            return self._write(context.strategy or self.session.strategy, context), ""
+            return self._write(context.strategy or self.options.resolved_strategy, context), ""
         except Exception as error:
             own = as_own(error, "plan")
-            if self.session.fallback == "error":
+            if self.options.fallback == "error":
                 raise own from error
             return self.sequential(context), first_line(own)
 
@@ -393,9 +395,9 @@ class Piece:
 
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         """A verified plan for a context."""
-        session = self.session
+        costs = self.session.costs
         try:
-            bare = write(strategy, self.graph, context, session.machine, costs=session.costs)
+            bare = write(strategy, self.graph, context, costs.machine, costs=costs)
         except StrategyError as error:
             if error.rule == "split" and self.graph.batch is None:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error

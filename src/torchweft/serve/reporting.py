@@ -133,7 +133,7 @@ def _piece_lines(piece: PieceReport) -> list[str]:
 def report_of(session: Session) -> Report:
     """The report of a session as it stands."""
     return Report(
-        strategy=str(session.strategy),
+        strategy=str(session.options.resolved_strategy),
         pieces=tuple(_piece(piece) for piece in session.pieces),
         fallbacks=tuple(session.fallbacks.most_common()),
         assumed=tuple(name for piece in session.pieces for name in piece.captured.assumed),
@@ -180,10 +180,11 @@ def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
     """The values that plans in use copy together from their parts, each with the reason."""
     steps = [step for entry in piece.all_entries() for step in entry.plan.steps]
     names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
-    told = piece.unplaced if piece.session.zero_copy else dict.fromkeys(names, "zero_copy is off")
+    is_on = piece.options.zero_copy
+    reasons = piece.unplaced if is_on else dict.fromkeys(names, "zero_copy is off")
     replaced = {name for step in steps if step.by for name in step.names}
     makers = piece.graph.maker
-    return tuple((name, told.get(name) or _loose(makers[name], replaced)) for name in names)
+    return tuple((name, reasons.get(name) or _loose(makers[name], replaced)) for name in names)
 
 
 def _loose(op: Op, replaced: set[str]) -> str:

@@ -13,36 +13,31 @@ from typing import Any
 import torch
 from torch import SymInt, fx
 
-from torchweft.capture.aten.aten import check_level, level_of, run_aten
+from torchweft.capture.aten.aten import level_of, run_aten
 from torchweft.capture.blocks.blocks import BlockError, Blocks
 from torchweft.capture.blocks.inlining import inline
-from torchweft.capture.bodies.inner import check_inner
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.failures import as_own, copied, first_line
-from torchweft.capture.marks import MarkRule, require_matched, touches_state
+from torchweft.capture.marks import require_matched
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.capture.probe import probe, untried
 from torchweft.capture.shared import shared_bytes
-from torchweft.capture.splitters import Splitter, check_splitters
-from torchweft.errors import StrategyError, WeftError, unknown
+from torchweft.errors import StrategyError, WeftError
+from torchweft.options import Options
 from torchweft.plan.context import TOLD, Context, HostFacts
 from torchweft.plan.cost import Costs
 from torchweft.plan.graph import Graph
-from torchweft.plan.machine import Machine, cpu
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import set_grad_enabled_
-from torchweft.ranks.ranks import WATCHDOG_S, introduce
+from torchweft.ranks.ranks import introduce
 from torchweft.ranks.speakers import Speaker
 from torchweft.ranks.talk import refuse, run_eagerly
-from torchweft.run.accelerator.pads import check_sizes
 from torchweft.run.cpu import Lanes
 from torchweft.serve.gate import Shadow, first_difference, wrong_kernel
 from torchweft.serve.piece import Piece
 
 log = logging.getLogger("torchweft")
-FALLBACKS = ("sequential", "error")
-CAPTURES = ("graph", "boundary")
 
 
 @contextlib.contextmanager
@@ -70,45 +65,13 @@ class Session:
     """Everything that Weft knows of one compiled model."""
 
     def __init__(
-        self,
-        strategy: str | Strategy | Callable[..., None] = "sequential",
-        *,
-        rules: Sequence[MarkRule] = (),
-        inner: str = "eager",
-        fallback: str = "sequential",
-        strict: bool = True,
-        batch: int | str | None = None,
-        machine: Machine | None = None,
-        num_threads: int | None = None,
-        jitter: bool = False,
-        shadow: int = 0,
-        level: str | None = None,
-        watchdog_s: float = WATCHDOG_S,
-        graphs: bool | Sequence[int] = False,
-        blocks: Blocks | None = None,
-        zero_copy: bool = True,
-        capture: str = "graph",
-        splitters: Sequence[Splitter] = (),
+        self, options: Options, *, speaker: Speaker | None = None, blocks: Blocks | None = None
     ) -> None:
-        if not isinstance(watchdog_s, int | float) or not watchdog_s > 0:
-            raise WeftError(f"watchdog_s: {watchdog_s!r} is no time to wait.", rule="watchdog_s")
-        if fallback not in FALLBACKS:
-            raise StrategyError(f"fallback: {unknown('fallback', fallback, FALLBACKS)}")
-        if capture not in CAPTURES:
-            raise StrategyError(f"capture: {unknown('way to capture', capture, CAPTURES)}")
-        self.capture = capture
-        self.strategy, self.splitters = as_strategy(strategy), check_splitters(splitters)
-        self.rules = (*rules, *(touches_state(s.name, s.calls, s.by) for s in self.splitters))
-        self.inner = check_inner(inner)
-        self.fallback, self.strict, self.batch = fallback, strict, batch
-        self.machine = machine or cpu()
-        self.costs = Costs(self.machine)
-        self.num_threads, self.jitter = num_threads, jitter
-        self.shadow = Shadow(shadow) if shadow else None
-        self.level, self.watchdog_s = check_level(level), watchdog_s
-        self.graphs, self.graph_sizes = bool(graphs), check_sizes(graphs)
-        self.blocks, self.zero_copy = blocks, zero_copy
-        self.unmatched = bool(self.rules)
+        self.options, self.blocks = options, blocks
+        self.speaker = speaker or Speaker()
+        self.costs = Costs(options.resolved_machine)
+        self.shadow = Shadow(options.shadow) if options.shadow else None
+        self.unmatched = bool(options.all_rules)
         self.pieces: list[Piece] = []
         self.fallbacks: Counter[str] = Counter()
         self.num_uncaptured = 0
@@ -117,14 +80,11 @@ class Session:
         self.traces: list[Trace] | None = None
         self.kept: dict[Piece, list[Any]] | None = None
         self.here = threading.local()  # ran: whether a piece has run in this thread's call
-        self.speaker = Speaker()
         self._lock = threading.Lock()
         introduce()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph; the result stands in for it."""
-        if self.capture != "graph":
-            raise StrategyError("capture: Dynamo captures graphs; use weft.compile for others.")
         introduce()
         blocks = self.blocks is not None and self.blocks.adopt(gm, example_inputs)
         plain = copied(gm)
@@ -141,24 +101,24 @@ class Session:
     ) -> Callable[..., Any]:
         """A graph of Dynamo as a piece, or as those of its ATen graphs."""
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
-        options: dict[str, Any] = {
-            "rules": self.rules, "batch": self.batch, "name": f"piece{number}",
-        }  # fmt: skip
-        if (self.level or level_of(gm, example_inputs)) == "aten":
+        options, rules = self.options, self.options.all_rules
+        known: dict[str, Any] = {"rules": rules, "batch": options.batch, "name": f"piece{number}"}
+        if (options.level or level_of(gm, example_inputs)) == "aten":
             if blocks:
-                inline(gm, self.rules, everything=True)
+                inline(gm, rules, everything=True)
             why = shared_bytes(example_inputs)
-            if self.splitters:
+            if options.splitters:
                 why = "state: at the aten level no call shows the side state that it touches"
             make = partial(self._aten_piece, unsplit=why)
-            return run_aten(gm, example_inputs, make, **options)
+            return run_aten(gm, example_inputs, make, **known)
 
         def captured() -> Capture:
-            found = capture(gm, example_inputs, blocks=blocks, **options)
+            found = capture(gm, example_inputs, blocks=blocks, **known)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             # With side state an op that is tried would write it.
-            return untried(found) if self.strict or self.splitters else probe(found, given)
+            tries = not options.strict and not options.splitters
+            return probe(found, given) if tries else untried(found)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
@@ -197,11 +157,11 @@ class Session:
 
         names: its communicators. Their other ranks must run theirs as it is too.
         """
-        if self.fallback == "error":
-            refuse(names, self.speaker, self.watchdog_s)
+        if self.options.fallback == "error":
+            refuse(names, self.speaker, self.options.watchdog_s)
             raise error
         self.fall_back(piece, first_line(error))
-        run_eagerly(names, self.speaker, self.watchdog_s)
+        run_eagerly(names, self.speaker, self.options.watchdog_s)
         return gm.forward(*inputs)
 
     def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
@@ -225,7 +185,7 @@ class Session:
         """Raise `CaptureError`, once, if a rule matched nothing in the graphs captured so far."""
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         names = [op.mark for piece in self.pieces for op in piece.graph.ops if op.mark]
-        require_matched(self.rules, matched, names)
+        require_matched(self.options.all_rules, matched, names)
 
     @property
     def watches(self) -> bool:
@@ -266,7 +226,7 @@ class Session:
     def fall_back(self, piece: Piece | None, reason: str) -> None:
         """Count a call that runs sequentially against the strategy's will; the first is logged."""
         self.here.ran = True
-        if self.fallback == "error":
+        if self.options.fallback == "error":
             raise StrategyError(f"fallback: {reason}", rule="fallback")
         with self._lock:
             self.fallbacks[reason] += 1

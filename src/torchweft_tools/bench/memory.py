@@ -33,8 +33,8 @@ import torch
 
 from torchweft import lab
 from torchweft.api import compile, report, session_of
-from torchweft.capture.bodies.inner import check_inner
 from torchweft.errors import WeftError, unknown
+from torchweft.options import Options
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.serve.gate import compare
@@ -84,7 +84,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named (with commas between)."""
-    check_inner(inner)
+    Options(inner=inner)  # or its error
     zoo = {model.name: model for model in MODELS}
     known = (*zoo, *RANKED)
     wanted = [name.strip() for name in models.split(",") if name.strip()] or list(known)
