@@ -17,7 +17,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -31,8 +30,7 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.speakers import Speaker, stable_name
-from torchweft.serve.boundary import Boundary
-from torchweft.serve.gate import Check, compare, run_copy
+from torchweft.serve.gate import Check, compare, first_difference, run_copy, wrong_kernel
 from torchweft.serve.reporting import Report, report_of
 from torchweft.serve.session import Session
 
@@ -100,7 +98,7 @@ def _compile(model: Any, options: Options) -> Any:
 
 def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The call in boundary mode: the model itself, part by part."""
-    boundary = Boundary(session, call, model)
+    boundary = session.boundary(call, model)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         with session.speaker:
@@ -117,10 +115,8 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     compiled = compile_by(session.backend, call)
-    fall_back = partial(session.fall_back, None)
+    fall_back, here = session.service.fall_back, session.service.here
     watch = Watch(session.options.batch_dim, session.blocks, fall_back)
-
-    here = session.here
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         here.ran = False
@@ -133,7 +129,7 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
             watch.news = False
             session.settle(watch.breaks)
         if not here.ran:
-            session.fall_back(None, "capture: Dynamo captured no graph of this call")
+            fall_back("capture: Dynamo captured no graph of this call")
         return outputs
 
     weft_call.session = session  # type: ignore[attr-defined]
@@ -183,15 +179,14 @@ def report(model: Any) -> Any:
 
 def plans(model: Callable[..., Any]) -> list[Plan]:
     """The plans in use, one a captured graph and bucket."""
-    return [entry.plan for piece in session_of(model).pieces for entry in piece.all_entries()]
+    return [entry.plan for piece in session_of(model).pieces for entry in piece.plans.all_entries()]
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     """Run one call and tell what happened when, on which lane."""
     session = session_of(model)
     model(*args, **kwargs)
-    traces: list[Trace] = []
-    with session.collect(traces):
+    with session.service.collect() as traces:
         model(*args, **kwargs)
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
@@ -225,14 +220,14 @@ def check(
         wanted = run_copy(plain, args, kwargs, state)
         if chosen.capture == "boundary":  # its first call is the model as it is
             run_copy(subject, args, kwargs, state)
-        with session.keep_inputs():
+        with session.service.keep_inputs() as kept:
             found = run_copy(subject, args, kwargs, state)
         verdict = compare(wanted, found, tolerance)
-        if wrong := session.wrong_kernel(tolerance):
+        if wrong := wrong_kernel(kept, tolerance):
             return replace(verdict, equal="different", first_op=wrong)
         if verdict:
             return verdict
-        return replace(verdict, first_op=session.first_difference(tolerance))
+        return replace(verdict, first_op=first_difference(kept, tolerance))
     finally:
         torch.set_rng_state(state)
         session.lanes.close()

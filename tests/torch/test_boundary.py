@@ -82,7 +82,7 @@ def test_one_plan_serves_batches_of_a_bucket():
     for rows in (8, 11, 15):
         torch.testing.assert_close(model(inputs(rows)), Net.forward(model, inputs(rows)))
     (piece,) = session_of(model).pieces
-    assert piece.strategy_runs == 1
+    assert piece.plans.strategy_runs == 1
 
 
 def test_plan_report_trace_and_check_know_boundary_mode():

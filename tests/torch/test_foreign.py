@@ -83,4 +83,4 @@ def test_foreign_reductions_have_two_phases(in_place: bool) -> None:
     assert [op.collective.kind for op in talks] == ["all_reduce"] * 2
     assert all(op.two_phase and op.rows == "row-wise" for op in talks)
     assert session.fallbacks == {}
-    assert [plan.num_parts for plan in (entry.plan for entry in piece.entries)] == [2]
+    assert [plan.num_parts for plan in (entry.plan for entry in piece.plans.entries)] == [2]

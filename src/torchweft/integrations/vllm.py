@@ -34,7 +34,6 @@ from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.options import Options, check_names
 from torchweft.plan.strategies import overlap
-from torchweft.serve.boundary import Boundary
 from torchweft.serve.reporting import report_of
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Phases, wanted_by
@@ -150,7 +149,7 @@ class Weft:
 
     def weave(self, model: nn.Module) -> None:
         """Let an eager model run by plans, in place."""
-        boundary = Boundary(self.session, model._call_impl, model)
+        boundary = self.session.boundary(model._call_impl, model)
         talks = self.group.device_communicator
 
         def by_plans(*args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,8 @@ from torchweft.run.cpu import run
 from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker
 from torchweft.run.writer import compile_program
-from torchweft.serve.piece import Piece, PlanEntry
+from torchweft.serve.piece import Piece
+from torchweft.serve.plans import PlanEntry, context_of
 
 log = logging.getLogger("torchweft")
 DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -106,12 +107,27 @@ def preserved(inputs: Any) -> Any:
     return tree_map(one, inputs)
 
 
-def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
-    """The first op, in program order, that gives other rows in parts than on the whole batch."""
+Kept = Mapping[Piece, Sequence[Any]]
+"""What each piece was called with."""
+
+
+def first_difference(kept: Kept, limit: float | None) -> str | None:
+    """The first op that gives other rows in parts than on the whole batch; with its source."""
+    for piece, inputs in kept.items():
+        if piece.graph.level == "boundary":  # its ops are the model's own calls, not ours
+            continue
+        if name := _first_difference(piece, inputs, limit):
+            source = piece.graph.op[name].source
+            return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
+    return None
+
+
+def _first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
     values, env = piece.captured.bind(preserved(list(inputs)))
-    context = piece.session.context(piece.graph, env)
-    entry, _ = piece.entry(context, env)
-    whole = _record(piece, piece.sequential(context), [values[n] for n in piece.graph.inputs], env)
+    context = context_of(piece.graph, env)
+    entry, _ = piece.plans.entry(context, env)
+    sequential = piece.plans.sequential(context)
+    whole = _record(piece, sequential, [values[n] for n in piece.graph.inputs], env)
     values, _ = piece.captured.bind(preserved(list(inputs)))
     parts = _record(piece, entry, [values[n] for n in piece.graph.inputs], env)
     rows = env.get(piece.graph.batch or "", 1)
@@ -131,12 +147,17 @@ def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -
     return None
 
 
-def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
+def wrong_kernel(kept: Kept, limit: float | None) -> str | None:
     """The first kernel of a plan that gives other numbers than the ops it replaces, and how far."""
-    if not any(entry.plan.kernels for entry in piece.entries):
+    judged = (_wrong_kernel(piece, inputs, limit) for piece, inputs in kept.items())
+    return next(filter(None, judged), None)
+
+
+def _wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
+    if not any(entry.plan.kernels for entry in piece.plans.entries):
         return None
     values, env = piece.captured.bind(preserved(list(inputs)))
-    entry, _ = piece.entry(piece.session.context(piece.graph, env), env)
+    entry, _ = piece.plans.entry(context_of(piece.graph, env), env)
     plan, rows = entry.plan, env.get(piece.graph.batch or "", 1)
     bounds = plan.cut.bounds(rows) if plan.num_parts > 1 else (0, rows)
     steps, judges = list(plan.steps), dict[str, Any]()
@@ -152,7 +173,7 @@ def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> st
     judged = replace(plan, steps=tuple(steps), kernels=judges)
     program = compile_program(judged, piece.captured.bodies)
     given, numbers = [values[name] for name in piece.graph.inputs], program.numbers(env, bounds)
-    run(program, given, bounds, piece.session.lanes, numbers=numbers)
+    run(program, given, bounds, piece.service.lanes, numbers=numbers)
     return wrong[0] if wrong else None
 
 
@@ -206,7 +227,7 @@ def _record(
     rows = env.get(piece.graph.batch or "", 1)
     bounds = entry.plan.cut.bounds(rows) if entry.plan.num_parts > 1 else (0, rows)
     numbers = program.numbers(env, bounds)
-    run(program, given, bounds, piece.session.lanes, numbers=numbers)
+    run(program, given, bounds, piece.service.lanes, numbers=numbers)
     return made
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,19 +20,17 @@ from torchweft.capture.marks import require_matched
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.capture.probe import probe, untried
 from torchweft.capture.shared import shared_bytes
-from torchweft.errors import StrategyError, WeftError
+from torchweft.errors import WeftError
 from torchweft.options import Options
-from torchweft.plan.context import TOLD, Context, HostFacts
-from torchweft.plan.cost import Costs
-from torchweft.plan.graph import Graph
-from torchweft.plan.trace import Trace
+from torchweft.plan.context import TOLD, HostFacts
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import set_grad_enabled_
 from torchweft.ranks.ranks import introduce
 from torchweft.ranks.speakers import Speaker
-from torchweft.ranks.talk import refuse, run_eagerly
-from torchweft.run.cpu import Lanes
-from torchweft.serve.gate import Shadow, first_difference, wrong_kernel
+from torchweft.run.eager.build import EMPTY
+from torchweft.run.service import Service
+from torchweft.serve.boundary import Boundary
+from torchweft.serve.gate import Shadow
 from torchweft.serve.piece import Piece
 
 log = logging.getLogger("torchweft")
@@ -53,8 +49,7 @@ def context(
     strategy: what it wants for them, instead of the strategy that the model was compiled with.
     """
     wanted = as_strategy(strategy) if strategy is not None else None
-    told = HostFacts(phase, tuple(tokens_per_request), num_tokens, wanted)
-    token = TOLD.set(told)
+    token = TOLD.set(HostFacts(phase, tuple(tokens_per_request), num_tokens, wanted))
     try:
         yield
     finally:
@@ -67,20 +62,15 @@ class Session:
     def __init__(
         self, options: Options, *, speaker: Speaker | None = None, blocks: Blocks | None = None
     ) -> None:
+        self.service = Service(options, speaker or Speaker())
         self.options, self.blocks = options, blocks
-        self.speaker = speaker or Speaker()
-        self.costs = Costs(options.resolved_machine)
+        self.speaker, self.lanes = self.service.speaker, self.service.lanes
+        self.fallbacks = self.service.fallbacks
         self.shadow = Shadow(options.shadow) if options.shadow else None
         self.unmatched = bool(options.all_rules)
         self.pieces: list[Piece] = []
-        self.fallbacks: Counter[str] = Counter()
         self.num_uncaptured = 0
         self.breaks: dict[str, None] = {}
-        self.lanes = Lanes()
-        self.traces: list[Trace] | None = None
-        self.kept: dict[Piece, list[Any]] | None = None
-        self.here = threading.local()  # ran: whether a piece has run in this thread's call
-        self._lock = threading.Lock()
         introduce()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -134,8 +124,7 @@ class Session:
 
     def _piece(self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str) -> Piece:
         """A graph that was captured, as a piece of this session."""
-        piece = Piece(self, capture(), gm)
-        piece.unsplit = piece.unsplit or unsplit
+        piece = Piece(capture(), gm, self.service, unsplit)
         self.pieces.append(piece)
         return piece
 
@@ -143,39 +132,22 @@ class Session:
         """A graph that we cannot cut runs as it is, counted, or raises when it is called."""
         self.num_uncaptured += 1
         names = communicators_of(gm)
-        return lambda *inputs: self.run_as_it_is(gm, inputs, error, names)
+        return lambda *inputs: self.service.run_as_it_is(gm, inputs, error, names)
 
-    def run_as_it_is(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        error: WeftError,
-        names: Iterable[str],
-        piece: Piece | None = None,
-    ) -> Any:
-        """Run a user's graph where we failed, counted; under fallback="error" raise why.
+    def boundary(self, call: Callable[..., Any], model: Any) -> Boundary:
+        """The calls of a model in boundary mode."""
 
-        names: its communicators. Their other ranks must run theirs as it is too.
-        """
-        if self.options.fallback == "error":
-            refuse(names, self.speaker, self.options.watchdog_s)
-            raise error
-        self.fall_back(piece, first_line(error))
-        run_eagerly(names, self.speaker, self.options.watchdog_s)
-        return gm.forward(*inputs)
+        def make_piece(captured: Capture, unsplit: str) -> Piece:
+            return Piece(captured, EMPTY, self.service, unsplit)
 
-    def context(self, graph: Graph, env: Mapping[str, int]) -> Context:
-        """The context of a call: its shapes, and what the host told."""
-        told = TOLD.get()
-        rows = env.get(graph.batch or "", 1)
-        sizes = {name: size for name, size in env.items() if name != graph.batch}
-        if told is None:
-            return Context(rows, sizes=sizes)
-        requests = told.tokens_per_request if sum(told.tokens_per_request) == rows else ()
-        return Context(rows, told.num_tokens, requests, told.phase, sizes, told.strategy)
+        def adopt(piece: Piece) -> None:
+            self.pieces.append(piece)
+            self.settle(())
+
+        return Boundary(self.service, call, model, make_piece, adopt)
 
     def settle(self, breaks: Sequence[str]) -> None:
-        """What is to be seen to after a call in which Dynamo compiled, and after the first."""
+        """Checks after a call in which something was captured."""
         self.breaks |= dict.fromkeys(breaks)
         if self.unmatched:
             self.unmatched = False
@@ -186,54 +158,6 @@ class Session:
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         names = [op.mark for piece in self.pieces for op in piece.graph.ops if op.mark]
         require_matched(self.options.all_rules, matched, names)
-
-    @property
-    def watches(self) -> bool:
-        """Whether somebody looks at the calls: they take the long way then."""
-        return self.traces is not None or self.kept is not None
-
-    @contextlib.contextmanager
-    def collect(self, traces: list[Trace]) -> Iterator[None]:
-        """Trace every call inside."""
-        self.traces = traces
-        try:
-            yield
-        finally:
-            self.traces = None
-
-    @contextlib.contextmanager
-    def keep_inputs(self) -> Iterator[None]:
-        """Keep a copy of what each piece is called with inside."""
-        self.kept = {}
-        yield
-
-    def first_difference(self, limit: float | None) -> str | None:
-        """The first op that differs from its run on the whole batch, on the inputs kept."""
-        for piece, inputs in (self.kept or {}).items():
-            if piece.graph.level == "boundary":  # its ops are the model's own calls, not ours
-                continue
-            if name := first_difference(piece, inputs, limit):
-                source = piece.graph.op[name].source
-                return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
-        return None
-
-    def wrong_kernel(self, limit: float | None) -> str | None:
-        """The first kernel that gives other numbers than its ops, on the inputs kept."""
-        kept = (self.kept or {}).items()
-        told = (wrong_kernel(piece, inputs, limit) for piece, inputs in kept)
-        return next(filter(None, told), None)
-
-    def fall_back(self, piece: Piece | None, reason: str) -> None:
-        """Count a call that runs sequentially against the strategy's will; the first is logged."""
-        self.here.ran = True
-        if self.options.fallback == "error":
-            raise StrategyError(f"fallback: {reason}", rule="fallback")
-        with self._lock:
-            self.fallbacks[reason] += 1
-            first = self.fallbacks[reason] == 1
-        if first:
-            where = piece.graph.name if piece is not None else "a graph"
-            log.warning("%s falls back: %s", where, reason)
 
 
 def _sets_grad(gm: fx.GraphModule) -> str:
