@@ -30,7 +30,8 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.speakers import Speaker, stable_name
-from torchweft.serve.gate import Check, compare, first_difference, run_copy, wrong_kernel
+from torchweft.run.compare import Check, compare
+from torchweft.serve.gate import first_difference, run_copy, wrong_kernel
 from torchweft.serve.reporting import Report, report_of
 from torchweft.serve.session import Session
 

@@ -443,7 +443,7 @@ def test_a_dict_that_the_model_changes_is_the_callers():
 
 
 def test_calls_of_ever_new_forms_run_as_they_are(monkeypatch):
-    monkeypatch.setattr("torchweft.serve.boundary.MAX_FORMS", 2)
+    monkeypatch.setattr("torchweft.run.eager.boundary.MAX_FORMS", 2)
     model = boundary(nn.Sequential(Block()).eval())
     for number in range(5):
         x = inputs().view(8, WIDE, *[1] * number).movedim(1, -1)

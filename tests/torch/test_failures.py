@@ -13,7 +13,7 @@ from torch._dynamo import exc
 import torchweft as weft
 from torchweft.capture import failures, tracing
 from torchweft.capture.aten import aten as aten_module
-from torchweft.serve import boundary as boundary_module
+from torchweft.run.eager import boundary as boundary_module
 from torchweft.serve import piece as piece_module
 from torchweft.serve import plans as plans_module
 from torchweft.serve import session as session_module

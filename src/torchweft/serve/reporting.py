@@ -8,7 +8,7 @@ from torchweft.capture.bodies.inner import compiled
 from torchweft.plan.graph import Op
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span
-from torchweft.serve.gate import Check
+from torchweft.run.compare import Check
 from torchweft.serve.piece import Piece
 from torchweft.serve.plans import PlanEntry
 from torchweft.serve.session import Session

@@ -27,9 +27,9 @@ from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import set_grad_enabled_
 from torchweft.ranks.ranks import introduce
 from torchweft.ranks.speakers import Speaker
+from torchweft.run.eager.boundary import Boundary
 from torchweft.run.eager.build import EMPTY
 from torchweft.run.service import Service
-from torchweft.serve.boundary import Boundary
 from torchweft.serve.gate import Shadow
 from torchweft.serve.piece import Piece
 

@@ -37,7 +37,7 @@ from torchweft.errors import WeftError, unknown
 from torchweft.options import Options
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
 from torchweft_tools.bench.kernels import Known, hidden_copies, plain_copies

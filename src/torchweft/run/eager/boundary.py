@@ -29,6 +29,7 @@ from torchweft.errors import CaptureError, RunError
 from torchweft.plan.graph import Graph
 from torchweft.ranks.ranks import EagerError
 from torchweft.ranks.talk import SEQUENCE
+from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
 from torchweft.run.eager.build import EagerRecord, build
 from torchweft.run.eager.caught import catch_collectives
@@ -40,7 +41,6 @@ from torchweft.run.eager.recorder import Recorder
 from torchweft.run.eager.watch_marks import MarkWatch
 from torchweft.run.modes import Modes
 from torchweft.run.service import Service
-from torchweft.serve.gate import compare
 
 log = logging.getLogger("torchweft")
 MAX_FORMS = 256
