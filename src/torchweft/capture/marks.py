@@ -16,21 +16,26 @@ A mark adds no graph break. In model code the innermost mark wins; a rule wins o
 and of two rules the first. `rows` is a declaration: the user vouches that the op is row-wise.
 With `graph=False` a device graph leaves the op out: it runs anew at every replay.
 `inner` is what runs the calls inside the op, such as "eager" where the model is under "inductor".
+
+Without a graph, an eager model tells by itself which marks it comes to, if somebody listens:
+
+    with listening(part):       in the thread that runs the model
+        model(x)                marks and collectives inside call part.stop(...), part.talk(...)
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
 
-from torchweft.capture.stops import listener
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import NAME, ROWS, USES
 from torchweft.private.core import OpOverload, OpOverloadPacket, has_mkldnn
@@ -74,6 +79,35 @@ class MarkRule:
 
     def __str__(self) -> str:
         return f"mark {self.mark.name!r} on {self.form} {self.text}"
+
+
+class Listener(Protocol):
+    """Who is told of the boundaries that an eager model comes to."""
+
+    def stop(self, text: str, mark: Any) -> None:
+        """The model enters or leaves a mark."""
+
+    def talk(self, caught: Any) -> Any:
+        """The model calls a collective; what is returned here is what it gets."""
+
+
+_here = threading.local()
+
+
+def listener() -> Listener | None:
+    """Who listens to the model of this thread, if anybody does."""
+    return getattr(_here, "listener", None)
+
+
+@contextlib.contextmanager
+def listening(to: Listener | None) -> Iterator[None]:
+    """Tell this listener of the boundaries inside; None: tell nobody."""
+    before = listener()
+    _here.listener = to
+    try:
+        yield
+    finally:
+        _here.listener = before
 
 
 @contextlib.contextmanager

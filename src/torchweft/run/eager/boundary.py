@@ -24,18 +24,16 @@ from torch import Tensor, nn
 
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
-from torchweft.capture.stops import listener, listening
+from torchweft.capture.marks import listener, listening
 from torchweft.errors import CaptureError, RunError
 from torchweft.plan.graph import Graph
 from torchweft.ranks.ranks import EagerError
-from torchweft.ranks.talk import SEQUENCE
+from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
+from torchweft.run.eager.arguments import Arguments, Nest, RowSpan
 from torchweft.run.eager.build import EagerRecord, build
-from torchweft.run.eager.caught import catch_collectives
-from torchweft.run.eager.eager import Eager
-from torchweft.run.eager.given import Arguments, RowSpan
-from torchweft.run.eager.nests import Nest
+from torchweft.run.eager.collectives import Eager, catch_collectives
 from torchweft.run.eager.parts import EagerPart, cancel
 from torchweft.run.eager.recorder import Recorder
 from torchweft.run.eager.watch_marks import MarkWatch
@@ -133,7 +131,7 @@ class Boundary:
     def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
         service = self.service
-        with Recorder(service.speaker, service.options.watchdog_s) as recorder, self.watch:
+        with self._talk() as ranks, Recorder(Eager(ranks)) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own
@@ -165,9 +163,12 @@ class Boundary:
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
-        eager = Eager(self.service.speaker, self.service.options.watchdog_s)
-        with eager, listening(eager):
+        with self._talk() as ranks, listening(Eager(ranks)):
             return self.call(*args, **kwargs)
+
+    def _talk(self) -> Talk:
+        """The talk with other ranks in a call without a plan."""
+        return Talk(None, {}, self.service.speaker, self.service.options.watchdog_s)
 
     def _run(self, case: EagerForm, given: Arguments, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""

@@ -24,13 +24,12 @@ from torch import fx, nn
 from torchweft.capture.bodies.bodies import Body, Function
 from torchweft.capture.dynamo import Capture, Slot
 from torchweft.capture.splitters import STATE
-from torchweft.capture.stops import Stop
 from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
-from torchweft.run.eager.given import Arguments, rows_at
-from torchweft.run.eager.nests import Nest, is_plain
+from torchweft.run.eager.arguments import Arguments, Nest, is_plain, rows_at
+from torchweft.run.eager.parts import Stop
 from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
 
 BATCH = "s0"

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from torchweft.capture.marks import MarkRule
-from torchweft.capture.stops import listener
+from torchweft.capture.marks import MarkRule, listener
 from torchweft.errors import CaptureError
 
 FORMS = ("module", "path", "function")
@@ -86,9 +85,9 @@ class MarkWatch:
 
 def tell(what: str, rule: MarkRule) -> None:
     """Tell who listens that the model enters or leaves the mark of a rule."""
-    told = listener()
-    if told is not None:
-        told.stop(f"{what} {rule.mark.name}", rule)
+    heard = listener()
+    if heard is not None:
+        heard.stop(f"{what} {rule.mark.name}", rule)
 
 
 def _is_about(rule: MarkRule, path: str, module: nn.Module) -> bool:
