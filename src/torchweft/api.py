@@ -7,6 +7,7 @@ print(weft.report(model))                           plans, shares, fallbacks wit
 print(weft.plans(model)[0])                         a plan, as text
 weft.trace(model, x).save("run.json")               what really happened
 weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
+weft.restore(model)                                 as it was
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -43,6 +44,10 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
 
 
+def _is_disabled() -> bool:
+    return os.environ.get("WEFT_DISABLE") == "1"
+
+
 class Compile(Protocol[P]):
     """`compile` as editors and type checkers see it: a model, and all that `Options` takes."""
 
@@ -57,7 +62,7 @@ def _takes(options: Callable[P, Options]) -> Callable[[Callable[[Any, Options], 
     def wrap(function: Callable[[Any, Options], Any]) -> Compile[P]:
         @functools.wraps(function)
         def door(model: Any, *strategy: Any, **given: Any) -> Any:
-            if os.environ.get("WEFT_DISABLE") == "1":
+            if _is_disabled():
                 return model
             return function(model, Options.of(*strategy, **given))
 
@@ -88,13 +93,36 @@ def _compile(model: Any, options: Options) -> Any:
     session = Session(options, speaker=_speaker_of(model), blocks=blocks)
     wrap = _wrap if is_graph else _wrap_eager
     if is_module:
-        before = getattr(model._compiled_call_impl, "boundary", None)
-        if before is not None:
-            before.close()
-        model._compiled_call_impl = wrap(session, model._call_impl, model)
+        if _session(model) is not None:
+            restore(model)
+        before, call = model._compiled_call_impl, wrap(session, model._call_impl, model)
+        call.session, call.before = session, before  # type: ignore[attr-defined]
+        model._compiled_call_impl = call
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
-    return functools.wraps(plain)(wrap(session, plain, plain))
+    call = functools.wraps(plain)(wrap(session, plain, plain))
+    call.session = session  # type: ignore[attr-defined]
+    return call
+
+
+def restore(model: Model) -> Model:
+    """Undo `compile`: the model as it was, or the function itself; threads and hooks of ours go.
+
+    Once is enough, twice does no harm. Raises `WeftError` for what was never compiled.
+    """
+    is_module, session = isinstance(model, nn.Module), _session(model)
+    if session is not None:
+        session.close()
+        if not is_module:
+            return cast(Model, _plain(model))
+        call: Any = model._compiled_call_impl  # type: ignore[attr-defined]
+        model._compiled_call_impl = call.before  # type: ignore[attr-defined]
+        return model
+    # A module that was restored has the attribute of its own, and nothing in it.
+    was_restored = is_module and vars(model).get("_compiled_call_impl", model) is None
+    if was_restored or _is_disabled():
+        return model
+    raise WeftError(f"restore: {_name_of(model)!r} was not compiled by weft.compile.")
 
 
 def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
@@ -107,7 +135,6 @@ def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Calla
                 return boundary(*args, **kwargs)
             return session.shadow(boundary, call, args, kwargs)
 
-    weft_call.session, weft_call.boundary = session, boundary  # type: ignore[attr-defined]
     return weft_call
 
 
@@ -133,7 +160,6 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
             fall_back("capture: Dynamo captured no graph of this call")
         return outputs
 
-    weft_call.session = session  # type: ignore[attr-defined]
     return weft_call
 
 
@@ -141,6 +167,10 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function without our own wrapper; decorators of its author stay."""
     found: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
     return found
+
+
+def _name_of(model: Any) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
 
 
 def _session(model: Any) -> Session | None:
@@ -160,11 +190,8 @@ def session_of(model: Callable[..., Any]) -> Session:
     """The session behind a compiled model or function. Raises `WeftError` if there is none."""
     if (session := _session(model)) is not None:
         return session
-    name = getattr(model, "__name__", type(model).__name__)
-    raise WeftError(
-        f"compile: {name!r} was not compiled by weft.compile (or WEFT_DISABLE=1 is set).",
-        rule="compile",
-    )
+    why = "was not compiled by weft.compile (or WEFT_DISABLE=1 is set)."
+    raise WeftError(f"compile: {_name_of(model)!r} {why}", rule="compile")
 
 
 @overload
@@ -231,7 +258,7 @@ def check(
         return replace(verdict, first_op=first_difference(kept, tolerance))
     finally:
         torch.set_rng_state(state)
-        session.lanes.close()
+        session.close()
 
 
 def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:

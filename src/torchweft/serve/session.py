@@ -71,6 +71,7 @@ class Session:
         self.pieces: list[Piece] = []
         self.num_uncaptured = 0
         self.breaks: dict[str, None] = {}
+        self._held = contextlib.ExitStack()  # hooks and threads of boundary mode
         introduce()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -144,7 +145,14 @@ class Session:
             self.pieces.append(piece)
             self.settle(())
 
-        return Boundary(self.service, call, model, make_piece, adopt)
+        boundary = Boundary(self.service, call, model, make_piece, adopt)
+        self._held.callback(boundary.close)
+        return boundary
+
+    def close(self) -> None:
+        """End the threads, and take hooks off the model."""
+        self._held.close()
+        self.lanes.close()
 
     def settle(self, breaks: Sequence[str]) -> None:
         """Checks after a call in which something was captured."""
