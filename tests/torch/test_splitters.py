@@ -263,7 +263,7 @@ def test_lanes_with_threads_do_not_share_a_state() -> None:
     x = torch.randn(8, HIDDEN)
     torch.testing.assert_close(run(model, [4, 4], x), run(plain, [4, 4], x))
     (reason,) = dict(weft.report(model).fallbacks)
-    assert "one thread has side state in force" in reason
+    assert "a plan with splitters must use one lane" in reason
 
 
 def test_the_state_is_switched_only_where_the_part_changes() -> None:

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import fx
@@ -61,6 +61,15 @@ class Mark:
 
     def __post_init__(self) -> None:
         _check(self.name, self.uses, self.rows, self.inner)
+
+
+class MarkFacts(TypedDict, total=False):
+    """What rules may say of their op; see `Mark`."""
+
+    uses: str | None
+    rows: str | None
+    graph: bool
+    inner: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +147,7 @@ def mark(
 def mark_module(
     module: type[torch.nn.Module] | torch.nn.Module,
     name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
+    **facts: Unpack[MarkFacts],
 ) -> MarkRule:
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
@@ -150,53 +155,30 @@ def mark_module(
         raise CaptureError(
             f"mark_module: {clip(module)} is neither a module nor a class of modules."
         )
-    found = module.__name__ if isinstance(module, type) else type(module).__name__
-    return MarkRule(Mark(name or found, uses, rows, graph, inner), "module", module, found)
+    text = module.__name__ if isinstance(module, type) else type(module).__name__
+    return MarkRule(Mark(name or text, **facts), "module", module, text)
 
 
 def mark_function(
-    function: Callable[..., Any],
-    name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
+    function: Callable[..., Any], name: str | None = None, **facts: Unpack[MarkFacts]
 ) -> MarkRule:
     """A rule: what a Python function (or a torch function) computes is one op a call."""
     if not callable(function):
         raise CaptureError(f"mark_function: {clip(function)} is not a function.")
-    found = getattr(function, "__name__", type(function).__name__)
-    plain = re.sub(r"\W", "_", found)
-    return MarkRule(Mark(name or plain, uses, rows, graph, inner), "function", function, found)
+    text = getattr(function, "__name__", type(function).__name__)
+    plain = re.sub(r"\W", "_", text)
+    return MarkRule(Mark(name or plain, **facts), "function", function, text)
 
 
-def mark_path(
-    pattern: str,
-    name: str,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
-) -> MarkRule:
+def mark_path(pattern: str, name: str, **facts: Unpack[MarkFacts]) -> MarkRule:
     """A rule: what a module computes whose path matches the whole regular expression."""
-    return MarkRule(Mark(name, uses, rows, graph, inner), "path", _compiled(pattern), pattern)
+    return MarkRule(Mark(name, **facts), "path", _compiled(pattern), pattern)
 
 
-def mark_op(
-    pattern: str,
-    name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
-) -> MarkRule:
+def mark_op(pattern: str, name: str | None = None, **facts: Unpack[MarkFacts]) -> MarkRule:
     """A rule: each call whose target (such as `aten.mm.default`) matches the regular expression."""
     plain = re.sub(r"\W+", "_", pattern).strip("_") or "op"
-    made = Mark(name or plain, uses, rows, graph, inner)
-    return MarkRule(made, "op", _compiled(pattern), pattern)
+    return MarkRule(Mark(name or plain, **facts), "op", _compiled(pattern), pattern)
 
 
 def row_wise(pattern: str) -> MarkRule:
@@ -222,7 +204,7 @@ def marks_of(
     graph: fx.Graph, rules: Sequence[MarkRule]
 ) -> tuple[dict[fx.Node, tuple[Mark, object]], set[MarkRule]]:
     """For each marked call its mark and a key of the marked stretch, and the rules that matched."""
-    found: dict[fx.Node, tuple[Mark, object]] = {}
+    marked: dict[fx.Node, tuple[Mark, object]] = {}
     matched: set[MarkRule] = set()
     first: tuple[Mark, fx.Node, int] | None = None
     for number, node in enumerate(graph.nodes):
@@ -240,8 +222,8 @@ def marks_of(
             if first is None or first[0] != mark or _comes_again(first[1], node):
                 first = (mark, node, number)
             key = ("stretch", first[2])
-        found[node] = (mark, (mark.name, key))
-    return found, matched
+        marked[node] = (mark, (mark.name, key))
+    return marked, matched
 
 
 def require_matched(
@@ -305,15 +287,11 @@ def _is_class(kind: Any, wanted: type) -> bool:
 
 def _inside(node: fx.Node, code: CodeType) -> bool:
     """Whether the call was written inside of a function, directly or deeper."""
-    last = max(
-        (line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno
-    )
+    first, names = code.co_firstlineno, (code.co_name, code.co_qualname)
+    last = max((line for *_, line in code.co_lines() if line is not None), default=first)
     for frame in FRAME.finditer(node.meta.get("stack_trace") or ""):
-        same = frame["file"] == code.co_filename and frame["name"] in (
-            code.co_name,
-            code.co_qualname,
-        )
-        if same and code.co_firstlineno <= int(frame["line"]) <= last:
+        same = frame["file"] == code.co_filename and frame["name"] in names
+        if same and first <= int(frame["line"]) <= last:
             return True
     return False
 

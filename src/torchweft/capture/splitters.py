@@ -168,7 +168,12 @@ class Splitter:
         items = _fields(self.name, state)
         for name in items:
             if name not in self.fields:
-                raise self._unknown(name)
+                known = ", ".join(sorted(self.fields)) or "none"
+                raise self._error(
+                    name,
+                    f"no rule says how it falls into parts. Known: {known}. Give the splitter a "
+                    "rule for it: by_rows, by_requests, shared or a function.",
+                )
         if self.touched is not None:
             self._refuse_crossings(self.touched(state, parts))
         cut = {name: self._cut(name, value, parts) for name, value in items.items()}
@@ -195,18 +200,10 @@ class Splitter:
                         rule="state",
                     )
 
-    def _unknown(self, name: str) -> StateError:
-        known = ", ".join(sorted(self.fields)) or "none"
-        return self._error(
-            name,
-            f"no rule says how it falls into parts. Known: {known}. "
-            "Give the splitter a rule for it: by_rows, by_requests, shared or a function.",
-        )
-
     def _error(self, name: str, why: str) -> StateError:
-        found = StateError(f"state: field {name!r} of {self.name!r}: {why}", rule="state")
-        found.field = name
-        return found
+        error = StateError(f"state: field {name!r} of {self.name!r}: {why}", rule="state")
+        error.field = name
+        return error
 
 
 class Switch:

@@ -62,11 +62,11 @@ def _first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) 
     context = context_of(piece.graph, env)
     entry, _ = piece.plans.entry(context, env)
     sequential = piece.plans.sequential(context)
-    whole = _record(piece, sequential, [values[n] for n in piece.graph.inputs], env)
+    bounds, rows = piece.plans.shape(entry, context, env).bounds, context.batch
+    given = [values[name] for name in piece.graph.inputs]
+    whole = _record(piece, sequential, given, env, (0, rows))
     values, _ = piece.captured.bind(preserved(list(inputs)))
-    parts = _record(piece, entry, [values[n] for n in piece.graph.inputs], env)
-    rows = env.get(piece.graph.batch or "", 1)
-    bounds = entry.plan.cut.bounds(rows) if entry.plan.num_parts > 1 else (0, rows)
+    parts = _record(piece, entry, [values[name] for name in piece.graph.inputs], env, bounds)
     ranges = _ranges(entry)
     for op in piece.graph.ops:
         for made, parts_of in zip(parts.get(op.name, ()), ranges[op.name], strict=False):
@@ -92,9 +92,9 @@ def _wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> s
     if not any(entry.plan.kernels for entry in piece.plans.entries):
         return None
     values, env = piece.captured.bind(preserved(list(inputs)))
-    entry, _ = piece.plans.entry(context_of(piece.graph, env), env)
-    plan, rows = entry.plan, env.get(piece.graph.batch or "", 1)
-    bounds = plan.cut.bounds(rows) if plan.num_parts > 1 else (0, rows)
+    context = context_of(piece.graph, env)
+    entry, _ = piece.plans.entry(context, env)
+    plan, bounds = entry.plan, piece.plans.shape(entry, context, env).bounds
     steps, judges = list(plan.steps), dict[str, Any]()
     names: dict[object, str] = {}  # the issue and the complete of a run have one judge
     wrong: list[str] = []
@@ -153,16 +153,17 @@ class _Judge:
 
 
 def _record(
-    piece: Piece, entry: PlanEntry, given: Sequence[Any], env: dict[str, int]
+    piece: Piece,
+    entry: PlanEntry,
+    given: Sequence[Any],
+    env: dict[str, int],
+    bounds: Sequence[int],
 ) -> dict[str, list[tuple[Any, ...]]]:
     """Run an entry's plan and keep a copy of everything each op made, run by run."""
     made: dict[str, list[tuple[Any, ...]]] = {}
     bodies = {name: _Recorder(name, body, made) for name, body in piece.captured.bodies.items()}
     program = compile_program(entry.plan, bodies)
-    rows = env.get(piece.graph.batch or "", 1)
-    bounds = entry.plan.cut.bounds(rows) if entry.plan.num_parts > 1 else (0, rows)
-    numbers = program.numbers(env, bounds)
-    run(program, given, bounds, piece.service.lanes, numbers=numbers)
+    run(program, given, bounds, piece.service.lanes, numbers=program.numbers(env, bounds))
     return made
 
 

@@ -187,7 +187,11 @@ class _Builder:
         for slot, tensor in enumerate(given.tensors):
             for number in storages_of(tensor) & written:
                 self.held.setdefault(number, ChangedBytes(self.inputs[slot], slot))
-        kept = [*model.named_buffers(), *model.named_parameters()] if _is_module(model) else []
+        kept = (
+            [*model.named_buffers(), *model.named_parameters()]
+            if isinstance(model, nn.Module)
+            else []
+        )
         for path, tensor in kept:
             for number in storages_of(tensor) & written:
                 self.held.setdefault(number, ChangedBytes(f"held.{path}", path=path))
@@ -341,10 +345,6 @@ def _same(made: Any) -> Any:
 def _dtype(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return dtype if dtype in ITEM_BYTES else "opaque"
-
-
-def _is_module(model: Any) -> bool:
-    return isinstance(model, nn.Module)
 
 
 EMPTY = fx.GraphModule(nn.Module(), fx.Graph())
