@@ -214,6 +214,14 @@ def test_under_fallback_error_a_refusal_raises() -> None:
         run(model, [4, 4], torch.randn(8, HIDDEN))
 
 
+def test_every_call_that_is_refused_is_counted() -> None:
+    _, model = compiled(splitters=[splitter(current=lambda: None)])
+    for _ in range(5):
+        run(model, [4, 4], torch.randn(8, HIDDEN))
+    ((reason, count),) = weft.report(model).fallbacks
+    assert "there is no 'forward'" in reason and count == 5
+
+
 def test_ops_that_touch_the_state_keep_part_order() -> None:
     """A strategy that runs a later part first is stopped where it does."""
 
