@@ -34,7 +34,7 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
 if TYPE_CHECKING:
-    from torchweft.api import check, compile, plans, report, warmup
+    from torchweft.api import check, compile, plans, report, restore, warmup
     from torchweft.capture.marks import (
         mark,
         mark_function,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torchweft_tools import lab
 
 _LAZY = {
-    "api": ("check", "compile", "plans", "report", "warmup"),
+    "api": ("check", "compile", "plans", "report", "restore", "warmup"),
     "dynamic.pool": ("Spot",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
     "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
@@ -91,6 +91,7 @@ __all__ = [
     "overlap",
     "plans",
     "report",
+    "restore",
     "row_wise",
     "sequential",
     "shared",

@@ -23,7 +23,8 @@ MOVED = {
     "capture": "marks splitters",
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
-    "serve": "boundary gate piece reporting session trials",
+    "run.eager": "boundary",
+    "serve": "gate piece reporting session trials",
     "cli": "doctor subject",
 }
 NEW = {

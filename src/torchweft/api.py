@@ -7,6 +7,7 @@ print(weft.report(model))                           plans, shares, fallbacks wit
 print(weft.plans(model)[0])                         a plan, as text
 weft.trace(model, x).save("run.json")               what really happened
 weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
+weft.restore(model)                                 as it was
 """
 
 from __future__ import annotations
@@ -15,28 +16,23 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
 
 from torchweft.capture.blocks.blocks import Blocks
-from torchweft.capture.marks import MarkRule
-from torchweft.capture.splitters import Splitter
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
-from torchweft.plan.machine import Machine
+from torchweft.options import Options
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
-from torchweft.plan.write.strategy import Strategy
 from torchweft.private.dynamo import trace_rules, wrap_inline
-from torchweft.ranks.ranks import WATCHDOG_S
 from torchweft.ranks.speakers import Speaker, stable_name
-from torchweft.serve.boundary import Boundary
-from torchweft.serve.gate import Check, compare, run_copy
+from torchweft.run.compare import Check, compare
+from torchweft.serve.gate import first_difference, run_copy, wrong_kernel
 from torchweft.serve.reporting import Report, report_of
 from torchweft.serve.session import Session
 
@@ -45,73 +41,93 @@ if TYPE_CHECKING:
     from torchweft.dynamic.reporting import DynamicReport
 
 Model = TypeVar("Model", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
-def compile(
-    model: Model,
-    strategy: str | Strategy | Callable[..., None] = "sequential",
-    *,
-    rules: Sequence[MarkRule] = (),
-    inner: str = "eager",
-    fallback: str = "sequential",
-    strict: bool = True,
-    batch: int | str | None = None,
-    machine: Machine | None = None,
-    num_threads: int | None = None,
-    jitter: bool = False,
-    shadow: int = 0,
-    level: str | None = None,
-    watchdog_s: float = WATCHDOG_S,
-    graphs: bool | Sequence[int] = False,
-    blocks: bool = True,
-    zero_copy: bool = True,
-    capture: str = "graph",
-    splitters: Sequence[Splitter] = (),
-) -> Model:
+def _is_disabled() -> bool:
+    return os.environ.get("WEFT_DISABLE") == "1"
+
+
+class Compile(Protocol[P]):
+    """`compile` as editors and type checkers see it: a model, and all that `Options` takes."""
+
+    def __call__(self, model: Model, *strategy: P.args, **options: P.kwargs) -> Model:
+        """The compiled model."""
+        ...
+
+
+def _takes(options: Callable[P, Options]) -> Callable[[Callable[[Any, Options], Any]], Compile[P]]:
+    """Let a function of a model and its `Options` take the options one by one."""
+
+    def wrap(function: Callable[[Any, Options], Any]) -> Compile[P]:
+        @functools.wraps(function)
+        def door(model: Any, *strategy: Any, **given: Any) -> Any:
+            if _is_disabled():
+                return model
+            return function(model, Options.of(*strategy, **given))
+
+        first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([first, *inspect.signature(options).parameters.values()])
+        door.__signature__ = signature  # type: ignore[attr-defined]
+        listed = inspect.getdoc(options).partition("\n\n")[2]  # type: ignore[union-attr]
+        door.__doc__ = f"{inspect.getdoc(function)}\n\n{listed}"
+        return door
+
+    return wrap
+
+
+@_takes(Options)
+def compile(model: Any, options: Options) -> Any:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
-    rules: marks from outside the model. fallback: what happens to a call that cannot run as the
-    strategy says, "sequential" (counted, with its reason) or "error". strict=False: ops that no
-    rule vouches for are split if the first call's rows show no difference. batch: the dim of the
-    inputs that a split cuts, default 0. inner: what runs the calls inside an op, "eager", "onednn"
-    or "inductor". shadow=N compares every N-th call with eager.
-    level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
-    gradients are wanted, else "torch". watchdog_s: how long a rank waits for the others.
-    graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes
-    of the batch has calls filled up to the next of them, so that few graphs serve all.
-    blocks: whether repeated modules, such as the layers of a transformer, are captured once.
-    zero_copy: whether parts write their rows of whole values in place; else copies join them.
-    capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
-    control passes at marks and collectives.
-    splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
-    With WEFT_DISABLE=1 the model comes back untouched.
+    With WEFT_DISABLE=1 the model comes back untouched, whatever the options say.
     """
-    blocks = blocks and capture == "graph"
-    session = Session(
-        strategy, rules=rules, inner=inner, fallback=fallback, strict=strict, batch=batch,
-        machine=machine, num_threads=num_threads, jitter=jitter, shadow=shadow, level=level,
-        watchdog_s=watchdog_s, graphs=graphs, zero_copy=zero_copy, capture=capture,
-        splitters=splitters,
-        blocks=Blocks(model, rules) if blocks and isinstance(model, nn.Module) else None,
-    )  # fmt: skip
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
-    if os.environ.get("WEFT_DISABLE") == "1":
-        return model
-    wrap, session.speaker = _wrap if capture == "graph" else _wrap_eager, _speaker_of(model)
-    if isinstance(model, nn.Module):
-        before = getattr(model._compiled_call_impl, "boundary", None)
-        if before is not None:
-            before.close()
-        model._compiled_call_impl = wrap(session, model._call_impl, model)
+    return _compile(model, options)
+
+
+def _compile(model: Any, options: Options) -> Any:
+    is_graph, is_module = options.capture == "graph", isinstance(model, nn.Module)
+    blocks = Blocks(model, options.rules) if options.blocks and is_graph and is_module else None
+    session = Session(options, speaker=_speaker_of(model), blocks=blocks)
+    wrap = _wrap if is_graph else _wrap_eager
+    if is_module:
+        if _session(model) is not None:
+            restore(model)
+        before, call = model._compiled_call_impl, wrap(session, model._call_impl, model)
+        call.session, call.before = session, before  # type: ignore[attr-defined]
+        model._compiled_call_impl = call
         return model
     plain = _plain(model)  # compiled again: the new strategy takes the place of the old
-    return functools.wraps(plain)(wrap(session, plain, plain))  # type: ignore[return-value]
+    call = functools.wraps(plain)(wrap(session, plain, plain))
+    call.session = session  # type: ignore[attr-defined]
+    return call
+
+
+def restore(model: Model) -> Model:
+    """Undo `compile`: the model as it was, or the function itself; threads and hooks of ours go.
+
+    Once is enough, twice does no harm. Raises `WeftError` for what was never compiled.
+    """
+    is_module, session = isinstance(model, nn.Module), _session(model)
+    if session is not None:
+        session.close()
+        if not is_module:
+            return cast(Model, _plain(model))
+        call: Any = model._compiled_call_impl  # type: ignore[attr-defined]
+        model._compiled_call_impl = call.before  # type: ignore[attr-defined]
+        return model
+    # A module that was restored has the attribute of its own, and nothing in it.
+    was_restored = is_module and vars(model).get("_compiled_call_impl", model) is None
+    if was_restored or _is_disabled():
+        return model
+    raise WeftError(f"restore: {_name_of(model)!r} was not compiled by weft.compile.")
 
 
 def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The call in boundary mode: the model itself, part by part."""
-    boundary = Boundary(session, call, model)
+    boundary = session.boundary(call, model)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         with session.speaker:
@@ -119,7 +135,6 @@ def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Calla
                 return boundary(*args, **kwargs)
             return session.shadow(boundary, call, args, kwargs)
 
-    weft_call.session, weft_call.boundary = session, boundary  # type: ignore[attr-defined]
     return weft_call
 
 
@@ -128,10 +143,8 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     compiled = compile_by(session.backend, call)
-    dim = session.batch if isinstance(session.batch, int) else 0
-    watch = Watch(dim, session.blocks, partial(session.fall_back, None))
-
-    here = session.here
+    fall_back, here = session.service.fall_back, session.service.here
+    watch = Watch(session.options.batch_dim, session.blocks, fall_back)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         here.ran = False
@@ -144,10 +157,9 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
             watch.news = False
             session.settle(watch.breaks)
         if not here.ran:
-            session.fall_back(None, "capture: Dynamo captured no graph of this call")
+            fall_back("capture: Dynamo captured no graph of this call")
         return outputs
 
-    weft_call.session = session  # type: ignore[attr-defined]
     return weft_call
 
 
@@ -157,26 +169,29 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def _name_of(model: Any) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def _session(model: Any) -> Session | None:
+    call = model._compiled_call_impl if isinstance(model, nn.Module) else model
+    session = getattr(call, "session", None)
+    return session if isinstance(session, Session) else None
+
+
 def _speaker_of(model: Any) -> Speaker:
     """A model as other ranks know it; one that is compiled again stays the same to them."""
-    is_module = isinstance(model, nn.Module)
-    before = getattr(model._compiled_call_impl if is_module else model, "session", None)
-    if isinstance(before, Session):
+    if (before := _session(model)) is not None:
         return before.speaker
-    return Speaker(stable_name(type(model) if is_module else model))
+    return Speaker(stable_name(type(model) if isinstance(model, nn.Module) else model))
 
 
 def session_of(model: Callable[..., Any]) -> Session:
     """The session behind a compiled model or function. Raises `WeftError` if there is none."""
-    call = model._compiled_call_impl if isinstance(model, nn.Module) else model
-    session = getattr(call, "session", None)
-    if not isinstance(session, Session):
-        name = getattr(model, "__name__", type(model).__name__)
-        raise WeftError(
-            f"compile: {name!r} was not compiled by weft.compile (or WEFT_DISABLE=1 is set).",
-            rule="compile",
-        )
-    return session
+    if (session := _session(model)) is not None:
+        return session
+    why = "was not compiled by weft.compile (or WEFT_DISABLE=1 is set)."
+    raise WeftError(f"compile: {_name_of(model)!r} {why}", rule="compile")
 
 
 @overload
@@ -192,15 +207,14 @@ def report(model: Any) -> Any:
 
 def plans(model: Callable[..., Any]) -> list[Plan]:
     """The plans in use, one a captured graph and bucket."""
-    return [entry.plan for piece in session_of(model).pieces for entry in piece.all_entries()]
+    return [entry.plan for piece in session_of(model).pieces for entry in piece.plans.all_entries()]
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     """Run one call and tell what happened when, on which lane."""
     session = session_of(model)
     model(*args, **kwargs)
-    traces: list[Trace] = []
-    with session.collect(traces):
+    with session.service.collect() as traces:
         model(*args, **kwargs)
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
@@ -208,43 +222,43 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
 
 
 def check(
-    model: Callable[..., Any],
-    inputs: Any,
-    *,
-    strategy: str | Strategy | Callable[..., None] | None = None,
-    tolerance: float | None = None,
-    **options: Any,
+    model: Callable[..., Any], inputs: Any, *, tolerance: float | None = None, **options: Any
 ) -> Check:
     """Compare a model under a strategy with plain PyTorch: outputs, changed inputs and buffers.
 
     inputs: a tensor, a tuple of arguments, or a dict of named ones. The model is copied, not
-    changed. `options` are those of `compile`. The verdict is true unless something differs by more
-    than the tolerance (relative to the largest number; default 1e-4 for float32); then it names
-    the first op that differs.
+    changed. `options` are those of `compile`; those that are not given are the ones that the model
+    was compiled with. The verdict is true unless something differs by more than the tolerance
+    (relative to the largest number; default 1e-4 for float32); then it names the first op that
+    differs.
     """
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
-    plain = copy.deepcopy(model) if isinstance(model, nn.Module) else _plain(model)
-    subject = copy.deepcopy(plain) if isinstance(plain, nn.Module) else plain
-    if strategy is None:
-        strategy = session_of(model).strategy
-    subject = compile(subject, strategy, **options)
+    known = _session(model) if "strategy" in options else session_of(model)
+    chosen = (known.options if known is not None else Options()).but(**options)
+    plain = subject = _plain(model)
+    if isinstance(model, nn.Module):
+        copies: dict[int, Any] = {}  # by the id of what was copied: rules may be about a module
+        plain, subject = copy.deepcopy(model), copy.deepcopy(model, copies)
+        pairs = [(rule, copies.get(id(rule.wanted), rule.wanted)) for rule in chosen.rules]
+        chosen = replace(chosen, rules=[replace(rule, wanted=about) for rule, about in pairs])
+    subject = _compile(subject, chosen)
     session, state = session_of(subject), torch.get_rng_state()
     try:
         wanted = run_copy(plain, args, kwargs, state)
-        if session.capture == "boundary":  # its first call is the model as it is
+        if chosen.capture == "boundary":  # its first call is the model as it is
             run_copy(subject, args, kwargs, state)
-        with session.keep_inputs():
+        with session.service.keep_inputs() as kept:
             found = run_copy(subject, args, kwargs, state)
         verdict = compare(wanted, found, tolerance)
-        if wrong := session.wrong_kernel(tolerance):
+        if wrong := wrong_kernel(kept, tolerance):
             return replace(verdict, equal="different", first_op=wrong)
         if verdict:
             return verdict
-        return replace(verdict, first_op=session.first_difference(tolerance))
+        return replace(verdict, first_op=first_difference(kept, tolerance))
     finally:
         torch.set_rng_state(state)
-        session.lanes.close()
+        session.close()
 
 
 def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:

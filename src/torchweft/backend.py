@@ -8,21 +8,14 @@ and dims of equal size share a symbol; `weft.compile` asks Dynamo for more and i
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from torchweft.errors import StrategyError, unknown
+from torchweft.errors import StrategyError
+from torchweft.options import Options
 from torchweft.serve.session import Session
-
-
-def check_options(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `StrategyError` for an option that we do not have; it lists those that we have."""
-    for name in given:
-        if name not in known:
-            raise StrategyError(f"options: {unknown('option', name, known)}", rule="option")
 
 
 def weft(
@@ -35,5 +28,11 @@ def weft(
     """What Dynamo calls with each graph. Raises `StrategyError` for an option we do not have."""
     if mode not in (None, "default"):
         raise StrategyError(f"mode: the backend 'weft' has no modes; got {mode!r}.", rule="option")
-    check_options(options or {}, inspect.signature(Session).parameters)
-    return Session(**(options or {})).backend(gm, example_inputs)
+    wanted = Options.of(**(options or {}))
+    if wanted.capture != "graph" or wanted.shadow:
+        raise StrategyError(
+            "options: a backend sees graphs, not calls of the model; capture='boundary' and shadow "
+            "are for weft.compile.",
+            rule="option",
+        )
+    return Session(wanted).backend(gm, example_inputs)

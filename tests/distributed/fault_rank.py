@@ -134,8 +134,8 @@ def refuse(model, x):
     for _ in range(3):
         model(x)
     few = x[:3] if rank == 1 else x[:4]
-    model._compiled_call_impl.session.strategy = weft.overlap(parts=2 if rank == 0 else 7)
-    attempt(model, few)
+    with weft.context(strategy=weft.overlap(parts=2 if rank == 0 else 7)):
+        attempt(model, few)
     say("recovered", well=attempt(model, x))
 
 

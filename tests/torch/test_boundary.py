@@ -82,7 +82,7 @@ def test_one_plan_serves_batches_of_a_bucket():
     for rows in (8, 11, 15):
         torch.testing.assert_close(model(inputs(rows)), Net.forward(model, inputs(rows)))
     (piece,) = session_of(model).pieces
-    assert piece.strategy_runs == 1
+    assert piece.plans.strategy_runs == 1
 
 
 def test_plan_report_trace_and_check_know_boundary_mode():
@@ -443,7 +443,7 @@ def test_a_dict_that_the_model_changes_is_the_callers():
 
 
 def test_calls_of_ever_new_forms_run_as_they_are(monkeypatch):
-    monkeypatch.setattr("torchweft.serve.boundary.MAX_FORMS", 2)
+    monkeypatch.setattr("torchweft.run.eager.boundary.MAX_FORMS", 2)
     model = boundary(nn.Sequential(Block()).eval())
     for number in range(5):
         x = inputs().view(8, WIDE, *[1] * number).movedim(1, -1)

@@ -103,7 +103,7 @@ def test_a_program_has_the_calls_of_small_bodies_in_it(strategy, blocks):
     for _ in range(3):
         assert torch.equal(model(x), wanted)
     piece = session_of(model).pieces[0]
-    program = piece.entries[0].program
+    program = piece.plans.entries[0].program
     assert "l0 = k0(" in program.source
     assert len(program.plan.graph.ops) == 4
     assert {span.op for span in weft.trace(model, x).spans if span.kind == "run"} == {
@@ -130,7 +130,7 @@ def test_an_error_names_the_op_that_raised():
     for _ in range(3):
         model(torch.randn(4, 8))
     (piece,) = session_of(model).pieces
-    program = piece.entries[0].program
+    program = piece.plans.entries[0].program
     assert len(piece.graph.ops) == 4 and "l0 = k0(" in program.source
     model.layers[2].bias += 1000  # the third op is the first to see it
     with pytest.raises(RunError, match="ValueError: too large") as caught:

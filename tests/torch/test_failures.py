@@ -13,8 +13,9 @@ from torch._dynamo import exc
 import torchweft as weft
 from torchweft.capture import failures, tracing
 from torchweft.capture.aten import aten as aten_module
-from torchweft.serve import boundary as boundary_module
+from torchweft.run.eager import boundary as boundary_module
 from torchweft.serve import piece as piece_module
+from torchweft.serve import plans as plans_module
 from torchweft.serve import session as session_module
 
 STAGES = {
@@ -25,9 +26,9 @@ STAGES = {
     "guards": (piece_module, "guards_of"),
     "runtime": (piece_module, "runtime_of"),
     "trusted": (piece_module, "trusted_inputs"),
-    "write": (piece_module, "write"),
-    "lower": (piece_module, "lower"),
-    "verify": (piece_module, "verify"),
+    "write": (plans_module, "write"),
+    "lower": (plans_module, "lower"),
+    "verify": (plans_module, "verify"),
     "program": (piece_module, "compile_program"),
     "dynamic": (tracing, "make_dynamic"),
     "breaks": (tracing, "breaks_since"),
@@ -40,7 +41,7 @@ TRAINING = {
     "partition": (aten_module, "min_cut_rematerialization_partition"),
     "aot": (aten_module, "aot_autograd"),
     "bodies": (piece_module, "compile_bodies"),
-    "lower": (piece_module, "lower"),
+    "lower": (plans_module, "lower"),
 }
 
 
@@ -169,14 +170,14 @@ def test_a_capture_that_fails_half_way_leaves_the_graph_as_it_was(monkeypatch):
 
 
 def test_a_plan_that_is_broken_for_one_strategy_is_sequential(monkeypatch):
-    stock = piece_module.verify
+    stock = plans_module.verify
 
     def verify(plan):
         if plan.num_parts > 1:
             raise KeyError("parts")
         return stock(plan)
 
-    monkeypatch.setattr(piece_module, "verify", verify)
+    monkeypatch.setattr(plans_module, "verify", verify)
     run, x = weft.compile(function, weft.overlap(parts=2)), torch.randn(6, 8)
     for _ in range(3):
         assert all(map(torch.equal, run(x), function(x)))
@@ -205,10 +206,9 @@ def test_a_trace_that_cannot_be_made_costs_no_call(monkeypatch):
 
 @pytest.mark.parametrize("name", ["Piece", "build", "Given"])
 def test_boundary_mode_falls_back_too(name, monkeypatch):
-    if name == "Given":
-        broken(monkeypatch, (boundary_module.Arguments, "of"), KeyError("dim0"))
-    else:
-        broken(monkeypatch, (boundary_module, name), KeyError("dim0"))
+    places = {"Given": boundary_module.Arguments, "Piece": session_module}
+    where = (places.get(name, boundary_module), "of" if name == "Given" else name)
+    broken(monkeypatch, where, KeyError("dim0"))
     run, x = weft.compile(function, weft.overlap(parts=2), capture="boundary"), torch.randn(6, 8)
     for _ in range(3):
         assert all(map(torch.equal, run(x), function(x)))

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 import torchweft as weft
 from torchweft.capture.foreign import reduce_by_torch
+from torchweft.options import Options
 from torchweft.serve.session import Session
 
 
@@ -66,7 +67,7 @@ def group() -> Iterator[None]:
 def test_foreign_reductions_have_two_phases(in_place: bool) -> None:
     """With one rank a sum over ranks changes nothing."""
     model = Model(in_place)
-    session = Session(weft.overlap(parts=2))
+    session = Session(Options(weft.overlap(parts=2)))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return session.backend(reduce_by_torch(gm, PLACES, dist.group.WORLD.group_name), inputs)
@@ -82,4 +83,4 @@ def test_foreign_reductions_have_two_phases(in_place: bool) -> None:
     assert [op.collective.kind for op in talks] == ["all_reduce"] * 2
     assert all(op.two_phase and op.rows == "row-wise" for op in talks)
     assert session.fallbacks == {}
-    assert [plan.num_parts for plan in (entry.plan for entry in piece.entries)] == [2]
+    assert [plan.num_parts for plan in (entry.plan for entry in piece.plans.entries)] == [2]

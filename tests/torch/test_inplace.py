@@ -129,10 +129,9 @@ def count(write):
     """Bytes written by the piece of a function (Dynamo steps aside under a mode), and its notes."""
     run = weft.compile(write, "sequential", level="aten")
     session = session_of(run)
-    with torch.no_grad(), session.keep_inputs():
+    with torch.no_grad(), session.service.keep_inputs() as kept:
         run(*inputs())
-    [(piece, given)] = list(session.kept.items())
-    session.kept = None
+    [(piece, given)] = list(kept.items())
     with torch.no_grad(), Counted() as counted:
         piece(*given)
     return counted.num_bytes, list(piece.captured.notes)

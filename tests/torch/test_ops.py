@@ -17,7 +17,7 @@ import torchweft as weft
 from torchweft.capture.rows import math as rows_math
 from torchweft.capture.rows.aten_call import RowRule
 from torchweft.capture.rows.shape import unmoved
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
 from torchweft_tools.bench import ops
 

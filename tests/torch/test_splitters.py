@@ -214,6 +214,14 @@ def test_under_fallback_error_a_refusal_raises() -> None:
         run(model, [4, 4], torch.randn(8, HIDDEN))
 
 
+def test_every_call_that_is_refused_is_counted() -> None:
+    _, model = compiled(splitters=[splitter(current=lambda: None)])
+    for _ in range(5):
+        run(model, [4, 4], torch.randn(8, HIDDEN))
+    ((reason, count),) = weft.report(model).fallbacks
+    assert "there is no 'forward'" in reason and count == 5
+
+
 def test_ops_that_touch_the_state_keep_part_order() -> None:
     """A strategy that runs a later part first is stopped where it does."""
 
@@ -263,7 +271,7 @@ def test_lanes_with_threads_do_not_share_a_state() -> None:
     x = torch.randn(8, HIDDEN)
     torch.testing.assert_close(run(model, [4, 4], x), run(plain, [4, 4], x))
     (reason,) = dict(weft.report(model).fallbacks)
-    assert "one thread has side state in force" in reason
+    assert "a plan with splitters must use one lane" in reason
 
 
 def test_the_state_is_switched_only_where_the_part_changes() -> None:

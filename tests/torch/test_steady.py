@@ -46,7 +46,7 @@ def test_a_steady_call_looks_nothing_up_again(strategy, monkeypatch):
     for _ in range(3):
         y = torch.randn(6, 8)
         torch.testing.assert_close(model(y), plain(y))
-    assert piece.strategy_runs == 1
+    assert piece.plans.strategy_runs == 1
 
 
 def test_other_sizes_take_the_long_way_once_each():
@@ -56,7 +56,7 @@ def test_other_sizes_take_the_long_way_once_each():
     for rows in (5, 7, 5, 7, 6):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(model(x), plain(x))
-    assert len(piece._ready) == 3 and piece.strategy_runs == 1
+    assert len(piece._ready) == 3 and piece.plans.strategy_runs == 1
 
 
 def test_what_the_host_tells_has_its_own_short_way(monkeypatch):

@@ -77,7 +77,7 @@ def test_every_kind_of_maker_writes_its_part_of_the_whole(parts):
     assert copied == meter.copied_bytes
     for piece in session.pieces:
         assert piece.captured.unplaced == {}
-        for entry in piece.entries:
+        for entry in piece.plans.entries:
             assert entry.plan.num_parts == parts
             assert not [step for step in entry.plan.steps if step.kind == "copy"]
     by_copies, more, _ = split(model, x, parts, copies=True)

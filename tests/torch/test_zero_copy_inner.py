@@ -39,7 +39,7 @@ def forms_of(session):
 
 
 def copies_of(session):
-    plans = [entry.plan for piece in session.pieces for entry in piece.all_entries()]
+    plans = [entry.plan for piece in session.pieces for entry in piece.plans.all_entries()]
     return [step for plan in plans for step in plan.steps if step.kind == "copy"]
 
 

@@ -16,21 +16,26 @@ A mark adds no graph break. In model code the innermost mark wins; a rule wins o
 and of two rules the first. `rows` is a declaration: the user vouches that the op is row-wise.
 With `graph=False` a device graph leaves the op out: it runs anew at every replay.
 `inner` is what runs the calls inside the op, such as "eager" where the model is under "inductor".
+
+Without a graph, an eager model tells by itself which marks it comes to, if somebody listens:
+
+    with listening(part):       in the thread that runs the model
+        model(x)                marks and collectives inside call part.stop(...), part.talk(...)
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import fx
 
-from torchweft.capture.stops import listener
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import NAME, ROWS, USES
 from torchweft.private.core import OpOverload, OpOverloadPacket, has_mkldnn
@@ -58,6 +63,15 @@ class Mark:
         _check(self.name, self.uses, self.rows, self.inner)
 
 
+class MarkFacts(TypedDict, total=False):
+    """What rules may say of their op; see `Mark`."""
+
+    uses: str | None
+    rows: str | None
+    graph: bool
+    inner: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class MarkRule:
     """A mark given from outside: `form` says how `wanted` is looked for.
@@ -74,6 +88,35 @@ class MarkRule:
 
     def __str__(self) -> str:
         return f"mark {self.mark.name!r} on {self.form} {self.text}"
+
+
+class Listener(Protocol):
+    """Who is told of the boundaries that an eager model comes to."""
+
+    def stop(self, text: str, mark: Any) -> None:
+        """The model enters or leaves a mark."""
+
+    def talk(self, caught: Any) -> Any:
+        """The model calls a collective; what is returned here is what it gets."""
+
+
+_here = threading.local()
+
+
+def listener() -> Listener | None:
+    """Who listens to the model of this thread, if anybody does."""
+    return getattr(_here, "listener", None)
+
+
+@contextlib.contextmanager
+def listening(to: Listener | None) -> Iterator[None]:
+    """Tell this listener of the boundaries inside; None: tell nobody."""
+    before = listener()
+    _here.listener = to
+    try:
+        yield
+    finally:
+        _here.listener = before
 
 
 @contextlib.contextmanager
@@ -104,11 +147,7 @@ def mark(
 def mark_module(
     module: type[torch.nn.Module] | torch.nn.Module,
     name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
+    **facts: Unpack[MarkFacts],
 ) -> MarkRule:
     """A rule: what a module class (or one instance) computes is one op a call."""
     is_class = isinstance(module, type) and issubclass(module, torch.nn.Module)
@@ -116,53 +155,30 @@ def mark_module(
         raise CaptureError(
             f"mark_module: {clip(module)} is neither a module nor a class of modules."
         )
-    found = module.__name__ if isinstance(module, type) else type(module).__name__
-    return MarkRule(Mark(name or found, uses, rows, graph, inner), "module", module, found)
+    text = module.__name__ if isinstance(module, type) else type(module).__name__
+    return MarkRule(Mark(name or text, **facts), "module", module, text)
 
 
 def mark_function(
-    function: Callable[..., Any],
-    name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
+    function: Callable[..., Any], name: str | None = None, **facts: Unpack[MarkFacts]
 ) -> MarkRule:
     """A rule: what a Python function (or a torch function) computes is one op a call."""
     if not callable(function):
         raise CaptureError(f"mark_function: {clip(function)} is not a function.")
-    found = getattr(function, "__name__", type(function).__name__)
-    plain = re.sub(r"\W", "_", found)
-    return MarkRule(Mark(name or plain, uses, rows, graph, inner), "function", function, found)
+    text = getattr(function, "__name__", type(function).__name__)
+    plain = re.sub(r"\W", "_", text)
+    return MarkRule(Mark(name or plain, **facts), "function", function, text)
 
 
-def mark_path(
-    pattern: str,
-    name: str,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
-) -> MarkRule:
+def mark_path(pattern: str, name: str, **facts: Unpack[MarkFacts]) -> MarkRule:
     """A rule: what a module computes whose path matches the whole regular expression."""
-    return MarkRule(Mark(name, uses, rows, graph, inner), "path", _compiled(pattern), pattern)
+    return MarkRule(Mark(name, **facts), "path", _compiled(pattern), pattern)
 
 
-def mark_op(
-    pattern: str,
-    name: str | None = None,
-    *,
-    uses: str | None = None,
-    rows: str | None = None,
-    graph: bool = True,
-    inner: str | None = None,
-) -> MarkRule:
+def mark_op(pattern: str, name: str | None = None, **facts: Unpack[MarkFacts]) -> MarkRule:
     """A rule: each call whose target (such as `aten.mm.default`) matches the regular expression."""
     plain = re.sub(r"\W+", "_", pattern).strip("_") or "op"
-    made = Mark(name or plain, uses, rows, graph, inner)
-    return MarkRule(made, "op", _compiled(pattern), pattern)
+    return MarkRule(Mark(name or plain, **facts), "op", _compiled(pattern), pattern)
 
 
 def row_wise(pattern: str) -> MarkRule:
@@ -188,7 +204,7 @@ def marks_of(
     graph: fx.Graph, rules: Sequence[MarkRule]
 ) -> tuple[dict[fx.Node, tuple[Mark, object]], set[MarkRule]]:
     """For each marked call its mark and a key of the marked stretch, and the rules that matched."""
-    found: dict[fx.Node, tuple[Mark, object]] = {}
+    marked: dict[fx.Node, tuple[Mark, object]] = {}
     matched: set[MarkRule] = set()
     first: tuple[Mark, fx.Node, int] | None = None
     for number, node in enumerate(graph.nodes):
@@ -206,8 +222,8 @@ def marks_of(
             if first is None or first[0] != mark or _comes_again(first[1], node):
                 first = (mark, node, number)
             key = ("stretch", first[2])
-        found[node] = (mark, (mark.name, key))
-    return found, matched
+        marked[node] = (mark, (mark.name, key))
+    return marked, matched
 
 
 def require_matched(
@@ -271,15 +287,11 @@ def _is_class(kind: Any, wanted: type) -> bool:
 
 def _inside(node: fx.Node, code: CodeType) -> bool:
     """Whether the call was written inside of a function, directly or deeper."""
-    last = max(
-        (line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno
-    )
+    first, names = code.co_firstlineno, (code.co_name, code.co_qualname)
+    last = max((line for *_, line in code.co_lines() if line is not None), default=first)
     for frame in FRAME.finditer(node.meta.get("stack_trace") or ""):
-        same = frame["file"] == code.co_filename and frame["name"] in (
-            code.co_name,
-            code.co_qualname,
-        )
-        if same and code.co_firstlineno <= int(frame["line"]) <= last:
+        same = frame["file"] == code.co_filename and frame["name"] in names
+        if same and first <= int(frame["line"]) <= last:
             return True
     return False
 

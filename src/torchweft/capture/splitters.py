@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torchweft.errors import RefusedError, StateError, WeftError
+from torchweft.errors import RefusedError, StateError, StrategyError
 from torchweft.plan.context import Context
 
 STATE = "state."
@@ -159,7 +159,7 @@ class Splitter:
     calls: str
     current: Callable[[], Any]
     enforce: Callable[[Any], None]
-    fields: Mapping[str, Rule] = field(default_factory=dict)
+    fields: Mapping[str, Rule] = field(default_factory=dict, hash=False)
     touched: Callable[[Any, Parts], Sequence[tuple[Collection[Any], Collection[Any]]]] | None = None
     by: str = ""
 
@@ -168,7 +168,12 @@ class Splitter:
         items = _fields(self.name, state)
         for name in items:
             if name not in self.fields:
-                raise self._unknown(name)
+                known = ", ".join(sorted(self.fields)) or "none"
+                raise self._error(
+                    name,
+                    f"no rule says how it falls into parts. Known: {known}. Give the splitter a "
+                    "rule for it: by_rows, by_requests, shared or a function.",
+                )
         if self.touched is not None:
             self._refuse_crossings(self.touched(state, parts))
         cut = {name: self._cut(name, value, parts) for name, value in items.items()}
@@ -195,18 +200,10 @@ class Splitter:
                         rule="state",
                     )
 
-    def _unknown(self, name: str) -> StateError:
-        known = ", ".join(sorted(self.fields)) or "none"
-        return self._error(
-            name,
-            f"no rule says how it falls into parts. Known: {known}. "
-            "Give the splitter a rule for it: by_rows, by_requests, shared or a function.",
-        )
-
     def _error(self, name: str, why: str) -> StateError:
-        found = StateError(f"state: field {name!r} of {self.name!r}: {why}", rule="state")
-        found.field = name
-        return found
+        error = StateError(f"state: field {name!r} of {self.name!r}: {why}", rule="state")
+        error.field = name
+        return error
 
 
 class Switch:
@@ -250,13 +247,13 @@ def switch_for(
 
 
 def check_splitters(splitters: Sequence[Splitter]) -> tuple[Splitter, ...]:
-    """The splitters themselves. Raises `WeftError` unless each has a name of its own."""
+    """The splitters themselves. Raises `StrategyError` unless each has a name of its own."""
     for item in splitters:
         if not isinstance(item, Splitter) or not item.name.isidentifier():
-            raise WeftError(f"splitters: {item!r} is no splitter with a name.", rule="splitters")
+            raise StrategyError(f"splitters: {item!r} is no splitter with a name.", rule="option")
     names = [item.name for item in splitters]
     if len(set(names)) < len(names):
-        raise WeftError(f"splitters: two of {names} have one name.", rule="splitters")
+        raise StrategyError(f"splitters: two of {names} have one name.", rule="option")
     return tuple(splitters)
 
 

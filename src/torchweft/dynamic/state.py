@@ -56,6 +56,7 @@ class State:
         self.entries: dict[Any, CellEntry | str] = {}
         self.inner: dict[nn.Module, tuple[nn.Module, ...]] = {}
         self.slow: dict[nn.Module, Callable[..., Any]] = {}
+        self.stock: dict[nn.Module, Any] = {}  # the call that a module had before
         self.fast: dict[nn.Module, Fast] = {}
         self.recording: Recording | None = None
         self.paused = False
@@ -91,13 +92,14 @@ class State:
         def slow(*args: Any, **kwargs: Any) -> Any:
             return self.call_module(module, args, kwargs)
 
-        self.slow[module] = slow
+        self.slow[module], self.stock[module] = slow, module._compiled_call_impl
         module._compiled_call_impl = slow
 
     def close(self) -> None:
-        """Give the modules their own calls back."""
-        for module in self.modules:
-            module._compiled_call_impl = None
+        """Give the modules their own calls back, but for those that got others meanwhile."""
+        for module, slow in self.slow.items():
+            if module._compiled_call_impl is slow:
+                module._compiled_call_impl = self.stock[module]
 
     @contextmanager
     def record(self) -> Iterator[Recording]:

@@ -19,7 +19,6 @@ of its own. `llm.collective_rpc("weft_report")` tells what became of it, rank by
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,14 +27,13 @@ from typing import Any
 
 from torch import distributed, fx, nn
 
-from torchweft.backend import check_options
 from torchweft.capture import splitters
 from torchweft.capture.foreign import reduce_by_torch
 from torchweft.capture.marks import row_wise
 from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
+from torchweft.options import Options, check_names
 from torchweft.plan.strategies import overlap
-from torchweft.serve.boundary import Boundary
 from torchweft.serve.reporting import report_of
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Phases, wanted_by
@@ -79,7 +77,7 @@ def adopt(config: Any) -> None:
     if not isinstance(extra, dict) or KEY not in extra:
         return
     parallel, wanted = config.parallel_config, phases_of(extra[KEY])
-    if wanted.session.capture == "boundary":
+    if wanted.session.options.capture == "boundary":
         here, mine = (config.device_config.device_type, parallel.worker_cls), f"{__name__}.Worker"
         if here not in (("cpu", "auto"), ("cpu", mine)) or parallel.tensor_parallel_size == 1:
             raise WeftError('vllm: "boundary" is for several CPU ranks in a worker class of ours.')
@@ -97,11 +95,11 @@ def phases_of(given: Any, **more: Any) -> Phases:
     """A session with these options, and the strategies of each phase. Raises `WeftError`."""
     if not isinstance(given, Mapping):
         raise WeftError(f'vllm: {given!r} is no set of options: {{"weft": {{}}}}.', rule="option")
-    check_options(given, {*AUTO, *inspect.signature(Session).parameters} - OURS)
+    check_names(given, {*AUTO, *Options.names()} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
     # What boundary mode cannot put back is the KV cache, of which each part writes its own slots.
     options = {"strict": False} | {n: value for n, value in given.items() if n not in AUTO}
-    return Phases(Session(**options, **more), strategies)
+    return Phases(Session(Options.of(**options, **more)), strategies)
 
 
 def __getattr__(name: str) -> Any:
@@ -151,7 +149,7 @@ class Weft:
 
     def weave(self, model: nn.Module) -> None:
         """Let an eager model run by plans, in place."""
-        boundary = Boundary(self.session, model._call_impl, model)
+        boundary = self.session.boundary(model._call_impl, model)
         talks = self.group.device_communicator
 
         def by_plans(*args: Any, **kwargs: Any) -> Any:

@@ -10,87 +10,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchweft.errors import clip
 from torchweft.plan.plan import Step
-from torchweft.private.core import tree_leaves, tree_map
+from torchweft.private.core import tree_map
+from torchweft.run.compare import Check, compare
 from torchweft.run.cpu import run
 from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker
 from torchweft.run.writer import compile_program
-from torchweft.serve.piece import Piece, PlanEntry
+from torchweft.serve.piece import Piece
+from torchweft.serve.plans import PlanEntry, context_of
 
 log = logging.getLogger("torchweft")
-DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-
-
-@dataclass(frozen=True)
-class Check:
-    """The verdict: `equal` is "bit-equal", "within tolerance" or "different"."""
-
-    equal: str
-    max_abs_diff: float
-    tolerance: float
-    num_tensors: int
-    first_op: str | None = None
-    detail: str = ""
-
-    def __bool__(self) -> bool:
-        return self.equal != "different"
-
-    def __str__(self) -> str:
-        text = f"{self.equal}: {self.num_tensors} tensors, "
-        text += f"largest difference {self.max_abs_diff:.3g}"
-        if self.first_op:
-            text += f"; first op that differs: {self.first_op}"
-        return text + (f" ({self.detail})" if self.detail else "")
-
-
-def compare(wanted: Any, found: Any, tolerance: float | None = None) -> Check:
-    """Compare two nests of tensors; other leaves must be equal. NaNs are equal to NaNs."""
-    left, right = tree_leaves(wanted), tree_leaves(found)
-    if len(left) != len(right):
-        return Check("different", float("inf"), 0.0, len(left), detail="not as many outputs")
-    worst, limit, same, count, detail = 0.0, 0.0, True, 0, ""
-    for number, (a, b) in enumerate(zip(left, right, strict=True)):
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if type(a) is not type(b) or (a is not b and a != b):
-                what = f"output {number} is {clip(b)}, not {clip(a)}"
-                return Check("different", float("inf"), 0.0, count, detail=what)
-            continue
-        count += 1
-        if a.shape != b.shape or a.dtype != b.dtype:
-            what = f"output {number} is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
-            return Check("different", float("inf"), 0.0, count, detail=what)
-        diff, scale = _difference(a, b)
-        allowed = (DEFAULT_TOLERANCE.get(a.dtype, 0.0) if tolerance is None else tolerance) * scale
-        same = same and diff == 0.0
-        if diff > worst:
-            worst, limit, detail = diff, allowed, f"output {number}"
-        if diff > allowed:
-            return Check("different", diff, allowed, count, detail=f"output {number}")
-    return Check("bit-equal" if same else "within tolerance", worst, limit, count, detail=detail)
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors, and the size of what is compared (at least 1)."""
-    a, b = a.detach(), b.detach()
-    if a.is_complex():
-        a, b = (torch.view_as_real(item.resolve_conj()) for item in (a, b))
-    if torch.equal(a, b) or a.numel() == 0:
-        return 0.0, 1.0
-    a, b = a.double(), b.double()
-    both = (a.isnan() & b.isnan()) | (a == b)
-    diff = (a - b).abs().masked_fill(both, 0.0)
-    if diff.isnan().any() or diff.isinf().any():
-        return float("inf"), 1.0
-    finite = a[a.isfinite()]
-    return float(diff.max()), max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
 
 
 def preserved(inputs: Any) -> Any:
@@ -106,16 +42,31 @@ def preserved(inputs: Any) -> Any:
     return tree_map(one, inputs)
 
 
-def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
-    """The first op, in program order, that gives other rows in parts than on the whole batch."""
+Kept = Mapping[Piece, Sequence[Any]]
+"""What each piece was called with."""
+
+
+def first_difference(kept: Kept, limit: float | None) -> str | None:
+    """The first op that gives other rows in parts than on the whole batch; with its source."""
+    for piece, inputs in kept.items():
+        if piece.graph.level == "boundary":  # its ops are the model's own calls, not ours
+            continue
+        if name := _first_difference(piece, inputs, limit):
+            source = piece.graph.op[name].source
+            return f"{name} of {piece.graph.name}" + (f", at {source}" if source else "")
+    return None
+
+
+def _first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
     values, env = piece.captured.bind(preserved(list(inputs)))
-    context = piece.session.context(piece.graph, env)
-    entry, _ = piece.entry(context, env)
-    whole = _record(piece, piece.sequential(context), [values[n] for n in piece.graph.inputs], env)
+    context = context_of(piece.graph, env)
+    entry, _ = piece.plans.entry(context, env)
+    sequential = piece.plans.sequential(context)
+    bounds, rows = piece.plans.shape(entry, context, env).bounds, context.batch
+    given = [values[name] for name in piece.graph.inputs]
+    whole = _record(piece, sequential, given, env, (0, rows))
     values, _ = piece.captured.bind(preserved(list(inputs)))
-    parts = _record(piece, entry, [values[n] for n in piece.graph.inputs], env)
-    rows = env.get(piece.graph.batch or "", 1)
-    bounds = entry.plan.cut.bounds(rows) if entry.plan.num_parts > 1 else (0, rows)
+    parts = _record(piece, entry, [values[name] for name in piece.graph.inputs], env, bounds)
     ranges = _ranges(entry)
     for op in piece.graph.ops:
         for made, parts_of in zip(parts.get(op.name, ()), ranges[op.name], strict=False):
@@ -131,14 +82,19 @@ def first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -
     return None
 
 
-def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
+def wrong_kernel(kept: Kept, limit: float | None) -> str | None:
     """The first kernel of a plan that gives other numbers than the ops it replaces, and how far."""
-    if not any(entry.plan.kernels for entry in piece.entries):
+    judged = (_wrong_kernel(piece, inputs, limit) for piece, inputs in kept.items())
+    return next(filter(None, judged), None)
+
+
+def _wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
+    if not any(entry.plan.kernels for entry in piece.plans.entries):
         return None
     values, env = piece.captured.bind(preserved(list(inputs)))
-    entry, _ = piece.entry(piece.session.context(piece.graph, env), env)
-    plan, rows = entry.plan, env.get(piece.graph.batch or "", 1)
-    bounds = plan.cut.bounds(rows) if plan.num_parts > 1 else (0, rows)
+    context = context_of(piece.graph, env)
+    entry, _ = piece.plans.entry(context, env)
+    plan, bounds = entry.plan, piece.plans.shape(entry, context, env).bounds
     steps, judges = list(plan.steps), dict[str, Any]()
     names: dict[object, str] = {}  # the issue and the complete of a run have one judge
     wrong: list[str] = []
@@ -152,7 +108,7 @@ def wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> st
     judged = replace(plan, steps=tuple(steps), kernels=judges)
     program = compile_program(judged, piece.captured.bodies)
     given, numbers = [values[name] for name in piece.graph.inputs], program.numbers(env, bounds)
-    run(program, given, bounds, piece.session.lanes, numbers=numbers)
+    run(program, given, bounds, piece.service.lanes, numbers=numbers)
     return wrong[0] if wrong else None
 
 
@@ -197,16 +153,17 @@ class _Judge:
 
 
 def _record(
-    piece: Piece, entry: PlanEntry, given: Sequence[Any], env: dict[str, int]
+    piece: Piece,
+    entry: PlanEntry,
+    given: Sequence[Any],
+    env: dict[str, int],
+    bounds: Sequence[int],
 ) -> dict[str, list[tuple[Any, ...]]]:
     """Run an entry's plan and keep a copy of everything each op made, run by run."""
     made: dict[str, list[tuple[Any, ...]]] = {}
     bodies = {name: _Recorder(name, body, made) for name, body in piece.captured.bodies.items()}
     program = compile_program(entry.plan, bodies)
-    rows = env.get(piece.graph.batch or "", 1)
-    bounds = entry.plan.cut.bounds(rows) if entry.plan.num_parts > 1 else (0, rows)
-    numbers = program.numbers(env, bounds)
-    run(program, given, bounds, piece.session.lanes, numbers=numbers)
+    run(program, given, bounds, piece.service.lanes, numbers=program.numbers(env, bounds))
     return made
 
 

@@ -8,8 +8,9 @@ from torchweft.capture.bodies.inner import compiled
 from torchweft.plan.graph import Op
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span
-from torchweft.serve.gate import Check
-from torchweft.serve.piece import Piece, PlanEntry
+from torchweft.run.compare import Check
+from torchweft.serve.piece import Piece
+from torchweft.serve.plans import PlanEntry
 from torchweft.serve.session import Session
 
 MAX_TOLD = 8
@@ -133,7 +134,7 @@ def _piece_lines(piece: PieceReport) -> list[str]:
 def report_of(session: Session) -> Report:
     """The report of a session as it stands."""
     return Report(
-        strategy=str(session.strategy),
+        strategy=str(session.options.resolved_strategy),
         pieces=tuple(_piece(piece) for piece in session.pieces),
         fallbacks=tuple(session.fallbacks.most_common()),
         assumed=tuple(name for piece in session.pieces for name in piece.captured.assumed),
@@ -148,7 +149,7 @@ def report_of(session: Session) -> Report:
 def _piece(piece: Piece) -> PieceReport:
     graph, reasons = piece.graph, piece.captured.reasons
     num_compiled, refused = compiled(piece.bodies.values())
-    entries = piece.all_entries()
+    entries = piece.plans.all_entries()
     whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
     spans = _spans(entries)
     total_s = sum(span.busy_s for span in spans)
@@ -162,7 +163,7 @@ def _piece(piece: Piece) -> PieceReport:
         plans=tuple(entry.plan for entry in entries),
         buckets=tuple(str(entry.bucket) for entry in entries),
         num_calls=sum(entry.num_calls for entry in entries),
-        strategy_runs=piece.strategy_runs,
+        strategy_runs=piece.plans.strategy_runs,
         split_share=in_parts_s / total_s if total_s else None,
         measured_s=total_s,
         head_room=_head_room(entries),
@@ -178,12 +179,13 @@ def _piece(piece: Piece) -> PieceReport:
 
 def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
     """The values that plans in use copy together from their parts, each with the reason."""
-    steps = [step for entry in piece.all_entries() for step in entry.plan.steps]
+    steps = [step for entry in piece.plans.all_entries() for step in entry.plan.steps]
     names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
-    told = piece.unplaced if piece.session.zero_copy else dict.fromkeys(names, "zero_copy is off")
+    is_on = piece.service.options.zero_copy
+    reasons = piece.unplaced if is_on else dict.fromkeys(names, "zero_copy is off")
     replaced = {name for step in steps if step.by for name in step.names}
     makers = piece.graph.maker
-    return tuple((name, told.get(name) or _loose(makers[name], replaced)) for name in names)
+    return tuple((name, reasons.get(name) or _loose(makers[name], replaced)) for name in names)
 
 
 def _loose(op: Op, replaced: set[str]) -> str:

@@ -94,7 +94,7 @@ class Trials:
 
     def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
         graphs = (piece.graph for piece in self.session.pieces)
-        found = slowest(graphs, [min(each) for each in times], self.session.watchdog_s)
+        found = slowest(graphs, [min(each) for each in times], self.session.options.watchdog_s)
         best = min(range(len(found)), key=found.__getitem__)
         return self.strategies[best if found[0] > GAIN * found[best] else 0]
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, DistributedConfig, LlamaConfig, L
 from torchweft import lab
 from torchweft.api import report
 from torchweft.integrations.transformers import weave
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.trials import Trials
 from torchweft_tools.bench.overlap_race import calls_of_a_run, race
 from torchweft_tools.bench.overlap_rank import TIMEOUT, all_max, num_graphs, pin, quiet

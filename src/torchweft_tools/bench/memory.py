@@ -33,11 +33,11 @@ import torch
 
 from torchweft import lab
 from torchweft.api import compile, report, session_of
-from torchweft.capture.bodies.inner import check_inner
 from torchweft.errors import WeftError, unknown
+from torchweft.options import Options
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
 from torchweft_tools.bench.kernels import Known, hidden_copies, plain_copies
@@ -88,7 +88,7 @@ def run(
     models: with commas between; all by default.
     inner: the compiler inside of ops: eager or inductor.
     """
-    check_inner(inner)
+    Options(inner=inner)  # or its error
     zoo = {model.name: model for model in MODELS}
     known = (*zoo, *RANKED)
     wanted = [name.strip() for name in models.split(",") if name.strip()] or list(known)

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweft.errors import WeftError
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 
 NUM_ROWS = 7
 MAX_SAMPLES = 30  # of an entry, to choose from

@@ -34,7 +34,7 @@ from torchweft.errors import WeftError, unknown
 from torchweft.plan.strategies import overlap
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
 from torchweft_tools.bench.op_cases import UNDEFINED, UNWELL, OpCase, cases_of, op_infos, seeded
 

@@ -100,7 +100,7 @@ def _run(num_calls: int, num_counts: int, seed: int, progress: Progress) -> tupl
     return rows, {
         "calls": len(calls),
         "token_counts": len(set(calls)),
-        "strategy_runs": sum(piece.strategy_runs for piece in session_of(model).pieces),
+        "strategy_runs": sum(piece.plans.strategy_runs for piece in session_of(model).pieces),
         "recompiles": counters["stats"]["unique_graphs"] - compiled,
         "p99_overhead_ms": 1e3 * over[int(0.99 * len(over))],
         "median_overhead_ms": 1e3 * statistics.median(over),

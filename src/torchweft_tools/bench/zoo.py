@@ -22,7 +22,7 @@ from torchweft.api import compile, report
 from torchweft.errors import WeftError, unknown
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
-from torchweft.serve.gate import compare
+from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
 from torchweft_tools.bench.zoo_models import MODELS, ZooModel, outputs_of
 

@@ -25,21 +25,13 @@ from torchweft.capture.dynamo import Capture, analyse, candidates
 from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
 from torchweft.capture.rows.rows import Rows
-from torchweft.errors import RunError, StrategyError, unknown
+from torchweft.errors import RunError
 from torchweft.private.aot import aot_autograd, make_boxed_func, min_cut_rematerialization_partition
 from torchweft.private.core import is_traceable_wrapper_subclass, tree_leaves
 from torchweft.private.dynamo import TracingContext
 
-LEVELS = ("torch", "aten")
 Make = Callable[[fx.GraphModule, Callable[[], Capture]], Callable[..., Any]]
 """(graph, how to capture it) -> what runs in its place."""
-
-
-def check_level(level: str | None) -> str | None:
-    """`level` itself if there is such a level, or None. Raises `StrategyError` if not."""
-    if level is not None and level not in LEVELS:
-        raise StrategyError(f"level: {unknown('level', level, LEVELS)}", rule="option")
-    return level
 
 
 def level_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:

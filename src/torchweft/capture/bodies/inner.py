@@ -23,12 +23,10 @@ from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.bodies.inductor import Structure
 from torchweft.capture.bodies.outs import GAPS, Into, ResultBytes, Unfit, without
 from torchweft.capture.dynamo import Capture
-from torchweft.capture.marks import INNERS
 from torchweft.capture.ops.units import storages
-from torchweft.errors import StrategyError, unknown
 from torchweft.plan.graph import Op
 from torchweft.plan.sizes import ZERO, Size
-from torchweft.private.core import c_linear, has_mkldnn
+from torchweft.private.core import c_linear
 
 Function = Callable[..., Any]
 Form = Function | Structure
@@ -53,15 +51,6 @@ class InnerBody:
 
     def __call__(self, *reads: Any) -> Any:
         return self.function(*reads)
-
-
-def check_inner(inner: str) -> str:
-    """The name of an inner compiler that can be had here. Raises `StrategyError` for others."""
-    if inner not in INNERS:
-        raise StrategyError(f"inner: {unknown('inner backend', inner, INNERS)}")
-    if inner == "onednn" and not has_mkldnn:
-        raise StrategyError("inner: this build of torch has no oneDNN. Take inner='eager'.")
-    return inner
 
 
 def compile_bodies(captured: Capture, inner: str) -> dict[str, Body | InnerBody]:

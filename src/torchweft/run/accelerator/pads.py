@@ -16,29 +16,8 @@ from typing import Any
 
 import torch
 
-from torchweft.errors import WeftError, clip
 from torchweft.plan.graph import Graph, Value
 from torchweft.run.rows import taker
-
-MAX_SIZES = 64
-
-
-def check_sizes(graphs: bool | Sequence[int]) -> tuple[int, ...]:
-    """The sizes that `graphs` asks for, ascending; none for a plain yes or no.
-
-    Raises `WeftError` if they are no sizes of a batch.
-    """
-    if isinstance(graphs, bool):
-        return ()
-    good = isinstance(graphs, Sequence) and not isinstance(graphs, str)
-    sizes = list(graphs) if good else []
-    if not 0 < len(sizes) <= MAX_SIZES or not all(type(s) is int and s > 0 for s in sizes):
-        raise WeftError(
-            f"graphs: {clip(graphs)} is neither True, False nor 1 to {MAX_SIZES} sizes of the "
-            "batch, such as [1, 2, 4, 8, 16].",
-            rule="graphs",
-        )
-    return tuple(sorted(set(sizes)))
 
 
 class Pads:

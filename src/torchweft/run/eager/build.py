@@ -24,13 +24,12 @@ from torch import fx, nn
 from torchweft.capture.bodies.bodies import Body, Function
 from torchweft.capture.dynamo import Capture, Slot
 from torchweft.capture.splitters import STATE
-from torchweft.capture.stops import Stop
 from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
-from torchweft.run.eager.given import Arguments, rows_at
-from torchweft.run.eager.nests import Nest, is_plain
+from torchweft.run.eager.arguments import Arguments, Nest, is_plain, rows_at
+from torchweft.run.eager.parts import Stop
 from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
 
 BATCH = "s0"
@@ -188,7 +187,11 @@ class _Builder:
         for slot, tensor in enumerate(given.tensors):
             for number in storages_of(tensor) & written:
                 self.held.setdefault(number, ChangedBytes(self.inputs[slot], slot))
-        kept = [*model.named_buffers(), *model.named_parameters()] if _is_module(model) else []
+        kept = (
+            [*model.named_buffers(), *model.named_parameters()]
+            if isinstance(model, nn.Module)
+            else []
+        )
         for path, tensor in kept:
             for number in storages_of(tensor) & written:
                 self.held.setdefault(number, ChangedBytes(f"held.{path}", path=path))
@@ -342,10 +345,6 @@ def _same(made: Any) -> Any:
 def _dtype(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return dtype if dtype in ITEM_BYTES else "opaque"
-
-
-def _is_module(model: Any) -> bool:
-    return isinstance(model, nn.Module)
 
 
 EMPTY = fx.GraphModule(nn.Module(), fx.Graph())

@@ -17,16 +17,23 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.capture.stops import Stop, listening
+from torchweft.capture.marks import listening
 from torchweft.errors import RunError, clip
 from torchweft.ranks.talk import SEQUENCE
 from torchweft.run.cpu import Cancelled, Lanes
-from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
+from torchweft.run.eager.collectives import BETWEEN_TWO, EagerCollective
 from torchweft.run.modes import Modes
+
+
+class Stop(NamedTuple):
+    """A boundary of the model: what it tells there, and whether control passes to other parts."""
+
+    text: str
+    passes: bool = True
 
 
 class EagerPart:

@@ -1,6 +1,6 @@
 """The `Recorder`: watches the first run of an eager model, and keeps what a plan needs to know.
 
-    with Recorder(speaker, watchdog_s) as recorder: outputs = model(x)
+    with Recorder(eager) as recorder: outputs = model(x)
     recorder.halts      the boundaries it came to, each with the stretch of calls before it
 
 A stretch tells how many operators it called, their flops, and which bytes it touched and changed
@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchweft.capture.marks import Mark, MarkRule
-from torchweft.capture.stops import listening
+from torchweft.capture.marks import Mark, MarkRule, listening
 from torchweft.private.core import (
     OpOverload,
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     tree_leaves,
 )
-from torchweft.ranks.speakers import Speaker
-from torchweft.run.eager.caught import BETWEEN_TWO, EagerCollective
-from torchweft.run.eager.eager import Eager
+from torchweft.run.eager.collectives import BETWEEN_TWO, Eager, EagerCollective
 
 
 @dataclass
@@ -55,13 +52,12 @@ class Halt:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Listens to a model that runs as it is, and to every operator that it calls."""
 
-    def __init__(self, speaker: Speaker, watchdog_s: float) -> None:
+    def __init__(self, eager: Eager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.eager = Eager(speaker, watchdog_s)
+        self.eager = eager
         self.halts: list[Halt] = []
         self.mixes = ""
         self.rules: set[MarkRule] = set()
-        self.groups: set[str] = set()
         self._marks: list[Mark] = []
         self._stretch = Stretch()
         self._fresh: set[int] = set()
@@ -70,7 +66,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         self._random = torch.get_rng_state()
         self._listening = listening(self)
-        self.eager.__enter__()
         self._listening.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -84,7 +79,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if error[0] is None:
             self._halt("the end")
-        self.eager.__exit__(*error)
 
     def stop(self, text: str, mark: Any) -> None:
         """The model enters or leaves a mark."""
@@ -109,7 +103,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._called.namespace == "c10d" and caught.kind != "barrier":
             self._stretch.writes |= set(_storages(caught.args[0])) - self._fresh
         tensor, dtype = caught.tensor, str(caught.tensor.dtype).removeprefix("torch.")
-        self.groups.add(caught.group)
         facts = (caught.kind, caught.communicator, tuple(tensor.shape), dtype)
         self._halt(caught.text, *facts)
         return self.eager.talk(caught)
@@ -148,12 +141,7 @@ def _storages(nest: Any) -> Iterator[int]:
         if is_traceable_wrapper_subclass(leaf):
             yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
         else:
-            yield storage_of(leaf)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the bytes of a tensor, which views share."""
-    return int(tensor.untyped_storage()._cdata)
+            yield int(leaf.untyped_storage()._cdata)  # views share it
 
 
 def storages_of(tensor: torch.Tensor) -> set[int]:

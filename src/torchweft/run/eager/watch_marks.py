@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from torchweft.capture.marks import MarkRule
-from torchweft.capture.stops import listener
+from torchweft.capture.marks import MarkRule, listener
 from torchweft.errors import CaptureError
 
 FORMS = ("module", "path", "function")
@@ -50,15 +50,12 @@ class MarkWatch:
                     self._hook(module, rule)
 
     def _hook(self, module: nn.Module, rule: MarkRule) -> None:
-        def enter(*_: Any) -> None:
+        def hook(what: str, *_: Any) -> None:
             if getattr(self.local, "inside", False):  # modules may be shared with other models
-                tell("enter", rule)
+                tell(what, rule)
 
-        def leave(*_: Any) -> None:
-            if getattr(self.local, "inside", False):
-                tell("leave", rule)
-
-        self.hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        self.hooks.append(module.register_forward_pre_hook(partial(hook, "enter")))
+        self.hooks.append(module.register_forward_hook(partial(hook, "leave")))
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -86,16 +83,15 @@ class MarkWatch:
 
 def tell(what: str, rule: MarkRule) -> None:
     """Tell who listens that the model enters or leaves the mark of a rule."""
-    told = listener()
-    if told is not None:
-        told.stop(f"{what} {rule.mark.name}", rule)
+    heard = listener()
+    if heard is not None:
+        heard.stop(f"{what} {rule.mark.name}", rule)
 
 
 def _is_about(rule: MarkRule, path: str, module: nn.Module) -> bool:
     if rule.form == "path":
         return bool(rule.wanted.fullmatch(path))
-    if rule.form != "module":
-        return False
-    return (
-        isinstance(module, rule.wanted) if isinstance(rule.wanted, type) else module is rule.wanted
+    is_class = isinstance(rule.wanted, type)
+    return rule.form == "module" and (
+        isinstance(module, rule.wanted) if is_class else module is rule.wanted
     )

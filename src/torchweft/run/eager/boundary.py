@@ -17,32 +17,44 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
-from torchweft.capture.stops import listener, listening
-from torchweft.errors import CaptureError, RunError, StrategyError
+from torchweft.capture.marks import listener, listening
+from torchweft.errors import CaptureError, RunError
+from torchweft.plan.graph import Graph
 from torchweft.ranks.ranks import EagerError
-from torchweft.ranks.talk import SEQUENCE
+from torchweft.ranks.talk import SEQUENCE, Talk
+from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
-from torchweft.run.eager.build import EMPTY, EagerRecord, build
-from torchweft.run.eager.caught import catch_collectives
-from torchweft.run.eager.eager import Eager
-from torchweft.run.eager.given import Arguments, RowSpan
-from torchweft.run.eager.nests import Nest
+from torchweft.run.eager.arguments import Arguments, Nest, RowSpan
+from torchweft.run.eager.build import EagerRecord, build
+from torchweft.run.eager.collectives import Eager, catch_collectives
 from torchweft.run.eager.parts import EagerPart, cancel
 from torchweft.run.eager.recorder import Recorder
 from torchweft.run.eager.watch_marks import MarkWatch
 from torchweft.run.modes import Modes
-from torchweft.serve.gate import compare
-from torchweft.serve.piece import Piece
-from torchweft.serve.session import Session
+from torchweft.run.service import Service
 
 log = logging.getLogger("torchweft")
 MAX_FORMS = 256
+
+
+class PlannedPiece(Protocol):
+    """A captured graph that runs by plans."""
+
+    graph: Graph
+
+    @property
+    def talks(self) -> bool:
+        """Whether calls talk with other ranks."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one call."""
 
 
 @dataclass
@@ -50,19 +62,29 @@ class EagerForm:
     """Calls of one form: what was recorded of the first, and what has become of the others."""
 
     recorded: EagerRecord
-    piece: Piece
+    piece: PlannedPiece
     tried: bool = False
     fallen: str = ""
 
 
 class Boundary:
-    """A model in boundary mode. Calls may come from several threads."""
+    """A model in boundary mode. Calls may come from several threads.
 
-    def __init__(self, session: Session, call: Callable[..., Any], model: Any) -> None:
-        _check(session)
-        self.session, self.call, self.model = session, call, model
-        self.dim = session.batch if isinstance(session.batch, int) else 0
-        self.watch = MarkWatch(model, session.rules)
+    make_piece: makes a piece of a capture, and of the reason if it must not be split.
+    adopt: is told of a piece that is used from now on.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        call: Callable[..., Any],
+        model: Any,
+        make_piece: Callable[[Capture, str], PlannedPiece],
+        adopt: Callable[[Any], None],
+    ) -> None:
+        self.service, self.call, self.model = service, call, model
+        self.make_piece, self.adopt = make_piece, adopt
+        self.watch = MarkWatch(model, service.options.all_rules)
         self.modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
         self.cases: dict[object, EagerForm] = {}
         self.failed: dict[object, str] = {}
@@ -80,20 +102,20 @@ class Boundary:
         if listener() is not None:  # inside of a part of another model, or recorded by it
             return self.call(*args, **kwargs)
         try:
-            given = Arguments.of(args, kwargs, self.dim)
+            given = Arguments.of(args, kwargs, self.service.options.batch_dim)
             key = self._key(given)
         except Exception as error:
-            self.session.fall_back(None, first_line(as_own(error, "capture")))
+            self.service.fall_back(first_line(as_own(error, "capture")))
             return self._eager(args, kwargs)
         case, reason = self.cases.get(key), self.failed.get(key)
         if case is None and reason is None and len(self.cases) + len(self.failed) < MAX_FORMS:
             return self._record(key, given, args, kwargs)
         if case is None:
             reason = reason or f"forms: calls come in more than {MAX_FORMS} forms"
-            self.session.fall_back(None, reason)
+            self.service.fall_back(reason)
             return self._eager(args, kwargs)
         if case.fallen:
-            self.session.fall_back(case.piece, case.fallen)
+            self.service.fall_back(case.fallen, case.piece.graph.name)
             return self._eager(args, kwargs)
         return self._run(case, given, args, kwargs)
 
@@ -108,8 +130,8 @@ class Boundary:
 
     def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
-        session = self.session
-        with Recorder(session.speaker, session.watchdog_s) as recorder, self.watch:
+        service = self.service
+        with self._talk() as ranks, Recorder(Eager(ranks)) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own
@@ -118,34 +140,35 @@ class Boundary:
             case = self._case(recorder, given, outputs)
         except Exception as error:
             self.failed[key] = first_line(as_own(error, "capture"))
-            session.fall_back(None, self.failed[key])
+            service.fall_back(self.failed[key])
             return outputs
         if self.cases.setdefault(key, case) is case:
-            session.pieces.append(case.piece)
-        session.settle(())
+            self.adopt(case.piece)
         return outputs
 
     def _case(self, recorder: Recorder, given: Arguments, outputs: Any) -> EagerForm:
         """What was recorded, as a piece."""
-        session = self.session
+        options = self.service.options
         recorded = build(
             recorder, given, outputs,
-            model=self.model, name=f"boundary{len(self.cases)}", dim=self.dim,
-            states=[splitter.name for splitter in session.splitters],
+            model=self.model, name=f"boundary{len(self.cases)}", dim=options.batch_dim,
+            states=[splitter.name for splitter in options.splitters],
         )  # fmt: skip
-        piece = Piece(session, recorded.captured, EMPTY)
-        piece.unsplit = recorded.uncut
-        if session.strict and recorded.captured.assumed:
-            piece.unsplit = piece.unsplit or (
-                f"strict: {recorded.captured.assumed[0]}, cannot be tried on rows; strict=False "
-                "splits it untried"
+        unsplit, assumed = recorded.uncut, recorded.captured.assumed
+        if options.strict and assumed and not unsplit:
+            unsplit = (
+                f"strict: {assumed[0]}, cannot be tried on rows; strict=False splits it untried"
             )
-        return EagerForm(recorded, piece)
+        return EagerForm(recorded, self.make_piece(recorded.captured, unsplit))
 
     def _eager(self, args: Any, kwargs: Any) -> Any:
         """The model as it is."""
-        with Eager(self.session.speaker, self.session.watchdog_s) as eager, listening(eager):
+        with self._talk() as ranks, listening(Eager(ranks)):
             return self.call(*args, **kwargs)
+
+    def _talk(self) -> Talk:
+        """The talk with other ranks in a call without a plan."""
+        return Talk(None, {}, self.service.speaker, self.service.options.watchdog_s)
 
     def _run(self, case: EagerForm, given: Arguments, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""
@@ -158,7 +181,7 @@ class Boundary:
                 raise
             if run.trial is not None:
                 run.trial.take_back()
-            self.session.fall_back(case.piece, case.fallen)
+            self.service.fall_back(case.fallen, case.piece.graph.name)
             return self._eager(args, kwargs)
         outputs = run.outputs(merged)
         if run.trial is None:
@@ -190,7 +213,7 @@ class Boundary:
         case.tried = True
         if not verdict:
             case.fallen = f"rows: in parts the model gives other results than whole: {verdict}"
-            self.session.fall_back(case.piece, case.fallen)
+            self.service.fall_back(case.fallen, case.piece.graph.name)
         return wanted
 
 
@@ -201,7 +224,7 @@ class Run:
         self.boundary, self.case, self.given, self.whole = boundary, case, given, whole
         self.parts: list[EagerPart] = []
         self.trial: _Trial | None = None
-        self.modes = Modes(boundary.session.num_threads)
+        self.modes = Modes(boundary.service.options.num_threads)
 
     def begin(self, rows: RowSpan, tensors: Sequence[Any]) -> EagerPart:
         """Start the part of these rows and let it run up to its first stop."""
@@ -235,7 +258,7 @@ class Run:
 
     def cancel(self) -> None:
         """End all parts that are not over."""
-        if not cancel(self.parts, self.boundary.session.watchdog_s):
+        if not cancel(self.parts, self.boundary.service.options.watchdog_s):
             log.error("a part of a failed call does not end: its model is stuck")
         self.parts.clear()
 
@@ -266,18 +289,3 @@ def _form(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
-
-
-def _check(session: Session) -> None:
-    """Raise `StrategyError` for options that boundary mode does not have."""
-    for name, value, only in (
-        ("inner", session.inner, ("eager",)),
-        ("level", session.level, (None,)),
-        ("graphs", session.graphs, (False,)),
-    ):
-        if value not in only:
-            raise StrategyError(
-                f"{name}: boundary mode has only {name}={only[0]!r}.", rule="option"
-            )
-    if isinstance(session.batch, str):
-        raise StrategyError("batch: boundary mode has no symbols; give a dim.", rule="option")

@@ -1,12 +1,16 @@
-"""The `EagerCollective` collective: one that an eager model has called, on its way to c10d.
+"""The `EagerCollective`: one that an eager model has called, on its way to c10d.
 
-    dist.all_reduce(y)  --c10d::allreduce_-->  Caught  --talk--> the listener of this thread
+    dist.all_reduce(y)  --c10d::allreduce_-->  EagerCollective  --talk--> this thread's listener
                                                .start()   c10d begins to work
                                                .land()    it has ended: the model may go on
 
 Every form of a collective (`dist.all_reduce`, with `async_op=True`, the functional ones, those of
 a DTensor) ends in one operator of c10d. `catch_collectives` puts a kernel of ours above c10d's own:
 where nobody listens it only hands on. No function of torch or of the model is replaced.
+
+`Eager` listens to a model that runs as it is, while several ranks may be about. Its collectives go
+over the communicators that plans use, so ranks agree on the call too (the others must run theirs
+eagerly as well), no wait is endless, and a rank that fails wakes its peers.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchweft.capture.stops import listener
+from torchweft.capture.marks import listener, listening
 from torchweft.private.core import DispatchKey, _dispatch_keyset_full_after, tree_leaves
 from torchweft.ranks.ranks import group, wait
+from torchweft.ranks.talk import Talk
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
@@ -94,6 +99,24 @@ class EagerCollective:
         return self.op.redispatch(self.keys, *self.args)
 
 
+class Eager:
+    """Listens to a model that nobody schedules; `ranks` is a talk without a plan."""
+
+    def __init__(self, ranks: Talk) -> None:
+        self.ranks = ranks
+
+    def stop(self, text: str, mark: Any) -> None:
+        """Nothing is planned, so nothing happens here."""
+
+    def talk(self, caught: EagerCollective) -> Any:
+        """Start a collective and wait for its end."""
+        if caught.kind in BETWEEN_TWO:
+            return caught.pass_on()
+        with listening(None):
+            self.ranks.join(caught.group)
+            return caught.start().land().result
+
+
 @functools.cache
 def catch_collectives() -> torch.library.Library:
     """Catch the collectives of every thread that somebody listens to; once a process."""
@@ -109,9 +132,9 @@ def _kernel(kind: str, op: Any) -> Any:
     at = [argument.name for argument in op._schema.arguments].index("process_group")
 
     def kernel(keys: Any, *args: Any) -> Any:
-        told = listener()
-        if told is None:
+        heard = listener()
+        if heard is None:
             return op.redispatch(keys & BELOW, *args)
-        return told.talk(EagerCollective(kind, op, keys & BELOW, args, at))
+        return heard.talk(EagerCollective(kind, op, keys & BELOW, args, at))
 
     return kernel

@@ -1,0 +1,211 @@
+"""`Options`: how a model is compiled, as one frozen value that every door takes.
+
+    weft.compile(model, "overlap", fallback="error")
+    torch.compile(model, backend="weft", options={"strategy": "overlap"})      one Options
+    weft.check(model, x, fallback="sequential")                                each
+    '{"weft": {"watchdog_s": 10}}' of a host
+
+An option is a field here, with a line in the docstring and a check in `_check`, and nowhere else:
+the doors take their parameters from the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Self
+
+from torchweft.capture.marks import INNERS, MarkRule, touches_state
+from torchweft.capture.splitters import Splitter, check_splitters
+from torchweft.errors import StrategyError, unknown
+from torchweft.plan.machine import Machine, cpu
+from torchweft.plan.write.strategy import Strategy, as_strategy
+from torchweft.private.core import has_mkldnn
+from torchweft.ranks.ranks import WATCHDOG_S
+
+MAX_SIZES = 64
+CHOICES: Mapping[str, tuple[str, tuple[str | None, ...]]] = MappingProxyType(
+    {
+        "inner": ("inner compiler", INNERS),
+        "fallback": ("fallback", ("sequential", "error")),
+        "level": ("level", ("torch", "aten", None)),
+        "capture": ("way to capture", ("graph", "boundary")),
+    }
+)
+IN_BOUNDARY_MODE = MappingProxyType({"inner": "eager", "level": None, "graphs": False})
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is compiled. Raises `StrategyError` for a value that cannot be.
+
+    strategy: what writes the plans: a name, a strategy with options (`weft.overlap(parts=4)`), or
+        any function of a scheduler.
+    rules: marks from outside the model.
+    inner: what runs the calls inside an op, "eager", "onednn" or "inductor".
+    fallback: what happens to a call that cannot run as the strategy says, "sequential" (counted,
+        with its reason) or "error".
+    strict: whether ops that no rule vouches for run whole; with False they are split if the first
+        call's rows show no difference.
+    batch: the dim of the inputs that a split cuts (0), or the name of its symbol.
+    machine: lanes and rates (`weft.cpu()`).
+    num_threads: intra-op threads of lanes beside the caller's; by default as many as the caller's.
+    jitter: whether every step is delayed at random, to test that nothing depends on luck.
+    shadow: compare every N-th call with eager; 0 compares none.
+    level: where graphs are captured, "torch" or "aten"; by default "aten" for DTensors and where
+        gradients are wanted, else "torch".
+    watchdog_s: how long a rank waits for the others.
+    graphs: on an accelerator, capture each plan in a device graph and replay it; a list of sizes of
+        the batch has calls filled up to the next of them, so that few graphs serve all.
+    blocks: whether repeated modules, such as the layers of a transformer, are captured once. For
+        `weft.compile`: a backend of `torch.compile` gets a graph that has been traced already.
+    zero_copy: whether parts write their rows of whole values in place; else copies join them.
+    capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
+        control passes at marks and collectives.
+    splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
+    """
+
+    strategy: str | Strategy | Callable[..., None] = "sequential"
+    _: KW_ONLY
+    rules: Sequence[MarkRule] = ()
+    inner: str = "eager"
+    fallback: str = "sequential"
+    strict: bool = True
+    batch: int | str | None = None
+    machine: Machine | None = None
+    num_threads: int | None = None
+    jitter: bool = False
+    shadow: int = 0
+    level: str | None = None
+    watchdog_s: float = WATCHDOG_S
+    graphs: bool | Sequence[int] = False
+    blocks: bool = True
+    zero_copy: bool = True
+    capture: str = "graph"
+    splitters: Sequence[Splitter] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+        frozen = {
+            "strategy": as_strategy(self.strategy),
+            "rules": tuple(self.rules),
+            "splitters": check_splitters(self.splitters),
+            "graphs": self.graph_sizes or bool(self.graphs),
+        }
+        for name, value in frozen.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, *strategy: Any, **given: Any) -> Self:
+        """The options of these names. Raises `StrategyError` for one that does not exist."""
+        check_names(given, cls.names())
+        return cls(*strategy, **given)
+
+    def but(self, **given: Any) -> Self:
+        """These options, but for some."""
+        check_names(given, self.names())
+        return replace(self, **given)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """The names of all options."""
+        return {field.name for field in fields(cls)}
+
+    # What follows from the options.
+
+    @property
+    def resolved_strategy(self) -> Strategy:
+        """The strategy itself, whose name may have been given."""
+        return as_strategy(self.strategy)
+
+    @cached_property
+    def resolved_machine(self) -> Machine:
+        """The machine that plans are written for."""
+        return self.machine or cpu()
+
+    @cached_property
+    def all_rules(self) -> tuple[MarkRule, ...]:
+        """The rules, with those that follow from the splitters."""
+        return (*self.rules, *(touches_state(s.name, s.calls, s.by) for s in self.splitters))
+
+    @property
+    def batch_dim(self) -> int:
+        """The dim of the inputs that a split cuts."""
+        return self.batch if isinstance(self.batch, int) else 0
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """The sizes of the batch that device graphs are captured for, ascending, if some are."""
+        return () if isinstance(self.graphs, bool) else tuple(sorted(set(self.graphs)))
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `StrategyError` for an option that does not exist; it lists those that do."""
+    for name in given:
+        if name not in known:
+            raise _wrong(f"options: {unknown('option', name, known)}")
+
+
+def _wrong(text: str) -> StrategyError:
+    return StrategyError(text, rule="option")
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_batch(value: object) -> bool:
+    return value is None or (isinstance(value, int | str) and not _is_flag(value))
+
+
+def _are_rules(value: object) -> bool:
+    return isinstance(value, Iterable) and all(isinstance(rule, MarkRule) for rule in value)
+
+
+def _are_graphs(value: object) -> bool:
+    sizes = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return _is_flag(value) or (0 < len(sizes) <= MAX_SIZES and all(map(_is_count, sizes)))
+
+
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("strict", "jitter", "blocks", "zero_copy"), (_is_flag, "True or False")),
+        "rules": (_are_rules, "marks, such as [weft.mark_module(Attention, 'attention')]"),
+        "batch": (_is_batch, "a dim of the inputs, or the name of a symbol"),
+        "machine": (lambda m: m is None or isinstance(m, Machine), "a Machine, as weft.cpu() is"),
+        "num_threads": (lambda n: n is None or _is_count(n), "a positive number of threads"),
+        "shadow": (lambda n: _is_count(n, least=0), "a number of calls; 0 compares none"),
+        "watchdog_s": (
+            lambda s: isinstance(s, int | float) and s > 0, "a positive number of seconds"
+        ),
+        "graphs": (
+            _are_graphs,
+            f"True, False or 1 to {MAX_SIZES} sizes of the batch, such as [1, 2, 4, 8, 16]",
+        ),
+    }
+)  # fmt: skip
+"""What an option must be; `CHOICES` has those that are one of a few words."""
+
+
+def _check(options: Options) -> None:
+    """Raise `StrategyError` for a value that an option cannot have."""
+    for name, (what, choices) in CHOICES.items():
+        if (value := getattr(options, name)) not in choices:
+            raise _wrong(f"{name}: {unknown(what, value, filter(None, choices))}")
+    if options.inner == "onednn" and not has_mkldnn:
+        raise _wrong("inner: this build of torch has no oneDNN. Take inner='eager'.")
+    for name, (is_good, wanted) in CHECKS.items():
+        if not is_good(value := getattr(options, name)):
+            raise _wrong(f"{name} must be {wanted}; got {value!r:.80}")
+    if options.capture == "boundary":
+        for name, only in IN_BOUNDARY_MODE.items():
+            if getattr(options, name) != only:
+                raise _wrong(f"{name}: boundary mode has only {name}={only!r}.")
+        if isinstance(options.batch, str):
+            raise _wrong("batch: boundary mode has no symbols; give a dim.")

@@ -1,0 +1,80 @@
+"""`compare`: are two nests of tensors equal, and if not, by how much and where?
+
+compare(wanted, found)  ->  bit-equal | within tolerance | different
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchweft.errors import clip
+from torchweft.private.core import tree_leaves
+
+DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict: `equal` is "bit-equal", "within tolerance" or "different"."""
+
+    equal: str
+    max_abs_diff: float
+    tolerance: float
+    num_tensors: int
+    first_op: str | None = None
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.equal != "different"
+
+    def __str__(self) -> str:
+        text = f"{self.equal}: {self.num_tensors} tensors, "
+        text += f"largest difference {self.max_abs_diff:.3g}"
+        if self.first_op:
+            text += f"; first op that differs: {self.first_op}"
+        return text + (f" ({self.detail})" if self.detail else "")
+
+
+def compare(wanted: Any, found: Any, tolerance: float | None = None) -> Check:
+    """Compare two nests of tensors; other leaves must be equal. NaNs are equal to NaNs."""
+    left, right = tree_leaves(wanted), tree_leaves(found)
+    if len(left) != len(right):
+        return Check("different", float("inf"), 0.0, len(left), detail="not as many outputs")
+    worst, limit, same, count, detail = 0.0, 0.0, True, 0, ""
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or (a is not b and a != b):
+                what = f"output {number} is {clip(b)}, not {clip(a)}"
+                return Check("different", float("inf"), 0.0, count, detail=what)
+            continue
+        count += 1
+        if a.shape != b.shape or a.dtype != b.dtype:
+            what = f"output {number} is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
+            return Check("different", float("inf"), 0.0, count, detail=what)
+        diff, scale = _difference(a, b)
+        allowed = (DEFAULT_TOLERANCE.get(a.dtype, 0.0) if tolerance is None else tolerance) * scale
+        same = same and diff == 0.0
+        if diff > worst:
+            worst, limit, detail = diff, allowed, f"output {number}"
+        if diff > allowed:
+            return Check("different", diff, allowed, count, detail=f"output {number}")
+    return Check("bit-equal" if same else "within tolerance", worst, limit, count, detail=detail)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors, and the size of what is compared (at least 1)."""
+    a, b = a.detach(), b.detach()
+    if a.is_complex():
+        a, b = (torch.view_as_real(item.resolve_conj()) for item in (a, b))
+    if torch.equal(a, b) or a.numel() == 0:
+        return 0.0, 1.0
+    a, b = a.double(), b.double()
+    both = (a.isnan() & b.isnan()) | (a == b)
+    diff = (a - b).abs().masked_fill(both, 0.0)
+    if diff.isnan().any() or diff.isinf().any():
+        return float("inf"), 1.0
+    finite = a[a.isfinite()]
+    return float(diff.max()), max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
