@@ -44,12 +44,12 @@ if TYPE_CHECKING:
         row_wise,
     )
     from torchweft.capture.splitters import Splitter, by_requests, by_rows, shared
-    from torchweft.dynamic.pool import Spot
+    from torchweft.run.workers.pool import Spot
     from torchweft_tools import lab
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "warmup"),
-    "dynamic.pool": ("Spot",),
+    "run.workers.pool": ("Spot",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
     "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.pool import WorkerPool
 from torchweft.errors import CaptureError, MachineError, PlacementError, RunError
 from torchweft.placement import Problem, placed
 from torchweft.placement.learn.learner import Learner, Pace
@@ -30,6 +29,7 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
+from torchweft.run.workers.pool import WorkerPool
 from torchweft_tools.bench.dynamic import drawn_trees
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.dynamic_placed import ByNodes

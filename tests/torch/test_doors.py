@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from torchweft.dynamic.cell import ROOM, Cell, spec_of
-from torchweft.dynamic.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
-from torchweft.dynamic.operators import operator_of
-from torchweft.dynamic.program import DevicePart
-from torchweft.dynamic.recorded import RecordedRun
-from torchweft.dynamic.store import RowStore
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import ROOM, Cell, spec_of
+from torchweft.run.workers.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
+from torchweft.run.workers.operators import operator_of
+from torchweft.run.workers.program import DevicePart
+from torchweft.run.workers.recorded import RecordedRun
+from torchweft.run.workers.store import RowStore
 
 ROW = [[2], "torch.float32"]
 CELL = {

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchweft as weft
-from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.channel import WorkerChannel
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import Cell
+from torchweft.run.workers.channel import WorkerChannel
 from torchweft_tools.bench import dynamic_models as models
 from torchweft_tools.bench.dynamic import read_trees
 from torchweft_tools.bench.dynamic_models import Tree

@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from torchweft.cli.app import app
-from torchweft.dynamic.drift import Drift
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Problem, check, plan
 from torchweft.placement.learn.cases import case, draw_case, random_tree
@@ -28,6 +27,7 @@ from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
+from torchweft.run.workers.drift import Drift
 from torchweft_tools.bench.recovery import FrozenPlanner, intervals, policy_of, recovered, simulated
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)

@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from torchweft.dynamic.drift import FROM
-from torchweft.dynamic.graphing import HOME, Drawing
-from torchweft.dynamic.prices import Prices
 from torchweft.placement.problem import Problem
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span, Trace
+from torchweft.run.workers.drift import FROM
+from torchweft.run.workers.graphing import HOME, Drawing
+from torchweft.run.workers.prices import Prices
 
 NUM_DRAWN = 15
 Message = tuple[int, int]  # the op that sends it, the device that gets it

@@ -5,7 +5,7 @@
     sender         results leave beside compute, each value once to each device
     heart          tells the driver ten times a second that this process is alive
 
-`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON, and names the
+The pool starts `python -m torchweft.run.workers.worker CONFIG`; CONFIG is JSON, and names the
 two sockets that this process has inherited. Messages are checked before they are acted on.
 """
 
@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, spec_named
-from torchweft.dynamic.channel import ChannelError, WorkerChannel
-from torchweft.dynamic.graphing import HOME
-from torchweft.dynamic.grouping import Group
-from torchweft.dynamic.program import DevicePart, Task
-from torchweft.dynamic.recorded import RecordedRun
-from torchweft.dynamic.store import Prepared, RowStore
-from torchweft.dynamic.throttle import Throttle
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
+from torchweft.run.workers.cell import Cell, spec_named
+from torchweft.run.workers.channel import ChannelError, WorkerChannel
+from torchweft.run.workers.graphing import HOME
+from torchweft.run.workers.grouping import Group
+from torchweft.run.workers.program import DevicePart, Task
+from torchweft.run.workers.recorded import RecordedRun
+from torchweft.run.workers.store import Prepared, RowStore
+from torchweft.run.workers.throttle import Throttle
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle

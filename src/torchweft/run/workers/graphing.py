@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from torchweft.dynamic.cell import Spec
-from torchweft.dynamic.channel import bytes_of
-from torchweft.dynamic.grouping import Group
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.sizes import Size
+from torchweft.run.workers.cell import Spec
+from torchweft.run.workers.channel import bytes_of
+from torchweft.run.workers.grouping import Group
 
 HOME = "home"
 Block = tuple[Spec, int, int]  # first row, rows

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import ROOM, Cell, Spec, count_of, reading, spec_named
-from torchweft.dynamic.graphing import Drawing
-from torchweft.dynamic.grouping import Group
 from torchweft.errors import CaptureError
 from torchweft.plan.plan import Plan
+from torchweft.run.workers.cell import ROOM, Cell, Spec, count_of, reading, spec_named
+from torchweft.run.workers.graphing import Drawing
+from torchweft.run.workers.grouping import Group
 
 
 @dataclass(eq=False)

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.drift import FOLLOW, FROM, Drift
-from torchweft.dynamic.graphing import HOME, Drawing, body_of
-from torchweft.dynamic.pool import WorkerPool
 from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.run.workers.cell import Cell
+from torchweft.run.workers.drift import FOLLOW, FROM, Drift
+from torchweft.run.workers.graphing import HOME, Drawing, body_of
+from torchweft.run.workers.pool import WorkerPool
 
 ROWS = (1, 2, 8, 64)  # one row takes other kernels than two
 REPEATS, NUM_JITTER = 5, 200
