@@ -11,7 +11,9 @@ leans on resources of its device:
 
 There are `capacity` lanes' worth of compute, memory and io, and one of network and of each link. If
 more is asked for, all who ask get the same share of their full rate, and each goes as fast as its
-scarcest resource lets it. One rank is simulated; the others are taken to be as fast.
+scarcest resource lets it. Without contention nobody slows another down: every step takes exactly
+its cost, and the lane of a link takes any number of copies at once, each as soon as what it waits
+for is there. One rank is simulated; the others are taken to be as fast.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def simulate(
     *,
     contention: bool = True,
 ) -> Trace:
-    """The trace of one call. Without contention every step takes exactly its cost.
+    """The trace of one call, with contention or without.
 
     Raises `PlanError` (rule "deadlock", with where each lane stands) for a plan that cannot end.
     """
@@ -237,6 +239,26 @@ class _Simulation:
                 self.cause[number] = _MISSING if issue is None else issue + self.num_steps
             elif step.kind == "issue":
                 self.cause[number + self.num_steps] = number
+        if not contention:
+            self._widen_links()
+
+    def _widen_links(self) -> None:
+        """Each copy on the lane of a link gets a line of its own, behind the last wait before it:
+        what is made on a device is waited for in the order in which it is made."""
+        for name in [lane.name for lane in self.plan.lanes]:
+            line, last = self.lines[name], _MISSING
+            steps = [self.plan.steps[number] for number in line.queue]
+            if not all(step.kind == "wait" or (step.kind == "copy" and step.on) for step in steps):
+                continue
+            for number, step in zip(tuple(line.queue), steps, strict=True):
+                if step.kind == "wait":
+                    last = number
+                    continue
+                line.queue.remove(number)
+                alone = self.lines[f"{name} {number}"] = _Line(name, line.device, [number])
+                self.ready.append(alone)
+                if last != _MISSING:
+                    self.cause[number] = last
 
     def run(self) -> Trace:
         """Let the lanes go until nothing is under way any more."""
