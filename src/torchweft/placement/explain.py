@@ -78,10 +78,10 @@ def trace_of(problem: Problem, placement: Placement) -> Trace:
         source, target = placement.device[edge.source], placement.device[edge.target]
         if source != target and edge.value:
             here, there = problem.devices[source], problem.devices[target]
-            what = "copy", f"copy {edge.value} to {there}", f"{here}.to.{there}", here, "io"
+            way = "copy", f"copy {edge.value} to {there}", f"{here}.to.{there}", here, "io"
             start_s = placement.end_s[edge.source]
             seconds = problem.transfer_s(edge.num_bytes, source, target)
-            span = Span(*what, "", None, start_s, start_s + seconds, seconds)
+            span = Span(*way, "", None, start_s, start_s + seconds, seconds)
             copies[edge.source, target, span.end_s] = span
     path: list[Span] = []
     for reason in critical_path(problem, placement):

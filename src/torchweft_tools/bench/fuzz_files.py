@@ -58,8 +58,22 @@ CELL = {
     ],
     "outputs": [3], "num_prepared": 1,
 }  # fmt: skip
-TASK = {"label": "a", "cell": "x", "rows": 2, "starts": [2], "needs": [], "sends": [["v", "home"]]}
-PART = {"tasks": [TASK], "blocks": {"v": [0, 2, 2]}, "num_rows": [[*ROW, 4]]}
+LANES = """weft plan 1
+graph g 0123456789abcdef
+parts 1
+lane one on one uses compute
+lane one.to.home on one uses io
+steps
+  one  wait copy v to one
+  one  a
+  one.to.home  wait a
+  one.to.home  copy v to home
+end
+"""
+PART = {
+    "plan": LANES, "groups": [["a", "x", 2, [2]]], "blocks": {"v": [0, 2, 2]},
+    "num_rows": [[*ROW, 4]], "resident": ["w"],
+}  # fmt: skip
 RECORDED = {
     "num_values": 4, "cells": ["x"], "packs": [], "inputs": [[[0, 2]]], "wanted": [[*ROW, [2, 3]]],
 }  # fmt: skip

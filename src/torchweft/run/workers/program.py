@@ -1,24 +1,33 @@
-"""A `DevicePart`: what one device has to do of a plan, as plain data, and how it is read back.
+"""A `DevicePart`: the lanes of one device in a plan, with what they work on; and its message.
 
     Plan, groups --parts_of--> {device: DevicePart} --to_data--> message, tensors --> DevicePart
 
-A part is the lane of its device: the groups in the plan's order, what each waits for from other
-devices, and where its results go (the copy steps of the lanes of its links).
+The plan is the lowered, verified one; a device gets its own lanes of it as text, and does what they
+say in the order in which they say it, waits included:
+
+    one          wait copy leaf.0.out0 to one    until these rows have arrived
+    one          composer.3                      run the group of this name
+    one.to.two   wait composer.3                 done: the steps of a device stand in order
+    one.to.two   copy composer.3.out0 to two     sent beside compute, with the other copies there
+
+Rows live until the call ends, so that a `free` has nothing to do. What a cell needs of weights is
+*resident*: it was sent before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchweft.errors import CaptureError
+from torchweft.errors import CaptureError, PlanError, clip
 from torchweft.plan.plan import Plan
 from torchweft.run.workers.cell import ROOM, Cell, Spec, count_of, reading, spec_named
-from torchweft.run.workers.graphing import Drawing
+from torchweft.run.workers.graphing import Block, Drawing
 from torchweft.run.workers.grouping import Group
 
 
@@ -41,13 +50,20 @@ class Task:
 
 @dataclass(eq=False)
 class DevicePart:
-    """The lane of one device in one call; `blocks` says where the values are that it touches."""
+    """The lanes of one device in one call: the groups that they run, where the values are that
+    they touch, and the rows of each spec. Raises `CaptureError` if they cannot be run."""
 
-    tasks: list[Task] = field(default_factory=list)
-    blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)  # first row, rows
-    num_rows: dict[Spec, int] = field(default_factory=dict)
+    lanes: Plan
+    groups: Mapping[str, Group]
+    blocks: dict[str, Block]
+    num_rows: dict[Spec, int]
+    resident: Collection[str] = ()
+    tasks: list[Task] = field(init=False)
 
     kind = "call"
+
+    def __post_init__(self) -> None:
+        self.tasks = _tasks(self)
 
     @property
     def cells(self) -> list[Cell]:
@@ -57,19 +73,17 @@ class DevicePart:
     def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
         """The part as plain data, and the row numbers of all its groups in one tensor."""
         specs = list(self.num_rows)
-        tasks = [
-            {
-                "label": task.label, "cell": task.group.cell.name, "rows": task.group.num_rows,
-                "starts": task.group.starts, "needs": task.needs, "sends": task.sends,
-            }
+        groups = [
+            [task.label, task.group.cell.name, task.group.num_rows, task.group.starts]
             for task in self.tasks
-        ]  # fmt: skip
+        ]
         blocks = {
             name: [specs.index(spec), start, count]
             for name, (spec, start, count) in self.blocks.items()
         }
         rows = [[list(spec.shape), str(spec.dtype), n] for spec, n in self.num_rows.items()]
-        data = {"tasks": tasks, "blocks": blocks, "num_rows": rows}
+        data = {"plan": str(self.lanes), "groups": groups, "blocks": blocks, "num_rows": rows}
+        data["resident"] = list(self.resident)
         return data, [torch.cat([task.group.rows.reshape(-1) for task in self.tasks])]
 
     @staticmethod
@@ -77,6 +91,37 @@ class DevicePart:
         """The part of plain data. Raises `CaptureError` for data that is none."""
         with reading("part"):
             return _read_part(data, rows, cells)
+
+
+def _tasks(part: DevicePart) -> list[Task]:
+    """The steps of the lanes of a device, by the groups that they run."""
+    devices = {lane.device for lane in part.lanes.lanes}
+    here = f" to {devices.pop()}" if len(devices) == 1 else ""
+    arrivals = {f"copy {value}{here}": value for value in part.blocks}
+    there = {f"copy {value}{here}" for value in part.resident}
+    tasks: list[Task] = []
+    needs: list[str] = []
+    for step in part.lanes.steps:
+        if step.kind == "run" and step.label in part.groups and here:
+            tasks.append(Task(step.label, part.groups[step.label], needs))
+            there.add(step.label)
+            needs = []
+        elif step.kind == "wait" and step.target in arrivals:
+            needs.append(arrivals[step.target])
+        elif step.kind == "copy" and step.on and step.names[0] in part.blocks and tasks:
+            tasks[-1].sends.append((step.names[0], step.on))
+        elif step.kind != "free" and not (step.kind == "wait" and step.target in there):
+            raise CaptureError(f"part: its device cannot do this step: {clip(step)}.")
+    return tasks
+
+
+@lru_cache(maxsize=64)
+def _lanes(text: str) -> Plan:
+    """Lanes from their text; those of equal calls are read once."""
+    try:
+        return Plan.parse(text)
+    except PlanError as error:
+        raise CaptureError(f"part: {error}") from None
 
 
 def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> DevicePart:
@@ -92,53 +137,47 @@ def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell])
         raise CaptureError(f"part: rows of groups cannot be {rows.dtype}.")
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < max(counts):
         raise CaptureError("part: its groups read rows that are not there.")
-    tasks = []
-    sizes = [len(cells[item["cell"]].reads) * item["rows"] for item in data["tasks"]]
-    for item, flat in zip(data["tasks"], torch.split(rows, sizes), strict=True):
-        cell, mine = cells[item["cell"]], flat.view(-1, item["rows"])
+    groups = {}
+    sizes = [len(cells[name].reads) * count for _, name, count, _ in data["groups"]]
+    flat = torch.split(rows, sizes)
+    for (label, name, count, given), mine in zip(data["groups"], flat, strict=True):
+        cell = cells[name]
         makes = cell.makes if cell.kind != "unpack" else cell.makes[:1]
-        most = item["rows"] * (len(cell.makes) if cell.kind == "unpack" else 1)
+        most = count * (len(cell.makes) if cell.kind == "unpack" else 1)
         starts = tuple(
-            count_of(start, num_rows[spec] - most)
-            for spec, start in zip(makes, item["starts"], strict=True)
+            count_of(start, num_rows[spec] - most) for spec, start in zip(makes, given, strict=True)
         )
-        sends = [(value, device) for value, device in item["sends"]]
-        if not blocks.keys() >= {*item["needs"], *(value for value, _ in sends)}:
-            raise CaptureError("part: a group needs or sends a value that is nowhere.")
-        group = Group(cell, item["rows"], mine, starts)
-        tasks.append(Task(str(item["label"]), group, item["needs"], sends))
-    return DevicePart(tasks, blocks, num_rows)
+        groups[label] = Group(cell, count, mine.view(-1, count), starts)
+    return DevicePart(_lanes(data["plan"]), groups, blocks, num_rows, frozenset(data["resident"]))
 
 
 def parts_of(
     plan: Plan, drawing: Drawing, home: str
 ) -> tuple[dict[str, DevicePart], dict[str, list[str]]]:
-    """What each device does, and the inputs that the home sends to each of them."""
-    parts: dict[str, DevicePart] = {}
-    task_of: dict[str, Task] = {}
-    device_of: dict[str, str] = {}
+    """What each device does, in the order of their first groups; and the inputs that the lanes of
+    the home send to each of them."""
+    blocks: dict[str, dict[str, Block]] = {}
     inputs: dict[str, list[str]] = {}
+    resident: dict[str, list[str]] = {}
     for step in plan.steps:
         device = plan.lane[step.lane].device
         if step.kind == "run" and device != home:
-            name = step.names[0]
-            task_of[name], device_of[name] = Task(name, drawing.groups[name]), device
-            part = parts.setdefault(device, DevicePart(num_rows=drawing.num_rows))
-            part.tasks.append(task_of[name])
-            for value in plan.graph.op[name].makes:
-                part.blocks[value] = drawing.blocks[value]
-    for step in plan.steps:
-        if step.kind != "copy" or step.on is None or step.names[0] in drawing.weights:
-            continue
-        value, target = step.names[0], step.on
-        if target in parts:
-            parts[target].blocks[value] = drawing.blocks[value]
-        maker = plan.graph.maker.get(value)
-        if maker is None:
-            inputs.setdefault(target, []).append(value)
-        else:
-            task_of[maker.name].sends.append((value, target))
-        for reader in plan.graph.readers[value]:
-            if device_of.get(reader.name) == target:
-                task_of[reader.name].needs.append(value)
+            for value in plan.graph.op[step.names[0]].makes:
+                blocks.setdefault(device, {})[value] = drawing.blocks[value]
+        elif step.kind == "copy" and step.on is not None and step.on != home:
+            value = step.names[0]
+            if value in drawing.weights:
+                resident.setdefault(step.on, []).append(value)
+                continue
+            if device == home:
+                inputs.setdefault(step.on, []).append(value)
+            blocks.setdefault(step.on, {})[value] = drawing.blocks[value]
+    runs = [plan.lane[step.lane].device for step in plan.steps if step.kind == "run"]
+    parts = {}
+    for device in dict.fromkeys(device for device in runs if device != home):
+        lanes = tuple(lane for lane in plan.lanes if lane.device == device)
+        steps = tuple(step for step in plan.steps if plan.lane[step.lane].device == device)
+        mine = replace(plan, lanes=lanes, steps=steps, history=(), bound=None)
+        known = resident.get(device, ())
+        parts[device] = DevicePart(mine, drawing.groups, blocks[device], drawing.num_rows, known)
     return parts, inputs
