@@ -517,3 +517,12 @@ def test_closed_model_is_as_before() -> None:
     assert set(vars(model)) == keys
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert torch.equal(model(*inputs[0]), wanted)
+
+
+def test_the_package_is_the_function_of_its_name() -> None:
+    import torchweft.dynamic.model as room
+
+    assert callable(weft.dynamic) and weft.dynamic.model is room
+    assert isinstance(weft.dynamic(nn.Linear(2, 2)), room.Dynamic)
+    with pytest.raises(CaptureError, match=r"no nn\.Module"):
+        weft.dynamic("model")

@@ -2,6 +2,8 @@
 
     plan, context, machine, costs --simulate--> Trace          nothing runs, no clock is read
 
+What is known of a runtime beyond the rates of a machine comes in as costs: a `Costs` of its own.
+
 A step takes its cost at full rate; splits, merges, frees and waits take nothing. An issued op is
 then *in flight* on its hosted lane, one after another in the order of issue. What is under way
 leans on resources of its device:
@@ -30,7 +32,7 @@ from torchweft.plan.plan import KINDS, Plan, Range, Step
 from torchweft.plan.trace import Span, Trace
 
 Piece = tuple[set[int], int, bool]  # its cells that are not freed yet, its bytes, is it a place
-_MISSING = -1
+_MISSING = _BEGIN = -1
 
 
 def simulate(
@@ -109,10 +111,12 @@ class _Prices:
         return self.known[key]
 
     def _copy(self, step: Step, device: str) -> _Price:
-        target = step.on or device
-        seconds = self.costs.copy_s(self.num_bytes(step.names[0], step.parts), device, target)
+        name, target = step.names[0], step.on or device
+        num_bytes = self.num_bytes(name, step.parts)
         if target == device:
+            seconds = self.costs.copy_s(num_bytes, device, target)
             return _Price(seconds, ((f"{device} memory", 1.0),), "memory")
+        seconds = self.costs.send_s(name, num_bytes, device, target)
         return _Price(seconds, ((f"{device} to {target}", 1.0),), "io")
 
     def _run(self, step: Step, device: str) -> _Price:
@@ -222,8 +226,13 @@ class _Simulation:
             for uses in ("compute", "memory", "io")
         }
         self.lines = {lane.name: _Line(lane.name, lane.device) for lane in plan.lanes}
-        self.ready = deque(self.lines.values())
+        self.ready: deque[_Line] = deque()
         self.active: list[_Line] = []
+        for line in self.lines.values():
+            line.end_s = prices.costs.begin_s(line.device)
+            if line.end_s > 0:
+                line.at, line.busy = _BEGIN, True
+            (self.active if line.busy else self.ready).append(line)
         self.waiting: dict[int, list[_Line]] = {}
         self.cause: dict[int, int] = {}  # what must have ended before a wait, complete or flight
         self.before: dict[int, int] = {}  # ended nodes, each with the one before it in its chain
@@ -272,7 +281,10 @@ class _Simulation:
             line = min(self.active, key=lambda line: line.end_s)
             self.active.remove(line)
             self.now_s, line.busy = max(self.now_s, line.end_s), False
-            self._end(line)
+            if line.at == _BEGIN:
+                line.at, line.since_s = 0, self.now_s
+            else:
+                self._end(line)
             self.ready.append(line)
         if stuck := [line for line in self.lines.values() if line.at < len(line.queue)]:
             self._deadlock(stuck)

@@ -8,5 +8,5 @@ channel, pool        messages between processes; the processes, and the watch ov
 worker               the process behind one device
 executor             the driver's side: sends calls, brings rows home, plans anew what was lost
 prices, drift        what cells and links cost, measured, and followed
-traffic, throttle    the messages of a call; an emulated slow device
+traffic              the messages of a call, and which of them were waited for
 """

@@ -38,7 +38,6 @@ from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.program import DevicePart, Task
 from torchweft.run.workers.recorded import RecordedRun
 from torchweft.run.workers.store import Prepared, RowStore
-from torchweft.run.workers.throttle import Throttle
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle
@@ -46,6 +45,25 @@ FROM_PEERS = ("echo", "rows")
 FROM_DRIVER = (
     *FROM_PEERS, "call", "cancel", "cell", "measure", "peer", "recorded", "stop", "throttle"
 )  # fmt: skip
+
+
+@dataclass
+class Throttle:
+    """An emulated slow device: sleeps after each group, so that work takes `slowness` times as
+    long; what it overslept counts."""
+
+    slowness: float = 1.0
+    debt_s: float = 0.0
+
+    def pay(self, worked_s: float) -> None:
+        """Sleep for work that took so long."""
+        if self.slowness <= 1:
+            return
+        self.debt_s += worked_s * (self.slowness - 1)
+        if self.debt_s > 0:
+            began_s = time.perf_counter()
+            time.sleep(self.debt_s)
+            self.debt_s -= time.perf_counter() - began_s
 
 
 @dataclass(eq=False)
