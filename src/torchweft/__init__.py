@@ -10,7 +10,6 @@ What needs torch is loaded when it is first asked for: looking at graphs and pla
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torchweft.dynamic  # noqa: F401  # the room comes first, then the function of its name
 from torchweft._moved import install
 from torchweft.errors import (
     CaptureError,
@@ -44,12 +43,12 @@ if TYPE_CHECKING:
         row_wise,
     )
     from torchweft.capture.splitters import Splitter, by_requests, by_rows, shared
-    from torchweft.dynamic.pool import Spot
+    from torchweft.run.workers.pool import Spot
     from torchweft_tools import lab
 
 _LAZY = {
     "api": ("check", "compile", "plans", "report", "restore", "warmup"),
-    "dynamic.pool": ("Spot",),
+    "run.workers.pool": ("Spot",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
     "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
@@ -104,15 +103,17 @@ __all__ = [
 
 install()
 
+if not TYPE_CHECKING:
+    from torchweft import dynamic  # the room itself can be called
+else:
+
+    def dynamic(model: Any, **options: Any) -> Any:
+        """A model whose graph depends on its input; see `dynamic.model.Dynamic`."""
+
 
 def context(**told: Any) -> Any:
     """What the host knows of the calls inside, beyond their shapes; see `serve.session.context`."""
     return import_module("torchweft.serve.session").context(**told)
-
-
-def dynamic(model: Any, **options: Any) -> Any:
-    """A model whose graph depends on its input, batched and placed; see `dynamic.model.Dynamic`."""
-    return import_module("torchweft.dynamic.model").Dynamic(model, **options)
 
 
 def trace(model: Any, *args: Any, **kwargs: Any) -> Trace:

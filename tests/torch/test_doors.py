@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import torchweft as weft
-from torchweft.dynamic.cell import ROOM, Cell, spec_of
-from torchweft.dynamic.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
-from torchweft.dynamic.operators import operator_of
-from torchweft.dynamic.program import DevicePart
-from torchweft.dynamic.recorded import RecordedRun
-from torchweft.dynamic.store import RowStore
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import ROOM, Cell, spec_of
+from torchweft.run.workers.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
+from torchweft.run.workers.operators import operator_of
+from torchweft.run.workers.program import DevicePart
+from torchweft.run.workers.recorded import RecordedRun
+from torchweft.run.workers.store import RowStore
 
 ROW = [[2], "torch.float32"]
 CELL = {
@@ -172,13 +172,28 @@ def test_a_change_through_a_view_is_not_lost() -> None:
         weft.dynamic(model).map(inputs)
 
 
+STEPS = """\
+  one  wait copy v to one
+  one  a
+  one.to.home  wait a
+  one.to.home  copy v to home"""
+LANES = f"""\
+weft plan 1
+graph g 0123456789abcdef
+parts 1
+lane one on one uses compute
+lane one.to.home on one uses io
+steps
+{STEPS}
+end
+"""
 PART = {
-    "tasks": [
-        {"label": "a", "cell": "x", "rows": 2, "starts": [2], "needs": [], "sends": [["v", "home"]]}
-    ],
+    "plan": LANES,
+    "groups": [["a", "x", 2, [2]]],
     "blocks": {"v": [0, 2, 2]},
     "num_rows": [[*ROW, 4]],
-}  # fmt: skip
+    "resident": ["w"],
+}
 
 
 def at(path: str, value: Any) -> Callable[[Any], None]:
@@ -198,15 +213,29 @@ PARTS = {
     "a block that is not there": at("blocks v 1", 9),
     "a block of another spec": at("blocks v 0", 3),
     "a block before the first": at("blocks v 0", -1),
-    "an unknown cell": at("tasks 0 cell", "y"),
-    "a start beyond its rows": at("tasks 0 starts", [9]),
-    "a negative start": at("tasks 0 starts", [-1]),
-    "no starts": at("tasks 0 starts", []),
-    "endless rows of a group": at("tasks 0 rows", 1 << 60),
-    "needs of numbers": at("tasks 0 needs", [1]),
-    "sends of nothing": at("tasks 0 sends", [[]]),
-    "a value that is nowhere": at("tasks 0 sends", [["w", "home"]]),
-    "no tasks": at("tasks", None),
+    "an unknown cell": at("groups 0 1", "y"),
+    "a start beyond its rows": at("groups 0 3", [9]),
+    "a negative start": at("groups 0 3", [-1]),
+    "no starts": at("groups 0 3", []),
+    "endless rows of a group": at("groups 0 2", 1 << 60),
+    "a group without a step's name": at("groups 0 0", "b"),
+    "a wait for what never comes": at("plan", LANES.replace("wait copy v", "wait copy u")),
+    "a wait for what is sent elsewhere": at("plan", LANES.replace("v to one", "v to two")),
+    "a wait for a later step": at("plan", LANES.replace("wait copy v to one", "wait a")),
+    "a copy of nothing": at("plan", LANES.replace("copy v to home", "copy to home")),
+    "a copy to nowhere": at("plan", LANES.replace("copy v to home", "copy v")),
+    "a copy of a value that is nowhere": at(
+        "plan", LANES.replace("copy v to home", "copy w to home")
+    ),
+    "a step of another device": at(
+        "plan", LANES.replace("one.to.home on one", "one.to.home on two")
+    ),
+    "a step that no worker does": at("plan", LANES.replace("  one  a", "  one  split a")),
+    "steps that are cut off": at("plan", LANES[:-5]),
+    "a plan of numbers": at("plan", 1),
+    "residents of numbers": at("resident", 1),
+    "no groups": at("groups", None),
+    "no plan": at("plan", None),
 }
 
 
@@ -217,7 +246,12 @@ def cells() -> dict[str, Cell]:
 
 def test_a_part_of_plain_data_is_read(cells: dict[str, Cell]) -> None:
     part = DevicePart.from_data(PART, torch.tensor([0, 1]), cells)
-    assert part.tasks[0].group.starts == (2,)
+    (task,) = part.tasks
+    assert task.group.starts == (2,)
+    assert (task.needs, task.sends) == (["v"], [("v", "home")])
+    data = json.loads(json.dumps(part.to_data()[0]))
+    again = DevicePart.from_data(data, part.to_data()[1][0], cells)
+    assert again.to_data()[0] == part.to_data()[0]
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchweft as weft
-from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.channel import WorkerChannel
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import Cell
+from torchweft.run.workers.channel import WorkerChannel
 from torchweft_tools.bench import dynamic_models as models
 from torchweft_tools.bench.dynamic import read_trees
 from torchweft_tools.bench.dynamic_models import Tree
@@ -517,3 +517,12 @@ def test_closed_model_is_as_before() -> None:
     assert set(vars(model)) == keys
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert torch.equal(model(*inputs[0]), wanted)
+
+
+def test_the_package_is_the_function_of_its_name() -> None:
+    import torchweft.dynamic.model as room
+
+    assert callable(weft.dynamic) and weft.dynamic.model is room
+    assert isinstance(weft.dynamic(nn.Linear(2, 2)), room.Dynamic)
+    with pytest.raises(CaptureError, match=r"no nn\.Module"):
+        weft.dynamic("model")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import torchweft as weft
-from torchweft.dynamic.pool import Spot, WorkerPool
+from torchweft.run.workers.pool import Spot, WorkerPool
 from torchweft_tools.bench import overlap_rank
 
 

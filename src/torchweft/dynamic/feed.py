@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from torchweft.dynamic.executor import Executor, Job, Parts
-from torchweft.dynamic.recorded import RecordedPart
 from torchweft.errors import PlacementError
+from torchweft.run.workers.executor import Executor, Job, Parts
+from torchweft.run.workers.recorded import RecordedPart
 
 SLOTS = 2
 FIRST = 4  # a worker that has nothing to do gets a job so many times smaller

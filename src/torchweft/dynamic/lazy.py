@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Spec
+from torchweft.run.workers.cell import Spec
 
 if TYPE_CHECKING:
     from torchweft.dynamic.recording import Recording

@@ -11,17 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Ops, PendingOps, group, numbers_of, read_of
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.store import RowStore
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import Cell, Spec, spec_of
+from torchweft.run.workers.grouping import (
+    Given,
+    Group,
+    Layout,
+    Ops,
+    PendingOps,
+    group,
+    numbers_of,
+    packs_needed,
+    place_inputs,
+    read_of,
+)
+from torchweft.run.workers.recorded import RecordedPart
+from torchweft.run.workers.store import RowStore
 
 if TYPE_CHECKING:
     from torchweft.dynamic.state import State
-
-Given = tuple[range, Tensor]  # numbers of values, and a row for each
 
 
 class LocalRows:
@@ -172,24 +182,22 @@ def inputs_in(
     ]
 
 
-def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int, Tensor]]:
-    """A place for all inputs: (spec, first row, rows)."""
-    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
-    for numbers, rows in given:
-        known, tensors = by_spec.setdefault(spec_of(rows.shape[1:], rows.dtype), ([], []))
-        known += numbers
-        tensors.append(rows)
-    found = []
-    for spec, (known, tensors) in by_spec.items():
-        made = torch.cat(tensors)
-        if not spec.shape and not spec.dtype.is_floating_point:  # words: equal ones are one
-            made, which = torch.unique(made, return_inverse=True)
-        else:
-            which = torch.arange(len(known))
-        start = layout.take(spec, len(made))
-        layout.row_of[numbers_of(known)] = start + which
-        found.append((spec, start, made))
-    return found
+def take_all(recording: Recording, wanted: Sequence[Lazy]) -> RecordedPart:
+    """Everything that a recording asks for; it must not have run anything before."""
+    assert recording.store is None, "what ran before is not in it"
+    layout = Layout()
+    layout.num_values = recording.next
+    ops = taken(recording, layout)
+    inputs = inputs_in(recording, layout, ops)
+    packs = {number: layout.packs[number] for number in packs_needed(layout, ops)}
+    values: dict[Spec, list[int]] = {}
+    for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
+        if number in recording.given:
+            continue
+        if number in layout.packs:
+            spec, _ = packs[number] = layout.packs[number]
+        values.setdefault(spec, []).append(number)
+    return RecordedPart(recording.next, ops, packs, inputs, values)
 
 
 def flush_here(recording: Recording, prepared: Weights) -> list[Group]:

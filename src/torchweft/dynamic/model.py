@@ -27,14 +27,11 @@ import torch
 from torch import nn
 
 from torchweft.dynamic.baton import run_in_turns
-from torchweft.dynamic.executor import Executor, Job
 from torchweft.dynamic.feed import SLOTS, Feed
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.learning import Turns
-from torchweft.dynamic.local import RemoteRows, Weights, flush_here
+from torchweft.dynamic.local import RemoteRows, Weights, flush_here, take_all
 from torchweft.dynamic.placing import Placer, load
-from torchweft.dynamic.pool import Spot, WorkerPool
-from torchweft.dynamic.recorded import take_all
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.reporting import DynamicReport
 from torchweft.dynamic.state import State
@@ -45,6 +42,8 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
+from torchweft.run.workers.executor import Executor, Job
+from torchweft.run.workers.pool import Spot, WorkerPool
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there

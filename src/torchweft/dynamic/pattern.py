@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft.dynamic.cell import Spec
+from torchweft.run.workers.cell import Spec
 
 
 class Weight:

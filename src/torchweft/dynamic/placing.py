@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec
-from torchweft.dynamic.executor import Executor, Job, Parts
-from torchweft.dynamic.graphing import HOME, Block, Drawing, draw, structure_of
-from torchweft.dynamic.grouping import Group, group
 from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import LocalRows, inputs_in, place_inputs, take
-from torchweft.dynamic.program import parts_of
+from torchweft.dynamic.local import LocalRows, inputs_in, take
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.rehearsal import rehearse
 from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
+from torchweft.run.workers.cell import Cell, Spec
+from torchweft.run.workers.executor import Executor, Job, Parts
+from torchweft.run.workers.graphing import HOME, Block, Drawing, draw, structure_of
+from torchweft.run.workers.grouping import Group, group, place_inputs
+from torchweft.run.workers.program import parts_of
 
 MAX_PLANS = 256
 
@@ -128,8 +127,7 @@ class Placer:
         """What the prices, as they are now, say of a plan of a job; weights are there already."""
         assert job.drawing is not None, "a job with a plan has a drawing"
         with self.executor.lock:
-            problem = self.problem(job.drawing)
-            return rehearse(found, job.drawing, problem, self.executor.prices)
+            return self.executor.prices.rehearse(found, job.drawing)
 
     def _measure(self, cells: Iterable[Cell]) -> None:
         """New cells are measured on every device, before anything is planned."""

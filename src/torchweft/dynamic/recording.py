@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Spec, spec_of
 from torchweft.dynamic.lazy import Kind, Lazy, lazies
 from torchweft.errors import CaptureError
 from torchweft.private.core import pytree
+from torchweft.run.workers.cell import Spec, spec_of
 
 if TYPE_CHECKING:
     from torchweft.dynamic.state import CellEntry, State

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchweft.dynamic.cell import Cell, Spec, unpack_cell
 from torchweft.dynamic.fast import MAX_ARGS, Fast
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.pattern import Weight, fill, weights_in
@@ -26,6 +25,7 @@ from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
 from torchweft.private.core import _reparametrize_module, pytree
+from torchweft.run.workers.cell import Cell, Spec, unpack_cell
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, type(Ellipsis))

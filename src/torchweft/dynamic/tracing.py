@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 
-from torchweft.dynamic.cell import Call, Cell, Spec, encode, spec_of
 from torchweft.dynamic.joining import is_linear, join_products, ordered
 from torchweft.errors import CaptureError
 from torchweft.private.core import FakeTensorMode, OpOverload, is_batchedtensor
+from torchweft.run.workers.cell import Call, Cell, Spec, encode, spec_of
 
 EXAMPLE_ROWS = 7
 aten = torch.ops.aten

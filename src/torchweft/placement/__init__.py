@@ -6,7 +6,7 @@ planners         one signature, by name                     check: is it legal? 
 as_plan          a placement as a plan
 """
 
-from torchweft.placement.as_plan import as_plan, stand_in, transfers
+from torchweft.placement.as_plan import as_plan, stand_in
 from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import check, faults
 from torchweft.placement.draft import Draft
@@ -33,5 +33,4 @@ __all__ = [
     "planner_names",
     "replay",
     "stand_in",
-    "transfers",
 ]

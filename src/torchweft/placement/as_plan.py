@@ -1,18 +1,19 @@
-"""A placement as the project's own `Plan`: one lane a device, and lanes for what goes over links.
+"""A placement as the project's own `Plan`: its order and its devices; `lower` does the rest.
 
     weft plan 1
     lane fast on fast uses compute,memory            one a device, named after it
-    lane fast.to.slow on fast uses io                one for each copy under way at once
+    lane fast.to.slow on fast uses io                one a link that is used, by `lower`
     steps
       fast          leaf0
+      fast.to.slow  wait leaf0
       fast.to.slow  copy a to slow                   a value goes once to each device
+      slow          wait copy a to slow
       slow          root
 
-The same verifier, simulator and trace take it. What fits: `simulate(plan, ...,
-contention=False)` gives the starts and the makespan of the placement, since every copy under way
-has a lane of its own. With contention, values that share a link slow each other down. Copies of
-inputs from the home device are in the plan, those of resident inputs too: a runtime that keeps them
-skips those. Waits and frees are in it; an op of two phases runs in one.
+The same verifier, simulator and runtime take it. `simulate(plan, ..., contention=False)` gives the
+starts and the makespan of the placement: without contention a link takes any number of copies at
+once. Copies of inputs from the home device are in the plan, those of resident inputs too: a runtime
+that keeps them skips those. An op of two phases runs in one.
 
 A problem that was read from another format has no graph: `stand_in` draws one with the same ops,
 bytes and costs.
@@ -20,134 +21,30 @@ bytes and costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
 from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.lower.memory import add_frees
+from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan, Step, one_line
 from torchweft.plan.sizes import Size
 
-_INPUT = -1
-
-
-class Transfer(NamedTuple):
-    """A value on its way: from when to when, between which devices; `op` made it, -1: an input."""
-
-    start_s: float
-    end_s: float
-    value: str
-    op: int
-    source: int
-    target: int
-
-
-def transfers(problem: Problem, placement: Placement) -> list[Transfer]:
-    """What goes over the links, by start: each value once to each device that needs it."""
-    found: set[Transfer] = set()
-    for edge in problem.edges:
-        source, target = placement.device[edge.source], placement.device[edge.target]
-        if source != target and edge.value:
-            start_s = placement.end_s[edge.source]
-            end_s = start_s + problem.transfer_s(edge.num_bytes, source, target)
-            found.add(Transfer(start_s, end_s, edge.value, edge.source, source, target))
-    return sorted(found)
-
 
 def as_plan(problem: Problem, placement: Placement) -> Plan:
     """The plan that runs the problem's graph (or its stand-in) as the placement says."""
-    graph = problem.graph or stand_in(problem)[0]
-    sent = [*_inputs_sent(problem, graph, placement), *transfers(problem, placement)]
-    lanes, lane_of = _lanes(problem, graph, sent)
-    copies: dict[int, list[Step]] = {}
-    for item, lane in zip(sent, lane_of, strict=True):
-        step = Step("copy", lane, (item.value,), on=problem.devices[item.target])
-        copies.setdefault(item.op, []).append(step)
-    writer = _Writer(graph, copies.get(_INPUT, []))
-    needs: list[list[int]] = [[] for _ in problem.ops]
-    for edge in problem.edges:
-        needs[edge.target] += [] if edge.value else [edge.source]
-    for op in placement.order:
-        writer.run(op, problem, placement.device, needs[op])
-        for step in copies.get(op, []):
-            writer.add(step, problem.ops[op])
-    note = one_line(f"place {placement.planner or 'by hand'}")
-    plan = Plan(graph.name, graph.digest, Cut(), lanes, writer.steps, history=(note,), bound=graph)
-    return add_frees(plan)
-
-
-class _Writer:
-    """Writes steps with the waits that they need; a lane waits for each label once."""
-
-    def __init__(self, graph: Graph, steps: list[Step]) -> None:
-        self.graph, self.found, self.told = graph, steps, set[tuple[str, str]]()
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return tuple(self.found)
-
-    def add(self, step: Step, *after: str) -> None:
-        for label in after:
-            if (step.lane, label) not in self.told:
-                self.told.add((step.lane, label))
-                self.found.append(Step("wait", step.lane, target=label))
-        self.found.append(step)
-
-    def run(self, op: int, problem: Problem, devices: Sequence[int], before: list[int]) -> None:
-        """Run an op behind the copies that it reads and the ops that must come first."""
-        name, device = problem.ops[op], devices[op]
-        lane, after = problem.devices[device], []
-        for value in self.graph.op[name].touched:
-            maker = self.graph.maker.get(value)
-            made_on = devices[problem.number[maker.name]] if maker else problem.home
-            if made_on != device:
-                after.append(f"copy {value} to {lane}")
-        after += [problem.ops[other] for other in before if devices[other] != device]
-        self.add(Step("run", lane, (name,)), *after)
-
-
-def _inputs_sent(problem: Problem, graph: Graph, placement: Placement) -> Iterator[Transfer]:
-    """The inputs that ops on other devices than the home read, each once a device."""
-    inputs, seen = set(graph.inputs), set[tuple[str, int]]()
-    for op, name in enumerate(problem.ops):
-        target = placement.device[op]
-        for value in graph.op[name].touched if target != problem.home else ():
-            if value in inputs and (value, target) not in seen:
-                seen.add((value, target))
-                # Inputs may be under way for as long as they like: nothing else uses their lane.
-                yield Transfer(0.0, INF, value, _INPUT, problem.home, target)
-
-
-def _lanes(
-    problem: Problem, graph: Graph, sent: Sequence[Transfer]
-) -> tuple[tuple[Lane, ...], list[str]]:
-    """A lane for each device, the home first, and those of the links; the lane of each copy."""
+    graph, home = problem.graph or stand_in(problem)[0], problem.devices[problem.home]
     uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
-    ordered = sorted(problem.devices, key=lambda name: name != problem.devices[problem.home])
-    links, lane_of = link_lanes(problem, sent)
-    return (*(Lane(name, name, uses) for name in ordered), *links), lane_of
-
-
-def link_lanes(problem: Problem, sent: Sequence[Transfer]) -> tuple[list[Lane], list[str]]:
-    """Enough lanes for each link that none has two copies at once; the lane of each copy."""
-    free_s: dict[tuple[int, int], list[float]] = {}
-    lanes, lane_of = [], []
-    for item in sent:
-        ends = free_s.setdefault((item.source, item.target), [])
-        source, target = problem.devices[item.source], problem.devices[item.target]
-        number = next((n for n, end_s in enumerate(ends) if end_s <= item.start_s), len(ends))
-        name = f"{source}.to.{target}" + (f".{number}" if number else "")
-        if number == len(ends):
-            ends.append(0.0)
-            lanes.append(Lane(name, source, ("io",)))
-        ends[number] = item.end_s
-        lane_of.append(name)
-    return lanes, lane_of
+    devices = sorted(problem.devices, key=lambda name: name != home)  # inputs are on the first
+    steps = [
+        Step("run", problem.devices[placement.device[op]], (problem.ops[op],))
+        for op in placement.order
+    ]
+    lanes = tuple(Lane(name, name, uses) for name in devices)
+    note = one_line(f"place {placement.planner or 'by hand'}")
+    bare = Plan(graph.name, graph.digest, Cut(), lanes, tuple(steps), history=(note,), bound=graph)
+    return lower(bare)
 
 
 def stand_in(problem: Problem) -> tuple[Graph, Machine, Costs]:

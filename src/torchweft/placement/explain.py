@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from torchweft.placement.as_plan import link_lanes, transfers
 from torchweft.placement.draft import busy_s
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import Problem
@@ -63,21 +62,23 @@ def utilisation(problem: Problem, placement: Placement) -> list[float]:
 
 
 def trace_of(problem: Problem, placement: Placement) -> Trace:
-    """The placement as a simulated trace: a lane a device, and lanes for what is on its way."""
+    """The placement as a simulated trace: a lane a device, and one a link."""
     runs = []
     for op, name in enumerate(problem.ops):
         where = problem.devices[placement.device[op]]
         start_s, end_s = placement.start_s[op], placement.end_s[op]
         what = "run", name, where, where, "compute", name, None
         runs.append(Span(*what, start_s, end_s, end_s - start_s))
-    sent = transfers(problem, placement)
-    lanes, lane_of = link_lanes(problem, sent)
-    copies = {}
-    for item, lane in zip(sent, lane_of, strict=True):
-        source, target = problem.devices[item.source], problem.devices[item.target]
-        what = "copy", f"copy {item.value} to {target}", lane, source, "io", "", None
-        seconds = item.end_s - item.start_s
-        copies[item.op, item.target, item.end_s] = Span(*what, item.start_s, item.end_s, seconds)
+    copies: dict[tuple[int, int, float], Span] = {}
+    for edge in problem.edges:
+        source, target = placement.device[edge.source], placement.device[edge.target]
+        if source != target and edge.value:
+            here, there = problem.devices[source], problem.devices[target]
+            way = "copy", f"copy {edge.value} to {there}", f"{here}.to.{there}", here, "io"
+            start_s = placement.end_s[edge.source]
+            seconds = problem.transfer_s(edge.num_bytes, source, target)
+            span = Span(*way, "", None, start_s, start_s + seconds, seconds)
+            copies[edge.source, target, span.end_s] = span
     path: list[Span] = []
     for reason in critical_path(problem, placement):
         arrive_s, device = placement.start_s[reason.op], placement.device[reason.op]
@@ -87,7 +88,7 @@ def trace_of(problem: Problem, placement: Placement) -> Trace:
     spans = sorted([*runs, *copies.values()], key=lambda span: (span.start_s, span.end_s))
     name = f"{problem.name} by {placement.planner or 'hand'}"
     devices = [(device, device) for device in problem.devices]
-    links = [(lane.name, lane.device) for lane in lanes]
+    links = dict.fromkeys((span.lane, span.device) for span in copies.values())
     return Trace(name, tuple(spans), (), True, tuple(path), (*devices, *links))
 
 

@@ -122,6 +122,14 @@ class Costs:
         rates = self._device(source)
         return rates.overhead_s + 2 * num_bytes / rates.bytes_per_s
 
+    def send_s(self, value: str, num_bytes: int, source: str, target: str) -> float:
+        """Seconds of a copy of this value to another device."""
+        return self.copy_s(num_bytes, source, target)
+
+    def begin_s(self, device: str) -> float:
+        """Seconds from the start of a call until the lanes of a device begin."""
+        return 0.0
+
     def host_s(self, device: str = "cpu") -> float:
         """Seconds that a lane spends to start a two-phase op, and again to end it."""
         return self._device(device).overhead_s

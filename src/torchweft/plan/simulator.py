@@ -2,6 +2,8 @@
 
     plan, context, machine, costs --simulate--> Trace          nothing runs, no clock is read
 
+What is known of a runtime beyond the rates of a machine comes in as costs: a `Costs` of its own.
+
 A step takes its cost at full rate; splits, merges, frees and waits take nothing. An issued op is
 then *in flight* on its hosted lane, one after another in the order of issue. What is under way
 leans on resources of its device:
@@ -11,7 +13,9 @@ leans on resources of its device:
 
 There are `capacity` lanes' worth of compute, memory and io, and one of network and of each link. If
 more is asked for, all who ask get the same share of their full rate, and each goes as fast as its
-scarcest resource lets it. One rank is simulated; the others are taken to be as fast.
+scarcest resource lets it. Without contention nobody slows another down: every step takes exactly
+its cost, and the lane of a link takes any number of copies at once, each as soon as what it waits
+for is there. One rank is simulated; the others are taken to be as fast.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torchweft.plan.plan import KINDS, Plan, Range, Step
 from torchweft.plan.trace import Span, Trace
 
 Piece = tuple[set[int], int, bool]  # its cells that are not freed yet, its bytes, is it a place
-_MISSING = -1
+_MISSING = _BEGIN = -1
 
 
 def simulate(
@@ -39,7 +43,7 @@ def simulate(
     *,
     contention: bool = True,
 ) -> Trace:
-    """The trace of one call. Without contention every step takes exactly its cost.
+    """The trace of one call, with contention or without.
 
     Raises `PlanError` (rule "deadlock", with where each lane stands) for a plan that cannot end.
     """
@@ -107,10 +111,12 @@ class _Prices:
         return self.known[key]
 
     def _copy(self, step: Step, device: str) -> _Price:
-        target = step.on or device
-        seconds = self.costs.copy_s(self.num_bytes(step.names[0], step.parts), device, target)
+        name, target = step.names[0], step.on or device
+        num_bytes = self.num_bytes(name, step.parts)
         if target == device:
+            seconds = self.costs.copy_s(num_bytes, device, target)
             return _Price(seconds, ((f"{device} memory", 1.0),), "memory")
+        seconds = self.costs.send_s(name, num_bytes, device, target)
         return _Price(seconds, ((f"{device} to {target}", 1.0),), "io")
 
     def _run(self, step: Step, device: str) -> _Price:
@@ -220,8 +226,13 @@ class _Simulation:
             for uses in ("compute", "memory", "io")
         }
         self.lines = {lane.name: _Line(lane.name, lane.device) for lane in plan.lanes}
-        self.ready = deque(self.lines.values())
+        self.ready: deque[_Line] = deque()
         self.active: list[_Line] = []
+        for line in self.lines.values():
+            line.end_s = prices.costs.begin_s(line.device)
+            if line.end_s > 0:
+                line.at, line.busy = _BEGIN, True
+            (self.active if line.busy else self.ready).append(line)
         self.waiting: dict[int, list[_Line]] = {}
         self.cause: dict[int, int] = {}  # what must have ended before a wait, complete or flight
         self.before: dict[int, int] = {}  # ended nodes, each with the one before it in its chain
@@ -237,6 +248,26 @@ class _Simulation:
                 self.cause[number] = _MISSING if issue is None else issue + self.num_steps
             elif step.kind == "issue":
                 self.cause[number + self.num_steps] = number
+        if not contention:
+            self._widen_links()
+
+    def _widen_links(self) -> None:
+        """Each copy on the lane of a link gets a line of its own, behind the last wait before it:
+        what is made on a device is waited for in the order in which it is made."""
+        for name in [lane.name for lane in self.plan.lanes]:
+            line, last = self.lines[name], _MISSING
+            steps = [self.plan.steps[number] for number in line.queue]
+            if not all(step.kind == "wait" or (step.kind == "copy" and step.on) for step in steps):
+                continue
+            for number, step in zip(tuple(line.queue), steps, strict=True):
+                if step.kind == "wait":
+                    last = number
+                    continue
+                line.queue.remove(number)
+                alone = self.lines[f"{name} {number}"] = _Line(name, line.device, [number])
+                self.ready.append(alone)
+                if last != _MISSING:
+                    self.cause[number] = last
 
     def run(self) -> Trace:
         """Let the lanes go until nothing is under way any more."""
@@ -250,7 +281,10 @@ class _Simulation:
             line = min(self.active, key=lambda line: line.end_s)
             self.active.remove(line)
             self.now_s, line.busy = max(self.now_s, line.end_s), False
-            self._end(line)
+            if line.at == _BEGIN:
+                line.at, line.since_s = 0, self.now_s
+            else:
+                self._end(line)
             self.ready.append(line)
         if stuck := [line for line in self.lines.values() if line.at < len(line.queue)]:
             self._deadlock(stuck)

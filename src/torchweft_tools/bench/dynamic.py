@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.pool import Spot
 from torchweft.errors import WeftError, clip, unknown
 from torchweft.files import write_json
 from torchweft.placement.learn.reinforce import one_thread
+from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.dynamic_placed import run_placed
 from torchweft_tools.bench.dynpartition_nodes import per_node

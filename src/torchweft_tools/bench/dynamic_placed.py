@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.executor import Job
-from torchweft.dynamic.grouping import Group
 from torchweft.dynamic.model import Dynamic
 from torchweft.dynamic.placing import Placer, load
-from torchweft.dynamic.pool import Spot
-from torchweft.dynamic.prices import Prices
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
+from torchweft.run.workers.executor import Job
+from torchweft.run.workers.grouping import Group
+from torchweft.run.workers.pool import Spot
+from torchweft.run.workers.prices import Prices
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.dynpartition import MAX_OPS, Bandit, train
 from torchweft_tools.bench.pairs import ratio

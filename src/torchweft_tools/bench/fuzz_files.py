@@ -58,8 +58,22 @@ CELL = {
     ],
     "outputs": [3], "num_prepared": 1,
 }  # fmt: skip
-TASK = {"label": "a", "cell": "x", "rows": 2, "starts": [2], "needs": [], "sends": [["v", "home"]]}
-PART = {"tasks": [TASK], "blocks": {"v": [0, 2, 2]}, "num_rows": [[*ROW, 4]]}
+LANES = """weft plan 1
+graph g 0123456789abcdef
+parts 1
+lane one on one uses compute
+lane one.to.home on one uses io
+steps
+  one  wait copy v to one
+  one  a
+  one.to.home  wait a
+  one.to.home  copy v to home
+end
+"""
+PART = {
+    "plan": LANES, "groups": [["a", "x", 2, [2]]], "blocks": {"v": [0, 2, 2]},
+    "num_rows": [[*ROW, 4]], "resident": ["w"],
+}  # fmt: skip
 RECORDED = {
     "num_values": 4, "cells": ["x"], "packs": [], "inputs": [[[0, 2]]], "wanted": [[*ROW, [2, 3]]],
 }  # fmt: skip
@@ -234,7 +248,7 @@ def _policy(path: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     """JSON as a channel reads it."""
-    from torchweft.dynamic.cell import reading
+    from torchweft.run.workers.cell import reading
 
     with reading("message"):
         return json.loads(path.read_bytes())
@@ -243,7 +257,7 @@ def _read_json(path: Path) -> Any:
 def _cell(path: Path) -> None:
     import torch
 
-    from torchweft.dynamic.cell import Cell, reading
+    from torchweft.run.workers.cell import Cell, reading
 
     cell = Cell.from_data(_read_json(path))
     _same(Cell.from_data(json.loads(json.dumps(cell.to_data()))).to_data(), cell.to_data())
@@ -255,9 +269,9 @@ def _cell(path: Path) -> None:
 def _part(path: Path) -> None:
     import torch
 
-    from torchweft.dynamic.cell import Cell
-    from torchweft.dynamic.program import DevicePart
-    from torchweft.dynamic.store import RowStore
+    from torchweft.run.workers.cell import Cell
+    from torchweft.run.workers.program import DevicePart
+    from torchweft.run.workers.store import RowStore
 
     part = DevicePart.from_data(_read_json(path), torch.tensor([0, 1]), {"x": Cell.from_data(CELL)})
     if sum(spec.num_bytes * count for spec, count in part.num_rows.items()) < 2**28:
@@ -267,9 +281,9 @@ def _part(path: Path) -> None:
 def _recorded(path: Path) -> None:
     import torch
 
-    from torchweft.dynamic.cell import Cell
-    from torchweft.dynamic.recorded import RecordedRun
-    from torchweft.dynamic.store import RowStore
+    from torchweft.run.workers.cell import Cell
+    from torchweft.run.workers.recorded import RecordedRun
+    from torchweft.run.workers.store import RowStore
 
     cell, numbers = Cell.from_data(CELL), torch.tensor([2, 0, 3, 1])
     found = RecordedRun(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, RowStore())
@@ -281,13 +295,13 @@ def _recorded(path: Path) -> None:
 def _message() -> bytes:
     import torch
 
-    from torchweft.dynamic.channel import head_of
+    from torchweft.run.workers.channel import head_of
 
     message = {"kind": "call", "call": 1, "part": PART, "inputs": ["v"]}
     return head_of(message, [torch.tensor([0, 1]), torch.ones(2, 2), torch.ones(100, 100)])
 
 
 def _head(path: Path) -> None:
-    from torchweft.dynamic.channel import read_head
+    from torchweft.run.workers.channel import read_head
 
     read_head(path.read_bytes())

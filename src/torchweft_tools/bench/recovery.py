@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 
-from torchweft.dynamic.drift import Drift
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.pool import Spot
 from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.learn.learned import default_policy, guarded, learned, planner_of
@@ -39,6 +37,8 @@ from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.reinforce import one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.planners.annealing import annealing
+from torchweft.run.workers.drift import Drift
+from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM
 from torchweft_tools.train.cases import case, random_tree
 

@@ -81,7 +81,8 @@ class Ledger:
     def _move(self, step: Step) -> Iterator[Touch]:
         graph, name = self.graph, step.names[0]
         root = graph.root[name]
-        if step.kind in ("split", "merge"):
+        sent = step.kind == "copy" and step.on is not None and name not in graph.inputs
+        if step.kind in ("split", "merge") or sent:
             view = step.kind == "split" or graph.value[name].alias_of is not None
             for part in self._cells(name, step) if view else ():
                 yield f"view {name}", part, step.kind == "split"

@@ -1,7 +1,7 @@
 """Lowering: pure passes that turn a bare plan into one that can run. Each leaves a history line.
 
     issue    ops of a lane without a thread become issue and complete, issued as early as possible
-    send     values that a step needs on another device are copied there
+    send     values that a step needs on another device are copied there, over lanes of links
     place    values that are needed whole but made in pieces get a place; copies where needed
     wait     steps of different lanes that touch the same bytes are ordered, with as few waits as do
     reuse    (memory.py) values that are never alive together share buffers
@@ -16,6 +16,7 @@ from torchweft.errors import MemoryPlanError
 from torchweft.plan.graph import Graph
 from torchweft.plan.lower.conflicts import Ledger, conflicts
 from torchweft.plan.lower.memory import add_frees, share_buffers
+from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Place, Plan, Range, Step, holds
 
 
@@ -66,61 +67,75 @@ def issue_early(plan: Plan) -> Plan:
 
 
 def send_values(plan: Plan) -> Plan:
-    """Copies for values that a step needs on another device than the one that made them."""
+    """Copies of values that a step needs on another device than the one that made them.
+
+    A value goes once to each device, right behind the step that wrote it, on the lane of the link
+    between the two (`cpu.to.gpu0`): links work beside the devices that they join.
+    """
     if len({lane.device for lane in plan.lanes}) == 1:
         return plan
     sender = _Sender(plan, plan.graph)
-    steps: list[Step] = []
-    for step in plan.steps:
-        steps += sender.copies(step)
-        steps.append(step)
-    return plan.then(f"send: {sender.num_copies} copies", steps=tuple(steps))
+    for index, step in enumerate(plan.steps):
+        sender.look(index, step)
+    steps = list(sender.behind.get(AHEAD, ()))
+    for index, step in enumerate(plan.steps):
+        steps += step, *sender.behind.get(index, ())
+    links = tuple(lane for name, lane in sender.links.items() if name not in plan.lane)
+    note = f"send: {len(sender.sent)} copies"
+    return plan.then(note, steps=tuple(steps), lanes=(*plan.lanes, *links))
+
+
+AHEAD = -1
 
 
 class _Sender:
-    """Knows on which devices each piece of a value is."""
+    """Knows on which devices each piece of a value is, and which step wrote it last."""
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
-        self.plan, self.graph, self.num_copies = plan, graph, 0
+        self.plan, self.graph = plan, graph
         home = plan.lanes[0].device
-        self.pieces: dict[str, list[tuple[Range | None, str]]] = {
-            n: [(None, home)] for n in graph.inputs
+        self.pieces: dict[str, list[tuple[Range | None, str, int]]] = {
+            name: [(None, home, AHEAD)] for name in graph.inputs
         }
+        self.written: dict[str, int] = {}  # the last change of a root, or the end of its flight
         self.sent: set[tuple[str, Range | None, str]] = set()
-        self.lanes = {lane.device: lane.name for lane in reversed(plan.lanes) if lane.via is None}
+        self.behind: dict[int, list[Step]] = {}  # the copies behind each step
+        self.links: dict[str, Lane] = {}
 
-    def copies(self, step: Step) -> list[Step]:
-        if step.kind not in ("run", "issue", "merge"):
-            return []
+    def look(self, index: int, step: Step) -> None:
+        """Send what a step needs, and see what it writes."""
         graph, device = self.graph, self.plan.lane[step.lane].device
-        names = step.names if step.kind != "merge" else ()
-        reads = [n for op in names for n in graph.op[op].touched]
-        reads += step.names if step.kind == "merge" else ()
-        found: list[Step] = []
-        for name in dict.fromkeys(reads):
-            found += self._send(name, step, device)
-        for op in names:
-            for name in graph.op[op].makes:
-                self.pieces.setdefault(name, []).append((step.parts, device))
-            for name in graph.op[op].mutates:
-                if any(other[0] == name for other in self.sent) or self._foreign(name, device):
-                    text = f"send: op {op!r} on {device!r} changes {name!r}, which others hold too."
-                    raise MemoryPlanError(text)
-        self.num_copies += len(found)
-        return found
+        if step.kind == "merge":
+            self._send(step.names[0], step.parts, device)
+        if step.kind not in ("run", "issue", "complete"):
+            return
+        for op in map(graph.op.__getitem__, step.names):
+            if step.kind != "complete":
+                for name in op.touched:
+                    self._send(name, step.parts, device)
+                for name in op.makes:
+                    self.pieces.setdefault(name, []).append((step.parts, device, index))
+            else:
+                self.written |= {graph.root[name]: index for name in op.makes}
+            for name in op.mutates:
+                self.written[graph.root[name]] = index
+                if any(name == other for other, *_ in self.sent) or self._foreign(name, device):
+                    where = f"op {op.name!r} on {device!r}"
+                    raise MemoryPlanError(f"send: {where} changes {name!r}, which others hold too.")
 
-    def _send(self, name: str, step: Step, device: str) -> list[Step]:
-        found = []
-        for parts, where in self.pieces.get(name, ()):
-            known = where == device or (name, parts, device) in self.sent
-            if known or not _meet(parts, step.parts):
+    def _send(self, name: str, wanted: Range | None, device: str) -> None:
+        for parts, source, made_at in self.pieces.get(name, ()):
+            known = source == device or (name, parts, device) in self.sent
+            if known or not _meet(parts, wanted):
                 continue
             self.sent.add((name, parts, device))
-            found.append(Step("copy", self.lanes[where], (name,), parts, on=device))
-        return found
+            link = f"{source}.to.{device}"
+            self.links.setdefault(link, Lane(link, source, ("io",)))
+            after = max(made_at, self.written.get(self.graph.root[name], AHEAD))
+            self.behind.setdefault(after, []).append(Step("copy", link, (name,), parts, on=device))
 
     def _foreign(self, name: str, device: str) -> bool:
-        return any(where != device for _, where in self.pieces.get(name, ()))
+        return any(where != device for _, where, _ in self.pieces.get(name, ()))
 
 
 def _meet(left: Range | None, right: Range | None) -> bool:
@@ -176,7 +191,8 @@ def add_waits(plan: Plan) -> Plan:
     """Waits between lanes, as few as keep conflicts, and collectives, in their recorded order.
 
     Each lane has a clock: how far it knows the other lanes to have come. A step waits for the last
-    step it needs of each other lane, unless its clock or another of its waits tells already.
+    step it needs of each other lane, unless its clock or another of its waits tells already. Copies
+    of a link may be under way at once: that one has arrived tells nothing of those before it.
     """
     ledger = Ledger(plan, plan.graph)
     talked: dict[object, int] = {}
@@ -184,10 +200,12 @@ def add_waits(plan: Plan) -> Plan:
     ends: list[dict[str, int]] = []
     counts: dict[str, int] = {}
     steps: list[Step] = []
-    at: list[int] = []
+    at: list[tuple[str, int]] = []  # the queue of a step, and its place there
     num_waits = 0
     for index, step in enumerate(plan.steps):
         clock = clocks[step.lane]
+        sent = step.kind == "copy" and step.on is not None
+        queue = f"{step.lane} {index}" if sent else step.lane
         needs: dict[str, int] = {}
         ahead = [] if step.kind == "complete" else ledger.before(step)
         for name in step.names if step.kind in ("run", "issue") else ():
@@ -196,20 +214,22 @@ def add_waits(plan: Plan) -> Plan:
                 ahead += [talked[channel]] if channel in talked else []
                 talked[channel] = index
         for other in ahead:
-            lane = plan.steps[other].lane
-            if lane != step.lane and at[other] > clock.get(lane, 0):
+            lane, count = at[other]
+            if plan.steps[other].lane != step.lane and count > clock.get(lane, 0):
                 needs[lane] = max(needs.get(lane, -1), other)
         for lane, other in sorted(needs.items()):
             told = (ends[o].get(lane, 0) for other_lane, o in needs.items() if other_lane != lane)
-            if max(told, default=0) < at[other]:
+            if max(told, default=0) < at[other][1]:
                 steps.append(Step("wait", step.lane, target=plan.steps[other].label))
                 num_waits += 1
         for other in needs.values():
             for lane, count in ends[other].items():
                 clock[lane] = max(clock.get(lane, 0), count)
-        counts[step.lane] = clock[step.lane] = counts.get(step.lane, 0) + 1
-        at.append(counts[step.lane])
-        ends.append(dict(clock) if len(plan.lanes) > 1 else clock)
+        counts[queue] = counts.get(queue, 0) + 1
+        at.append((queue, counts[queue]))
+        ends.append(clock if len(plan.lanes) == 1 else {**clock, queue: counts[queue]})
+        if not sent:
+            clock[queue] = counts[queue]
         steps.append(step)
         if step.kind != "issue":
             ledger.note(index, step)

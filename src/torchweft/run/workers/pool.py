@@ -28,10 +28,10 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torchweft.dynamic.channel import ChannelError, Message, WorkerChannel
-from torchweft.dynamic.graphing import HOME
 from torchweft.errors import MachineError, RunError
 from torchweft.plan.graph import check_name
+from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
+from torchweft.run.workers.graphing import HOME
 
 log = logging.getLogger("torchweft")
 START_S = 60.0
@@ -120,12 +120,12 @@ class Mate:
 
 def _start(spot: Spot, channel: socket.socket, door: socket.socket) -> subprocess.Popen[bytes]:
     """A worker process, which inherits these two ends."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with channel, door:
         ends = channel.fileno(), door.fileno()
         config = json.dumps({**asdict(spot), "ends": ends})
-        command = [sys.executable, "-m", "torchweft.dynamic.worker", config]
+        command = [sys.executable, "-m", "torchweft.run.workers.worker", config]
         return subprocess.Popen(command, env=environment, pass_fds=ends, start_new_session=True)
 
 

@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, count_of, reading, spec_named, spec_of
-from torchweft.dynamic.grouping import Group, Layout, Ops, group, numbers_of, packs_needed
-from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.local import Given, inputs_in, place_inputs, taken
-from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.store import RowStore
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import Cell, Spec, count_of, reading, spec_named, spec_of
+from torchweft.run.workers.grouping import (
+    Given,
+    Group,
+    Layout,
+    Ops,
+    group,
+    numbers_of,
+    place_inputs,
+)
+from torchweft.run.workers.store import RowStore
 
 Packs = dict[int, tuple[Spec, list[int]]]
 MAX_VALUES = 50_000_000
@@ -90,24 +95,6 @@ class RecordedPart:
                     made[number] = rows[at]
                     at += 1
         return made
-
-
-def take_all(recording: Recording, wanted: Sequence[Lazy]) -> RecordedPart:
-    """Everything that a recording asks for; it must not have run anything before."""
-    assert recording.store is None, "what ran before is not in it"
-    layout = Layout()
-    layout.num_values = recording.next
-    ops = taken(recording, layout)
-    inputs = inputs_in(recording, layout, ops)
-    packs = {number: layout.packs[number] for number in packs_needed(layout, ops)}
-    values: dict[Spec, list[int]] = {}
-    for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
-        if number in recording.given:
-            continue
-        if number in layout.packs:
-            spec, _ = packs[number] = layout.packs[number]
-        values.setdefault(spec, []).append(number)
-    return RecordedPart(recording.next, ops, packs, inputs, values)
 
 
 class RecordedRun:

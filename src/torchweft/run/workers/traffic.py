@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torchweft.dynamic.cell import Spec
-from torchweft.dynamic.graphing import HOME
-from torchweft.dynamic.program import Task
+from torchweft.run.workers.cell import Spec
+from torchweft.run.workers.graphing import HOME
+from torchweft.run.workers.program import Task
 
 Message = tuple[str, float]  # lane, when it was sent
 

@@ -12,23 +12,30 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell
-from torchweft.dynamic.drift import FOLLOW, FROM, Drift
-from torchweft.dynamic.graphing import HOME, Drawing, body_of
-from torchweft.dynamic.pool import WorkerPool
-from torchweft.plan.cost import Costs, CostTable
+from torchweft.plan.context import Context
+from torchweft.plan.cost import Costs, CostTable, Env
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.trace import Trace
+from torchweft.run.workers.cell import Cell
+from torchweft.run.workers.drift import FOLLOW, FROM, Drift
+from torchweft.run.workers.graphing import HOME, Drawing, body_of
+from torchweft.run.workers.pool import WorkerPool
 
 ROWS = (1, 2, 8, 64)  # one row takes other kernels than two
-REPEATS, NUM_JITTER = 5, 200
+REPEATS, NUM_JITTER, NUM_DRAWN = 5, 200, 15
 MEMORY_BYTES_PER_S, OVERHEAD_S = 4e9, 2e-5
 PROBE_BYTES = (1_000, 1_000_000)
 START_GROUPS = 10
@@ -211,6 +218,16 @@ class Prices:
                 measured[body_of(group), device.name] = {0: seconds}
         return Costs(machine, CostTable.of(measured))
 
+    def rehearse(self, plan: Plan, drawing: Drawing) -> Trace:
+        """The trace that a plan of these groups would leave: of several with drawn jitter, the one
+        in the middle. The seed is fixed: the same prices, the same trace."""
+        machine, draw = self.machine(), Random(0)
+        found = []
+        for _ in range(NUM_DRAWN):
+            costs = CallCosts(machine, prices=self, plan=plan, drawing=drawing, draw=draw)
+            found.append(simulate(plan, Context(), machine, costs, contention=False))
+        return sorted(found, key=lambda trace: trace.makespan_s)[NUM_DRAWN // 2]
+
     def table(self) -> CostTable:
         """All that was measured, with its drift, as a cost table."""
         return CostTable.of(
@@ -232,6 +249,86 @@ class Prices:
         for known in (self.seconds, self.jitter):
             for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
                 del known[key]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallCosts(Costs):
+    """What a call by a plan costs on workers: the planners' model, with what is known once there
+    is a plan, all of it seen in calls before.
+
+        begin      the driver writes one part after another, with the inputs; each device reads its
+                   own before it begins
+        messages   all that a group sends to one device is one message; it takes time from the
+                   groups at both ends, and is that much less on its way
+        jitter     single runs and messages are early or late: drawn from those that were seen
+        end        what comes home last is followed by the end of the call
+    """
+
+    prices: Prices
+    plan: Plan
+    drawing: Drawing
+    draw: Random
+    way_s: dict[tuple[str, str], float] = field(default_factory=dict)  # of messages: (op, device)
+
+    @cached_property
+    def num_bytes(self) -> Counter[tuple[str, str]]:
+        """Bytes of each message."""
+        graph, found = self.plan.graph, Counter[tuple[str, str]]()
+        for step in self.plan.steps:
+            if step.kind == "copy" and step.on and (maker := graph.maker.get(step.names[0])):
+                spec, _, count = self.drawing.blocks[step.names[0]]
+                found[maker.name, step.on] += count * spec.num_bytes
+        return found
+
+    @cached_property
+    def num_messages(self) -> Counter[str]:
+        """Messages that an op sends, or is the first to need."""
+        graph, handled = self.plan.graph, set[tuple[str, str]]()
+        found = Counter(op for op, _ in self.num_bytes)
+        for step in self.plan.steps:
+            if step.kind == "run":
+                makers = (graph.maker.get(value) for value in graph.op[step.names[0]].touched)
+                needs = {(maker.name, step.lane) for maker in makers if maker is not None}
+                new = needs & self.num_bytes.keys() - handled
+                found[step.names[0]] += len(new)
+                handled |= new
+        return found
+
+    @cached_property
+    def begins_s(self) -> dict[str, float]:
+        """When devices begin."""
+        lanes = [step.lane for step in self.plan.steps if step.kind == "run"]
+        return self.prices.begins_s(Counter(lane for lane in lanes if lane != HOME))
+
+    def begin_s(self, device: str) -> float:
+        """Seconds until a device has its part, and has read it."""
+        return self.begins_s.get(device, 0.0)
+
+    def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
+        """Seconds of a group, with the messages that it sends or needs first."""
+        if device == HOME:
+            return self.prices.finish_s
+        group = self.drawing.groups[op.name]
+        seconds = self.prices.of(group.cell, group.num_rows, device)
+        seconds *= self._drawn((group.cell.name, device))
+        return seconds + self.num_messages[op.name] * self.prices.message_s.get(device, 0.0)
+
+    def send_s(self, value: str, num_bytes: int, source: str, target: str) -> float:
+        """Seconds on its way of the message that a value goes with; inputs come with the part."""
+        maker = self.plan.graph.maker.get(value)
+        if maker is None:
+            return 0.0
+        message = maker.name, target
+        if message not in self.way_s:
+            seconds = self.copy_s(self.num_bytes[message], source, target)
+            seconds *= self._drawn((FROM + source, target))
+            ends_s = sum(self.prices.message_s.get(name, 0.0) for name in (source, target))
+            self.way_s[message] = max(0.0, seconds - ends_s)
+        return self.way_s[message]
+
+    def _drawn(self, key: tuple[str, str]) -> float:
+        seen = self.prices.jitter.get(key)
+        return self.draw.choice(seen) if seen else 1.0
 
 
 def _between(measured: Mapping[int, float], rows: int) -> float:

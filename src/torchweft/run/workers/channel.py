@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import ROOM, reading, spec_named
 from torchweft.errors import CaptureError, WeftError
+from torchweft.run.workers.cell import ROOM, reading, spec_named
 
 Message = dict[str, Any]
 SMALL_BYTES, WORD = 1 << 14, 16

@@ -1,11 +1,11 @@
-"""A worker: the process behind one device. It runs its parts of plans, one call after another.
+"""A worker: the process behind one device. It runs its lanes of plans, one call after another.
 
-    main thread    runs groups in the order of the part; waits for rows of other devices
+    main thread    does the steps of its lanes in their order: runs, waits for rows of others
     readers        one a channel: rows go straight to where they belong
-    sender         results leave beside compute, each value once to each device
+    sender         what is copied leaves beside compute, each value once to each device
     heart          tells the driver ten times a second that this process is alive
 
-`python -m torchweft.dynamic.worker CONFIG` is what the pool starts; CONFIG is JSON, and names the
+The pool starts `python -m torchweft.run.workers.worker CONFIG`; CONFIG is JSON, and names the
 two sockets that this process has inherited. Messages are checked before they are acted on.
 """
 
@@ -29,16 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, spec_named
-from torchweft.dynamic.channel import ChannelError, WorkerChannel
-from torchweft.dynamic.graphing import HOME
-from torchweft.dynamic.grouping import Group
-from torchweft.dynamic.program import DevicePart, Task
-from torchweft.dynamic.recorded import RecordedRun
-from torchweft.dynamic.store import Prepared, RowStore
-from torchweft.dynamic.throttle import Throttle
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
+from torchweft.run.workers.cell import Cell, Spec, spec_named
+from torchweft.run.workers.channel import ChannelError, WorkerChannel
+from torchweft.run.workers.graphing import HOME
+from torchweft.run.workers.grouping import Group
+from torchweft.run.workers.program import DevicePart, Task
+from torchweft.run.workers.recorded import RecordedRun
+from torchweft.run.workers.store import Prepared, RowStore
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle
@@ -46,6 +45,25 @@ FROM_PEERS = ("echo", "rows")
 FROM_DRIVER = (
     *FROM_PEERS, "call", "cancel", "cell", "measure", "peer", "recorded", "stop", "throttle"
 )  # fmt: skip
+
+
+@dataclass
+class Throttle:
+    """An emulated slow device: sleeps after each group, so that work takes `slowness` times as
+    long; what it overslept counts."""
+
+    slowness: float = 1.0
+    debt_s: float = 0.0
+
+    def pay(self, worked_s: float) -> None:
+        """Sleep for work that took so long."""
+        if self.slowness <= 1:
+            return
+        self.debt_s += worked_s * (self.slowness - 1)
+        if self.debt_s > 0:
+            began_s = time.perf_counter()
+            time.sleep(self.debt_s)
+            self.debt_s -= time.perf_counter() - began_s
 
 
 @dataclass(eq=False)
@@ -335,12 +353,12 @@ class Worker:
 
     def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
         """Seconds of one run of a cell as a group, the median of several."""
-        part = _example(cell, num_rows)
+        group, counts = _example(cell, num_rows)
         store = RowStore(self.device)
-        store.reserve(part.num_rows)
+        store.reserve(counts)
         for rows in store.rows.values():
             rows.zero_()
-        group, times = part.tasks[0].group, []
+        times = []
         for _ in range(repeats + 2):
             began_s = self._group(store, group, lambda cell: ready)
             times.append(time.perf_counter() - began_s)
@@ -358,9 +376,9 @@ def _number(found: Any, most: float) -> float:
     return found
 
 
-def _example(cell: Cell, num_rows: int) -> DevicePart:
-    """A part with one group of a cell, on rows of zeros."""
-    counts: dict[Any, int] = {}
+def _example(cell: Cell, num_rows: int) -> tuple[Group, dict[Spec, int]]:
+    """A group of a cell, and how many rows there must be for it."""
+    counts: dict[Spec, int] = {}
     for spec in cell.reads:
         counts[spec] = num_rows
     starts = []
@@ -368,8 +386,7 @@ def _example(cell: Cell, num_rows: int) -> DevicePart:
         starts.append(counts.get(spec, 0))
         counts[spec] = starts[-1] + num_rows * (len(cell.makes) if cell.kind == "unpack" else 1)
     rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
-    task = Task(cell.name, Group(cell, num_rows, rows, tuple(starts)))
-    return DevicePart([task], {}, counts)
+    return Group(cell, num_rows, rows, tuple(starts)), counts
 
 
 def main(config: Mapping[str, Any]) -> None:

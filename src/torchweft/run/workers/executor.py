@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec
-from torchweft.dynamic.channel import Message
-from torchweft.dynamic.graphing import HOME, Drawing
-from torchweft.dynamic.pool import Mate, WorkerPool
-from torchweft.dynamic.prices import Prices
-from torchweft.dynamic.program import DevicePart
-from torchweft.dynamic.recorded import RecordedPart
-from torchweft.dynamic.store import RowStore
-from torchweft.dynamic.traffic import Traffic
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span, Trace
+from torchweft.run.workers.cell import Cell, Spec
+from torchweft.run.workers.channel import Message
+from torchweft.run.workers.graphing import HOME, Drawing
+from torchweft.run.workers.pool import Mate, WorkerPool
+from torchweft.run.workers.prices import Prices
+from torchweft.run.workers.program import DevicePart
+from torchweft.run.workers.recorded import RecordedPart
+from torchweft.run.workers.store import RowStore
+from torchweft.run.workers.traffic import Traffic
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices

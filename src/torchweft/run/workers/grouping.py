@@ -14,13 +14,15 @@ they can be placed on different devices.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import Cell, Spec, pack_cell, spec_of
+from torchweft.run.workers.cell import Cell, Spec, pack_cell, spec_of
+
+Given = tuple[range, Tensor]  # numbers of values, and a row for each
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,6 +111,26 @@ class Layout:
         more = torch.full((num_values - self.num_values,), -1)
         self.row_of = torch.cat([self.row_of, more])
         self.num_values = num_values
+
+
+def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int, Tensor]]:
+    """A place for all inputs: (spec, first row, rows)."""
+    by_spec: dict[Spec, tuple[list[int], list[Tensor]]] = {}
+    for numbers, rows in given:
+        known, tensors = by_spec.setdefault(spec_of(rows.shape[1:], rows.dtype), ([], []))
+        known += numbers
+        tensors.append(rows)
+    found = []
+    for spec, (known, tensors) in by_spec.items():
+        made = torch.cat(tensors)
+        if not spec.shape and not spec.dtype.is_floating_point:  # words: equal ones are one
+            made, which = torch.unique(made, return_inverse=True)
+        else:
+            which = torch.arange(len(known))
+        start = layout.take(spec, len(made))
+        layout.row_of[numbers_of(known)] = start + which
+        found.append((spec, start, made))
+    return found
 
 
 def read_of(

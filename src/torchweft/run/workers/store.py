@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.cell import ROOM, Cell, Spec
-from torchweft.dynamic.grouping import Group
 from torchweft.errors import CaptureError
+from torchweft.run.workers.cell import ROOM, Cell, Spec
+from torchweft.run.workers.grouping import Group
 
 Prepared = Callable[[Cell], Sequence[Any]]
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from torchweft.dynamic.operators import operator_of
 from torchweft.errors import CaptureError, WeftError, clip, unknown
 from torchweft.plan.graph import check_name
 from torchweft.private.core import OpOverload
+from torchweft.run.workers.operators import operator_of
 from torchweft.source import Source
 
 Call = tuple[str, list[Any], dict[str, Any], int]

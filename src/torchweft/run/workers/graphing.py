@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from torchweft.dynamic.cell import Spec
-from torchweft.dynamic.channel import bytes_of
-from torchweft.dynamic.grouping import Group
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.sizes import Size
+from torchweft.run.workers.cell import Spec
+from torchweft.run.workers.channel import bytes_of
+from torchweft.run.workers.grouping import Group
 
 HOME = "home"
 Block = tuple[Spec, int, int]  # first row, rows
@@ -53,17 +53,19 @@ def draw(
         names.append(name)
         return Value(name, (Size.of(count * spec.num_bytes),), "uint8")
 
+    def owners(spec: Spec, rows: torch.Tensor) -> list[str]:
+        return [names[at] for at in sorted(set(owner[spec][rows].flatten().tolist()))]
+
     values = [add(name, *block) for name, block in inputs.items()]
     found = {f"{group.cell.name}.{at}": group for at, group in enumerate(groups)}
+    makes: dict[str, list[Value]] = {}
     for name, group in found.items():
-        if group.cell.kind == "unpack":
-            makes = group.cell.makes
-            values.append(
-                add(f"{name}.out0", makes[0], group.starts[0], group.num_rows * len(makes))
-            )
-            continue
-        for at, (spec, start) in enumerate(zip(group.cell.makes, group.starts, strict=True)):
-            values.append(add(f"{name}.out{at}", spec, start, group.num_rows))
+        made = zip(group.cell.makes, group.starts, strict=group.cell.kind != "unpack")
+        count = group.num_rows * (len(group.cell.makes) if group.cell.kind == "unpack" else 1)
+        makes[name] = [
+            add(f"{name}.out{at}", spec, start, count) for at, (spec, start) in enumerate(made)
+        ]
+        values += makes[name]
     weights = {
         f"weights.{group.cell.name}": weight_bytes[group.cell.name]
         for group in groups
@@ -71,21 +73,15 @@ def draw(
     }
     ops = []
     for name, group in found.items():
-        reads: dict[str, None] = {}
-        if group.cell.weights:
-            reads[f"weights.{group.cell.name}"] = None
+        reads = [f"weights.{group.cell.name}"] if group.cell.weights else []
         for spec, rows in zip(group.cell.reads, group.rows, strict=True):
-            for at in torch.unique(owner[spec][rows]).tolist():
-                reads[names[at]] = None
-        made = tuple(v.name for v in values if v.name.rpartition(".out")[0] == name)
+            reads += owners(spec, rows)
+        reads, made_here = list(dict.fromkeys(reads)), tuple(value.name for value in makes[name])
         flops = Size.of(group.cell.flops * group.num_rows)
         ops.append(
-            Op(name, tuple(reads), made, rows="batch-free", body=body_of(group), flops=flops)
+            Op(name, tuple(reads), made_here, rows="batch-free", body=body_of(group), flops=flops)
         )
-    wanted: dict[str, None] = {}
-    for spec, rows in outputs.items():
-        for at in torch.unique(owner[spec][rows]).tolist():
-            wanted[names[at]] = None
+    wanted = dict.fromkeys(name for spec, rows in outputs.items() for name in owners(spec, rows))
     ops.append(Op("answer", tuple(wanted), uses="io", rows="batch-free", body="answer"))
     values += [Value(name, (Size.of(size),), "uint8") for name, size in weights.items()]
     graph = Graph("dynamic", tuple(values), tuple(ops), (*inputs, *weights), tuple(wanted))
