@@ -30,8 +30,8 @@ from torch import distributed, fx, nn
 
 from torchweft.backend import check_options
 from torchweft.capture import splitters
-from torchweft.capture.foreign import reduce_by_torch
 from torchweft.capture.marks import row_wise
+from torchweft.capture.ops.collectives import reduce_by_torch
 from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.plan.strategies import overlap

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from torchweft.capture.bodies.inner import compile_bodies
+from torchweft.capture.bodies.inner import compile_bodies, trusted_inputs
 from torchweft.capture.bodies.replay import placed_by
-from torchweft.capture.bodies.trusted import trusted_inputs
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
-from torchweft.capture.guards import Guards, guards_of
-from torchweft.capture.shared import shared_bytes
+from torchweft.capture.guards import Guards, guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
 from torchweft.errors import (
     CaptureError,

@@ -19,10 +19,10 @@ from torchweft.capture.blocks.inlining import inline
 from torchweft.capture.bodies.inner import check_inner
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.failures import as_own, copied, first_line
+from torchweft.capture.guards import shared_bytes
 from torchweft.capture.marks import MarkRule, require_matched, touches_state
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.capture.probe import probe, untried
-from torchweft.capture.shared import shared_bytes
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, WeftError, unknown
 from torchweft.plan.context import TOLD, Context, HostFacts
@@ -146,7 +146,7 @@ class Session:
         }  # fmt: skip
         if (self.level or level_of(gm, example_inputs)) == "aten":
             if blocks:
-                inline(gm, self.rules, everything=True)
+                inline(gm, self.rules)
             why = shared_bytes(example_inputs)
             if self.splitters:
                 why = "state: at the aten level no call shows the side state that it touches"
