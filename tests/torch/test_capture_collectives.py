@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import torchweft as weft
-from torchweft.capture.tracing import Tracer
+from torchweft_tools.tracer import Tracer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweft.capture.tracing import Tracer
+from torchweft_tools.tracer import Tracer
 
 Call = Callable[..., Any]
 ONE: tuple[Call, ...] = (

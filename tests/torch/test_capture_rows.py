@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchweft.capture.tracing import Tracer
+from torchweft_tools.tracer import Tracer
 
 
 @dataclass(frozen=True)

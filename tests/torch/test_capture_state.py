@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchweft.capture.tracing import Tracer
+from torchweft_tools.tracer import Tracer
 
 
 def unequal(rows: int) -> tuple[int, ...]:

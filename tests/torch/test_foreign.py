@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import torchweft as weft
-from torchweft.capture.foreign import reduce_by_torch
+from torchweft.capture.ops.collectives import reduce_by_torch
 from torchweft.options import Options
 from torchweft.serve.session import Session
 

@@ -262,7 +262,7 @@ def test_a_block_whose_sizes_hang_on_data_is_looked_at_again(matched):
     assert matched == []
 
 
-def test_blocks_far_from_a_collective_are_stamped_whole():
+def test_ops_end_at_the_borders_of_blocks_far_from_a_collective():
     class Ends(Stack):
         def forward(self, x):
             for layer in self.layers:

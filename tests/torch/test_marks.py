@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.capture import Capture, probe, run_reference
+from torchweft.capture import Capture, probe
 from torchweft.capture.marks import (
     MarkRule,
     mark,
@@ -17,8 +17,8 @@ from torchweft.capture.marks import (
     mark_op,
     mark_path,
 )
-from torchweft.capture.tracing import Tracer
 from torchweft.errors import CaptureError
+from torchweft_tools.tracer import Tracer, run_reference
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:

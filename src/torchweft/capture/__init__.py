@@ -6,6 +6,5 @@ Dynamo's graph --rows--> kinds --units, regions--> ops --assembly--> Captured
 from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.probe import probe
-from torchweft.capture.reference import run_reference
 
-__all__ = ["Body", "Capture", "capture", "probe", "run_reference"]
+__all__ = ["Body", "Capture", "capture", "probe"]

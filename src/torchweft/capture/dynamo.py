@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -22,14 +23,14 @@ import torch
 from torch import fx
 
 from torchweft.capture.blocks.inlining import inline
-from torchweft.capture.blocks.templates import assemble
 from torchweft.capture.bodies.bodies import Body
-from torchweft.capture.breaks import break_of
+from torchweft.capture.failures import break_of
+from torchweft.capture.guards import SymbolSlot, symbol_slots
 from torchweft.capture.marks import MarkRule
-from torchweft.capture.ops.assembly import RNG, Assembly, value_name
-from torchweft.capture.ops.buffers import drop_buffers
+from torchweft.capture.ops.assembly import RNG, Assembly, assemble, value_name
+from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.capture.ops.units import source_of
-from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, exact, size_of
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
 from torchweft.capture.rows.rows import Rows
 from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
@@ -51,7 +52,7 @@ class Capture:
     num_calls: Mapping[str, int]
     slots: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    symbols: tuple[tuple[str, int, int | None, int], ...]
+    symbols: tuple[SymbolSlot, ...]
     num_inputs: int
     outputs: tuple[Any, ...]
     same: tuple[str, ...] = ()
@@ -78,18 +79,14 @@ class Capture:
     @cached_property
     def sizes_of(self) -> Callable[[tuple[Any, ...]], object]:
         """What tells calls of unlike sizes apart, from the inputs of one."""
-        plain = [slot for _, slot, dim, _ in self.symbols if dim is None]
+        plain = [slot.argument for slot in self.symbols if slot.dim is None]
         if len(plain) == len(self.symbols):
             return itemgetter(*plain) if plain else lambda inputs: None
         return lambda inputs: tuple(self.env(inputs).values())
 
     def env(self, inputs: Sequence[Any]) -> dict[str, int]:
         """Numbers by symbol, from the inputs of one call."""
-        env: dict[str, int] = {}
-        for symbol, slot, dim, factor in self.symbols:
-            size = int(inputs[slot] if dim is None else inputs[slot].shape[dim])
-            env[symbol] = size // factor
-        return env
+        return {slot.symbol: slot.number(inputs) for slot in self.symbols}
 
     @cached_property
     def gives_as_made(self) -> bool:
@@ -178,8 +175,8 @@ def capture(
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
-    that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks` a
-    region of the graph is looked at once and stamped wherever it is called, else it is one op.
+    that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks`
+    a region of the graph gives way to what it calls, else each call of it stays whole.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
@@ -190,7 +187,7 @@ def capture(
     if blocks:
         inline(gm, rules)
     tried = candidates(gm, example_inputs, batch)
-    found, _ = analyse(gm, tried, rules=rules, name=name, blocks=blocks)
+    found, _ = analyse(gm, tried, rules=rules, name=name)
     return replace(found, broken=break_of(gm))
 
 
@@ -202,22 +199,19 @@ def analyse(
     name: str = "graph",
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
-    blocks: bool = False,
 ) -> tuple[Capture, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
-    best: tuple[float, Rows, Assembly, frozenset[MarkRule]] | None = None
+    best: tuple[float, Assembly, frozenset[MarkRule]] | None = None
     for symbols in tried:
-        rows, built, matched = assemble(
-            gm, symbols, rules=rules, level=level, given=given, blocks=blocks
-        )
+        built, matched = assemble(gm, symbols, rules=rules, level=level, given=given)
         share = _share(built)
         if best is None or share > best[0]:
-            best = (share, rows, built, matched)
+            best = (share, built, matched)
         if share >= GOOD_SHARE:
             break
     assert best is not None, "there is always a candidate"
-    _, rows, built, matched = best
-    return _captured(gm, rows, built, matched, name), rows
+    _, built, matched = best
+    return _captured(built, matched, name), built.rows
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:
@@ -301,9 +295,8 @@ def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
     return Symbols(chosen[0], frozenset(chosen[1:]))
 
 
-def _captured(
-    gm: fx.GraphModule, rows: Rows, built: Assembly, matched: frozenset[MarkRule], name: str
-) -> Capture:
+def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Capture:
+    gm, rows = built.gm, built.rows
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slot_of = {node: number for number, node in enumerate(placeholders)}
     constants = {
@@ -329,7 +322,7 @@ def _captured(
         num_calls=built.num_calls,
         slots={n: slot_of[node] for n, node in built.inputs.items() if node.op == "placeholder"},
         constants=constants,
-        symbols=_symbol_slots(placeholders),
+        symbols=symbol_slots(_sizes(placeholders)),
         num_inputs=len(placeholders),
         outputs=outputs,
         same=tuple(sorted(map(str, rows.symbols.same))),
@@ -360,26 +353,15 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return found
 
 
-def _symbol_slots(placeholders: Sequence[fx.Node]) -> tuple[tuple[str, int, int | None, int], ...]:
-    """Where each symbol is found in the inputs: (symbol, input, dim or None for a number, factor).
-
-    The factor is 1 wherever an input has the symbol itself; `5*s0` alone tells `s0` too.
-    """
-    found: dict[str, tuple[str, int, int | None, int]] = {}
-    for slot, node in enumerate(placeholders):
+def _sizes(placeholders: Sequence[fx.Node]) -> Iterator[tuple[int, int | None, Size]]:
+    """The symbolic sizes of inputs: (input, dim or None for a number, size)."""
+    for number, node in enumerate(placeholders):
         value = node.meta.get("example_value")
-        sizes = list(enumerate(value.shape)) if isinstance(value, torch.Tensor) else [(None, value)]
+        sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
         for dim, size in sizes:
-            if not isinstance(size, torch.SymInt) or len(size.node.expr.free_symbols) != 1:
-                continue
-            symbol = next(iter(size.node.expr.free_symbols))
-            factor = exact(size.node.expr, symbol)
-            if factor is None or not factor.is_Integer:
-                continue
-            entry = (str(symbol), slot, dim, int(factor))
-            if found.setdefault(entry[0], entry)[3] > entry[3]:
-                found[entry[0]] = entry
-    return tuple(found.values())
+            if isinstance(size, torch.SymInt):
+                with contextlib.suppress(SizeError):  # no polynomial tells a symbol
+                    yield number, dim, size_of(size.node.expr)
 
 
 def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -399,7 +381,7 @@ def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
                         f"capture: output {value} is no integer expression."
                     ) from None
             return Slot(constant=value)
-        name = value_name(built.canonical.get(node, node))
+        name = value_name(built.canonical[node])
         named[name] = None
         return Slot(value=name)
 

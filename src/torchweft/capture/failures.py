@@ -1,20 +1,26 @@
-"""A failure: an error of ours while a model is captured or planned, as an error of our own.
+"""Failures and breaks: why a part of a model was not captured, in one line.
 
     try: capture, plan, verify, compile
     except Exception as error: own = as_own(error, "capture")     its first line is the reason
 
-The model itself is fine then: its own graph runs, and the reason is counted (or the error raised).
-What is nobody's failure passes: no memory, and the exceptions by which Dynamo steers itself.
+    y = self.up(x);  dist.broadcast(y, 0);  return self.down(y)
+    ------ graph ------   a break: not captured   ----- graph -----
+
+After a failure of ours the model's own graph runs, and the reason is counted (or the error raised).
+What is nobody's failure passes: no memory, and the exceptions by which Dynamo steers itself. What
+Dynamo cannot capture is a break: it runs as it is, between two graphs.
 """
 
 from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
 
+from torchweft.capture.ops.units import is_users
 from torchweft.errors import CaptureError, WeftError
 from torchweft.private.core import _LazyGraphModule
 from torchweft.private.dynamo import (
@@ -22,6 +28,7 @@ from torchweft.private.dynamo import (
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchDynamoException,
+    graph_break_reasons,
 )
 
 FAILED = (BackendCompilerFailed, InternalTorchDynamoError)
@@ -58,3 +65,30 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(made, name, copied(child))
     return made
+
+
+def break_of(gm: fx.GraphModule) -> str:
+    """Where and why the graph was ended; empty if the model, or a frame of it, just ended."""
+    found: Any = getattr(gm, "compile_subgraph_reason", None)
+    return "" if found is None or not found.graph_break else described(found)
+
+
+def num_breaks() -> int:
+    """How many breaks Dynamo has had in this process."""
+    return len(graph_break_reasons)
+
+
+def breaks_since(number: int) -> list[str]:
+    """The breaks that came behind the first `number`, those too that left no graph."""
+    return [described(found) for found in graph_break_reasons[number:]]
+
+
+def described(found: Any) -> str:
+    """A break in one line: the user's line, and Dynamo's reason."""
+    why = str(found.reason).strip().split("\n")[0]
+    frames = list(found.user_stack)
+    if not frames:
+        return why
+    # Dynamo's own frames come last: they only tell how it stumbled.
+    last = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line or ''} ({why})"

@@ -1,21 +1,24 @@
-"""The `Guards` of a graph: what Dynamo took for granted about its sizes.
+"""The `Guards` of a graph: what was taken for granted about its sizes, so that parts keep to it.
 
 A part is a smaller batch, and it goes through code that was traced for the whole one. So each part
 must satisfy what holds for the whole: at least two rows where Dynamo assumed it, a multiple of four
-where the model's own code looked.
+where the model's own code looked. And no two inputs may overlap in memory (`shared_bytes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import sympy
-from torch import fx
+from torch import Tensor, fx
+from torch.nn import Buffer, Parameter
 
+from torchweft.plan.sizes import Size
 from torchweft.private.core import PythonPrinter, int_oo
 
 
@@ -40,22 +43,41 @@ class Guards:
 
 def _check(condition: Any) -> Callable[[Mapping[str, int]], bool]:
     """A condition as Python: sympy itself would take longer than the call that it guards."""
-    symbols = sorted(condition.free_symbols, key=str)
-    names = {symbol: f"env[{str(symbol)!r}]" for symbol in symbols}
-    text = _GuardPrinter(names).doprint(condition)
-    found: Callable[[Mapping[str, int]], bool] = eval(f"lambda env: {text}", {"math": math})
-    return found
+    names = {s: sympy.Symbol(f"env[{str(s)!r}]", integer=True) for s in condition.free_symbols}
+    text = PythonPrinter().doprint(condition.xreplace(names))
+    holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda env: {text}", {"math": math})
+    return holds
 
 
-class _GuardPrinter(PythonPrinter):
-    """Prints expressions with other names for their symbols."""
+class SymbolSlot(NamedTuple):
+    """Where a symbol is found: an argument that is a number (dim None), or a dim of a tensor.
 
-    def __init__(self, names: Mapping[Any, str]) -> None:
-        super().__init__()
-        self.names = names
+    What is found there is the symbol times `factor`.
+    """
 
-    def _print_Symbol(self, symbol: Any) -> str:  # noqa: N802
-        return self.names[symbol]
+    symbol: str
+    argument: int
+    dim: int | None
+    factor: int
+
+    def number(self, arguments: Sequence[Any]) -> int:
+        """The number that the symbol stands for in a call."""
+        given = arguments[self.argument]
+        return int(given if self.dim is None else given.shape[self.dim]) // self.factor
+
+
+def symbol_slots(sizes: Iterable[tuple[int, int | None, Size]]) -> tuple[SymbolSlot, ...]:
+    """A slot for each symbol among sizes of arguments (argument, dim, size).
+
+    The factor is 1 wherever an argument has the symbol itself; `5*s0` alone tells `s0` too.
+    """
+    slots: dict[str, SymbolSlot] = {}
+    for argument, dim, size in sizes:
+        match size.terms:
+            case (((name,), factor),) if size.symbols == {name}:
+                if name not in slots or factor < slots[name].factor:
+                    slots[name] = SymbolSlot(name, argument, dim, factor)
+    return tuple(slots.values())
 
 
 def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -> Guards:
@@ -83,3 +105,20 @@ def _shape_env(gm: fx.GraphModule) -> Any:
         if fake is not None and fake.shape_env is not None:
             return fake.shape_env
     return None
+
+
+def shared_bytes(inputs: Sequence[Any]) -> str:
+    """Why inputs cannot be cut into rows: two of them overlap in memory; empty if none do.
+
+    A row of one may then be another row of the other, which a write would reach too early.
+    """
+    spans: list[tuple[int, int]] = []
+    for item in {id(item): item for item in inputs if isinstance(item, Tensor)}.values():
+        if type(item) in (Tensor, Parameter, Buffer) and item.numel():
+            reach = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True))
+            start = item.data_ptr()
+            spans.append((start, start + (reach + 1) * item.element_size()))
+    spans.sort()
+    if any(start < end for (_, end), (start, _) in pairwise(spans)):
+        return "alias: two inputs overlap in memory, and one of them may be written"
+    return ""

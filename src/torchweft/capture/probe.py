@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from torchweft.capture.dynamo import Capture
-from torchweft.capture.reference import merge, permute_rows, take_rows
-from torchweft.plan.graph import Op
+from torchweft.plan.graph import Batch, Op
 
 MIN_ROWS = 4
 TOLERANCE = 1e-4
@@ -141,3 +140,48 @@ def _close(got: Any, want: Any) -> bool:
 def _kept(item: Any) -> Any:
     """A copy, so that ops which write leave the caller's tensors alone."""
     return item.detach().clone() if isinstance(item, torch.Tensor) else item
+
+
+def take_rows(
+    tensor: torch.Tensor,
+    batch: Batch,
+    start: int,
+    stop: int,
+    env: dict[str, int],
+    *,
+    keep_view: bool = False,
+) -> torch.Tensor:
+    """Rows `start` to `stop` of a tensor whose rows are where `batch` says."""
+    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
+    if outer == 1:
+        piece = tensor.narrow(batch.dim, start * inner, (stop - start) * inner)
+    else:
+        apart = _apart(tensor, batch.dim, outer, inner)
+        piece = apart.narrow(batch.dim + 1, start, stop - start).flatten(batch.dim, batch.dim + 2)
+    if not keep_view and tensor.is_contiguous() and not piece.is_contiguous():
+        return piece.contiguous()
+    return piece
+
+
+def merge(parts: Sequence[torch.Tensor], batch: Batch, env: dict[str, int]) -> torch.Tensor:
+    """Parts joined to the whole."""
+    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
+    if outer == 1:
+        return torch.cat(list(parts), batch.dim)
+    apart = [_apart(part, batch.dim, outer, inner) for part in parts]
+    return torch.cat(apart, batch.dim + 1).flatten(batch.dim, batch.dim + 2)
+
+
+def permute_rows(
+    tensor: torch.Tensor, batch: Batch, order: torch.Tensor, env: dict[str, int]
+) -> torch.Tensor:
+    """The rows of a tensor in another order."""
+    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
+    apart = _apart(tensor, batch.dim, outer, inner).index_select(batch.dim + 1, order)
+    return apart.flatten(batch.dim, batch.dim + 2)
+
+
+def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
+    """Dim `dim` as three: outer, rows, inner."""
+    shape = list(tensor.shape)
+    return tensor.reshape(*shape[:dim], outer, -1, inner, *shape[dim + 1 :])

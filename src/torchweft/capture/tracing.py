@@ -1,10 +1,10 @@
-"""A `Tracer`: a Dynamo backend that captures every graph of a model and runs the reference.
+"""The `Watch`: sees to it that Dynamo compiles the calls of a model as capture needs it.
 
-tracer = Tracer(rules=...)
-compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
-compiled(x)                               # equal to model(x)
-tracer.captures                           # one `Capture` a graph (graph breaks make several)
-tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
+    watch = Watch(dim=0, blocks=Blocks(model))
+    watch(compile_by(backend, model), args, kwargs)     # equal to model(*args, **kwargs)
+
+Settings and marks are made when Dynamo starts to compile, and taken back at its end. A frame that
+Dynamo cannot compile is tried without blocks, then for one number of rows, and else runs as it is.
 """
 
 from __future__ import annotations
@@ -15,22 +15,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
 
 from torchweft.capture.blocks.blocks import Blocks
-from torchweft.capture.breaks import breaks_since, num_breaks
-from torchweft.capture.dynamo import MARKED, Capture, capture, mark_batch
-from torchweft.capture.failures import as_own, first_line
-from torchweft.capture.marks import MarkRule, require_matched
+from torchweft.capture.dynamo import MARKED, mark_batch
+from torchweft.capture.failures import as_own, breaks_since, first_line, num_breaks
 from torchweft.capture.ops.units import TORCH
-from torchweft.capture.reference import run_reference
 from torchweft.errors import WeftError
 from torchweft.private.core import tree_leaves
 from torchweft.private.dynamo import (
@@ -354,39 +349,3 @@ def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
         inside += [getattr(item, name, None) for name in slots]
         waiting += [(leaf, depth + 1) for leaf in tree_leaves(inside)]
     return found
-
-
-@dataclass
-class Tracer:
-    """Captures, and runs what was captured by the reference."""
-
-    rules: Sequence[MarkRule] = ()
-    batch: int | str | Sequence[str] | None = None
-    cut: Callable[[int], Sequence[int]] | None = None
-    captures: list[Capture] = field(default_factory=list)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend that Dynamo calls."""
-        captured = capture(gm, example_inputs, rules=self.rules, batch=self.batch)
-        self.captures.append(captured)
-
-        def run(*inputs: Any) -> Any:
-            _, env = captured.bind(inputs)
-            rows = env.get(captured.graph.batch or "", 0)
-            cuts = self.cut is not None and rows > 1 and captured.splits(env)
-            bounds = self.cut(rows) if self.cut is not None and cuts else None
-            return run_reference(captured, inputs, bounds)
-
-        return run
-
-    def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
-        """The model under this tracer; the batch is dynamic from the first call on."""
-        compiled = compile_by(self, model, fullgraph=fullgraph)
-        watch = Watch(self.batch if isinstance(self.batch, int) else 0)
-        return lambda *args, **kwargs: watch(compiled, args, kwargs)
-
-    def require_matched(self) -> None:
-        """Raise `CaptureError` if a rule matched nothing in any captured graph."""
-        matched = [rule for captured in self.captures for rule in captured.matched]
-        names = [op.mark for captured in self.captures for op in captured.graph.ops if op.mark]
-        require_matched(self.rules, matched, names)

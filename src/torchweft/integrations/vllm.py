@@ -28,8 +28,8 @@ from typing import Any
 from torch import distributed, fx, nn
 
 from torchweft.capture import splitters
-from torchweft.capture.foreign import reduce_by_torch
 from torchweft.capture.marks import row_wise
+from torchweft.capture.ops.collectives import reduce_by_torch
 from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.options import Options, check_names

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from torchweft.capture.bodies.inner import compile_bodies
+from torchweft.capture.bodies.inner import compile_bodies, trusted_inputs
 from torchweft.capture.bodies.replay import placed_by
-from torchweft.capture.bodies.trusted import trusted_inputs
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
-from torchweft.capture.guards import guards_of
-from torchweft.capture.shared import shared_bytes
+from torchweft.capture.guards import guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
 from torchweft.errors import CaptureError, RefusedError, RunError, StateError, WeftError
 from torchweft.plan.context import TOLD, Context

@@ -16,10 +16,10 @@ from torchweft.capture.blocks.blocks import BlockError, Blocks
 from torchweft.capture.blocks.inlining import inline
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.failures import as_own, copied, first_line
+from torchweft.capture.guards import shared_bytes
 from torchweft.capture.marks import require_matched
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.capture.probe import probe, untried
-from torchweft.capture.shared import shared_bytes
 from torchweft.errors import WeftError
 from torchweft.options import Options
 from torchweft.plan.context import TOLD, HostFacts
@@ -96,7 +96,7 @@ class Session:
         known: dict[str, Any] = {"rules": rules, "batch": options.batch, "name": f"piece{number}"}
         if (options.level or level_of(gm, example_inputs)) == "aten":
             if blocks:
-                inline(gm, rules, everything=True)
+                inline(gm, rules)
             why = shared_bytes(example_inputs)
             if options.splitters:
                 why = "state: at the aten level no call shows the side state that it touches"

@@ -3,7 +3,7 @@
     torchweft bench depth [--layers 4,16,64] [--inners eager,inductor] [--pairs 30] [--json]
 
 A model like Llama, tiny, is compiled at several depths: by `torch.compile` in one graph, and by
-Weft, which captures a layer once and stamps it. Inductor starts with an empty cache, and a model
+Weft, which traces a layer once. Inductor starts with an empty cache, and a model
 of two layers compiles the kernels before the clock starts: seconds per added layer are those of
 tracing, planning and Inductor's own work (without Inductor: the shortest of three). At the greatest
 depth both run in turn, with an A/A control. At last 80 layers are planned: write, lower and verify,

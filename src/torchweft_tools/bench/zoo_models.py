@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchweft.capture.tracing import Tracer
+from torchweft_tools.tracer import Tracer
 
 ROWS = 5
 TOKENS = 7

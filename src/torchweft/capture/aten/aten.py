@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from torchweft.capture.aten.passes import prepare
-from torchweft.capture.breaks import break_of
 from torchweft.capture.dynamo import Capture, analyse, candidates
+from torchweft.capture.failures import break_of
 from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
 from torchweft.capture.rows.rows import Rows

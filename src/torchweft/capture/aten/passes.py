@@ -4,7 +4,7 @@ layer_norm_backward -> (x, w, b)      one call for x (row-wise), one for w and b
 native_dropout(x)   -> (y, mask)      the mask is drawn without x; y = x * mask * scale
 view(x)                               reshape: a part of x may have gaps
 copy_(x, index_put(x, ...))           index_put_(x, ...), see `inplace`
-copy(empty, wait_tensor(t))           the result itself, see `buffers`
+copy(empty, wait_tensor(t))           the result itself, see `drop_buffers`
 return y, y.view(...)                 the view is taken again at the end, for the caller only
 """
 
@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from torchweft.capture.aten.inplace import put_back
-from torchweft.capture.ops.buffers import drop_buffers
+from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.private.core import OpOverload, is_fake, suggest_memory_format
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""The `Blocks` of a model: repeated modules, traced once and stamped as often as they are called.
+"""The `Blocks` of a model: repeated modules, traced once, however often they are called.
 
     model.layers[0..63]  --wrap-->  Dynamo traces layer 0, and finds the others alike
                          --adopt-> each call has its own weights

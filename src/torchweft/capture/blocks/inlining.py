@@ -1,16 +1,15 @@
-"""Inlining: calls of blocks that wait for other ranks, or for a disk, give way to what they call.
+"""Inlining: each call of a block gives way to what the block calls.
 
     block0 = [head, all_reduce, tail]      ->      head  all_reduce  tail head  all_reduce  tail
     block1 = [head, all_reduce, tail]                                ^^^^^^^^^ one op
 
-What a block does behind its last collective joins what the next one does before its first, as it
-would without blocks: an op of its own at the border would run on all parts, and so wait for the
-last of them, before the next block begins. Dynamo has traced the block once all the same, and
+Dynamo has traced the block once, `twins` tells what is known of the later calls from the first, and
 ops of equal structure share one body, whatever layers their calls come from.
 
-A block that waits for nobody is inlined only where a collective stands right before or behind it;
-others are stamped whole (see `templates`), or a stack without collectives would be a single op.
-What is captured at the aten level is traced once more there, so all of its blocks are inlined.
+What a block does behind its last collective joins what the next one does before its first, as it
+would without blocks: an op of its own at the border would run on all parts, and so wait for the
+last of them, before the next block begins. Where nobody waits for other ranks, or for a disk, ops
+end at the borders of blocks: else a stack would be a single op, and no two layers would share one.
 """
 
 from __future__ import annotations
@@ -21,39 +20,41 @@ from typing import Any
 from torch import fx
 
 from torchweft.capture.blocks.blocks import INVOKE, BlockError
-from torchweft.capture.blocks.twins import InlinedCall
+from torchweft.capture.blocks.twins import CALLS, InlinedCall
 from torchweft.capture.marks import MarkRule, marks_of
-from torchweft.capture.ops.units import is_collective
+from torchweft.capture.ops.units import BLOCK, is_collective
 from torchweft.capture.rows.rows import AGAIN, is_getitem
 
 SLOW = ("network", "io")
-CALLS = "weft_inlined"
 
 
-def inline(gm: fx.GraphModule, rules: Sequence[MarkRule] = (), *, everything: bool = False) -> None:
-    """Put the calls of slow blocks, and of blocks next to something slow, into the graph itself.
+def inline(gm: fx.GraphModule, rules: Sequence[MarkRule] = ()) -> None:
+    """Put what blocks call into the graph itself, with a note where ops end at their borders.
 
-    everything: inline all blocks, slow or not.
     Raises `BlockError` for a block that is marked otherwise than the first of its kind.
     """
     first: dict[str, fx.Node] = {}
-    found: dict[str, list[InlinedCall]] = {}
+    inlined: dict[str, list[InlinedCall]] = {}
     calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
-    for call in calls if everything else _near_slow(gm, calls, rules):
+    open_borders = _near_slow(gm, calls, rules)
+    for call in calls:
         name = _name(call)
         if first.setdefault(name, call) is call:
             _drop_sizes(_code(gm, call).graph)
         elif call.meta.get("custom") != first[name].meta.get("custom"):
             raise BlockError(f"block: {call} is marked otherwise than {first[name]}.")
-        found.setdefault(name, []).append(_inline(gm, call, first[name]))
-    gm.meta[CALLS] = list(found.values())
+        one = _inline(gm, call, first[name])
+        inlined.setdefault(name, []).append(one)
+        for node in one.nodes if call not in open_borders else ():
+            node.meta[BLOCK] = call.name
+    gm.meta[CALLS] = list(inlined.values())
     gm.graph.lint()
     gm.recompile()
 
 
 def _near_slow(
     gm: fx.GraphModule, calls: Sequence[fx.Node], rules: Sequence[MarkRule]
-) -> list[fx.Node]:
+) -> set[fx.Node]:
     """The calls of blocks that are slow, or that nothing but something slow parts from another."""
     code = {_name(call): _code(gm, call) for call in calls}
     slow = {name for name in code if _slow(code[name].graph, rules)}
@@ -67,7 +68,7 @@ def _near_slow(
         elif node in calls or node.op == "output":
             chosen.update([*last, node] if waits else [])
             last, waits = [node], False
-    return [call for call in calls if call in chosen]
+    return chosen
 
 
 def _slow(graph: fx.Graph, rules: Sequence[MarkRule]) -> set[fx.Node]:

@@ -1,7 +1,7 @@
 """The `Likeness` of two calls of a block: whether what was traced for one holds for the other.
 
     blocks[0](x, y)   traced, a Likeness is kept
-    blocks[1](x, y)   alike: stamped without being traced      (or traced, and a Likeness is kept)
+    blocks[1](x, y)   alike: known without being traced        (or traced, and a Likeness is kept)
 
 Dynamo asks this of some guards that the first call made. It does not ask for the class, the hooks
 and the settings of modules inside a block, for one tensor that stands in two places, for a keyword
@@ -23,9 +23,10 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -394,7 +395,7 @@ def _globals(tx: Any) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def ask_for_likeness() -> Iterator[None]:
-    """Let Dynamo stamp a region only where the calls are alike."""
+    """Let Dynamo take a region for another only where the calls are alike."""
     build, reusable = invoke_subgraph.build_reuse_condition, invoke_subgraph.is_reusable
     same = higher_order_ops.are_same_graph_modules
 
@@ -432,21 +433,11 @@ def ask_for_likeness() -> Iterator[None]:
         return same(name, a, b, fake_mode) and _text(a) == _text(b)
 
     with (
-        _replaced(invoke_subgraph, "build_reuse_condition", likeness),
-        _replaced(invoke_subgraph, "is_reusable", is_alike),
-        _replaced(higher_order_ops, "are_same_graph_modules", are_same),
+        patch.object(invoke_subgraph, "build_reuse_condition", likeness),
+        patch.object(invoke_subgraph, "is_reusable", is_alike),
+        patch.object(higher_order_ops, "are_same_graph_modules", are_same),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: types.ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    old = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, old)
 
 
 def _text(gm: fx.GraphModule) -> list[str]:

@@ -23,6 +23,8 @@ from torchweft.capture.rows.axes import SYMBOLIC
 from torchweft.capture.rows.rows import BYTES, CallRows, Rows, id_of
 from torchweft.private.core import FakeTensor, no_dispatch, tree_leaves, tree_map
 
+CALLS = "weft_inlined"  # of a graph: its inlined calls, those of one block together
+
 
 @dataclass(frozen=True)
 class InlinedCall:

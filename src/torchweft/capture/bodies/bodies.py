@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweft.capture.bodies.calls import Calls
-from torchweft.capture.bodies.few_calls import calls_of
+from torchweft.capture.bodies.calls import Calls, calls_of
 from torchweft.capture.bodies.outs import Into
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.units import source_of, state_name, storages
@@ -96,19 +95,6 @@ def _at_once(issue: Function, complete: Function, *arguments: Any) -> Any:
     return complete(issue(*arguments))
 
 
-@dataclass
-class Library:
-    """Modules by key: equal bodies share one."""
-
-    codes: dict[str, fx.GraphModule] = field(default_factory=dict)
-
-    def share(self, key: str, gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-        """The module of a key; if it is new, made of this graph with the modules of `gm`."""
-        if key not in self.codes:
-            self.codes[key] = fx.GraphModule(gm, graph, class_name="Body")
-        return self.codes[key]
-
-
 # This Python function refuses a part of one row, for the sake of training; its kernel does not.
 UNCHECKED: Mapping[Any, Any] = MappingProxyType(
     {torch.nn.functional.group_norm: torch.group_norm},
@@ -170,15 +156,17 @@ class BodyWriter:
             self._copy(node)
 
     def finish(
-        self, makes: Iterable[fx.Node], library: Library
+        self, makes: Iterable[fx.Node], codes: dict[str, fx.GraphModule]
     ) -> tuple[fx.GraphModule, tuple[Size, ...], str]:
-        """The module, its sizes and its key."""
+        """The module, its sizes and its key. Equal bodies share one module: `codes`, by key."""
         self._switch(((), self.grad))
         self.graph.output(tuple(self.local[node] for node in makes))
         self._order_placeholders()
         sizes = tuple(self.sizes)
         key = key_of(self.gm, self.graph, sizes)
-        return library.share(key, self.gm, self.graph), sizes, key
+        if key not in codes:
+            codes[key] = fx.GraphModule(self.gm, self.graph, class_name="Body")
+        return codes[key], sizes, key
 
     def _order_placeholders(self, more: Iterable[fx.Node] = ()) -> None:
         """Reads first, sizes after them, then more, calls behind all."""
@@ -236,8 +224,7 @@ class BodyWriter:
         while kept < min(len(self.entered), len(enters)) and self.entered[kept][0] is enters[kept]:
             kept += 1
         for _, emitted in reversed(self.entered[kept:]):
-            leave = exit_autocast
-            self.graph.call_function(leave, (emitted,))
+            self.graph.call_function(exit_autocast, (emitted,))
         del self.entered[kept:]
         for enter in enters[kept:]:
             emitted = self.graph.call_function(enter.target, enter.args, dict(enter.kwargs))  # type: ignore[arg-type]
@@ -248,11 +235,10 @@ class BodyWriter:
 
     def _argument(self, node: fx.Node) -> Any:
         """What stands for `node` in the new graph: a copy, a size, a constant or an argument."""
-        if node in self.local:
-            return self.local[node]
-        node = self.canonical.get(node, node)
-        if node in self.local:
-            return self.local[node]
+        for known in (node, self.canonical[node]):
+            if known in self.local:
+                return self.local[known]
+        node = self.canonical[node]
         value = self.rows.value(node)
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             self.local[node] = self.graph.get_attr(str(node.target))

@@ -6,9 +6,9 @@
 Inductor gets the body's own graph, on fake tensors whose sizes are symbols. What it takes for
 granted is one look-up away, and Dynamo is not asked: reads lie in memory without gaps, in the
 order of their dims, and have known shapes (weights are looked at once a call, for all ops: see
-`trusted`). What is new leads to another *variant*: dims in another order, sizes that break what the
-variants so far took for granted. A read with gaps is copied. Where Inductor fails, or a copy would
-hide a write, the body runs eagerly; the report names what Inductor failed at.
+`TrustedInputs`). What is new leads to another *variant*: dims in another order, sizes that break
+what the variants so far took for granted. A read with gaps is copied. Where Inductor fails, or a
+copy would hide a write, the body runs eagerly; the report names what Inductor failed at.
 
 The form of a body that writes where it is told is a structure of its own, compiled when a plan
 first runs it. Its last arguments are slices of rooms, whose layout we know (see `epilogue`).
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.bodies.outs import ResultBytes
-from torchweft.capture.guards import Guards
+from torchweft.capture.guards import Guards, SymbolSlot, symbol_slots
 from torchweft.capture.marks import target_name
 from torchweft.capture.rows.rows import id_of
 from torchweft.errors import RunError
@@ -47,8 +47,6 @@ VOUCHED = ("torch", "aten", "prims", "_operator")
 Function = Callable[..., Any]
 Order = tuple[int, ...]
 """The dims of a tensor, from the outermost in memory to the innermost."""
-Place = tuple[str, int, int | None, int]
-"""A symbol is found in argument, dim (None: the argument is a number), divided by a factor."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Structure:
         ]
         self.told = sorted({*self.checked, *(n for n, v in enumerate(reads) if _is_symbolic(v))})
         self.is_vouched = _is_vouched(body.code)
-        self.places = _places(reads, body)
+        self.slots = symbol_slots(_sizes(reads, body))
         self.variants: list[Variant] = []
         self.refused = self._refusal()
         self._lock = threading.Lock()
@@ -100,7 +98,7 @@ class Structure:
         wanted = {s for value in self.reads for size in value.shape for s in size.symbols}
         wanted |= {s for size in self.body.sizes for s in size.symbols}
         wanted |= {s for room in self.rooms for size in room.shape for s in size.symbols}
-        if wanted - {place[0] for place in self.places}:
+        if wanted - {slot.symbol for slot in self.slots}:
             return "a size cannot be told from its reads"
         return ""
 
@@ -146,7 +144,7 @@ class Structure:
 
     def _find(self, orders: tuple[Order, ...], arguments: Sequence[Any]) -> Function:
         """A variant that is right for these reads, compiled if there is none."""
-        env = {place[0]: _number(arguments, place) for place in self.places}
+        env = {slot.symbol: slot.number(arguments) for slot in self.slots}
         self._require_shapes(arguments, env)
         with self._lock:
             for variant in self.variants:
@@ -185,7 +183,7 @@ class Structure:
         # Now: behind the compilation a symbol that was taken for its number is that number.
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         fakes = self._fakes(mode, orders, symbols)
-        unseen = tuple(place for place in self.places if place[3] != 1)
+        unseen = tuple(slot for slot in self.slots if slot.factor != 1)
         made: list[Any] = []
 
         def inner(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +200,7 @@ class Structure:
             functorch_config.patch(enable_autograd_cache=False),  # Inductor's own cache is used
         ):
             code = _copy(self.body.code, len(unseen))
-            fakes = [*(symbols[place[0]] for place in unseen), *fakes]
+            fakes = [*(symbols[slot.symbol] for slot in unseen), *fakes]
             whole: Any = compile_fx(code, fakes, inner_compile=inner)
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
         source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
@@ -280,35 +278,17 @@ def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
     return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
-def _places(reads: Sequence[Value], body: Body) -> tuple[Place, ...]:
-    """Where each symbol is found in the arguments; numbers are looked for first."""
-    sizes: list[tuple[int, int | None, Size]]
-    sizes = [(len(reads) + n, None, size) for n, size in enumerate(body.sizes)]
-    sizes += [(n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape)]
-    found: dict[str, Place] = {}
-    for number, dim, size in sizes:
-        if (
-            len(size.terms) == 1
-            and len(size.terms[0][0]) == 1
-            and size.symbols == {size.terms[0][0][0]}
-        ):
-            name, factor = size.terms[0][0][0], size.terms[0][1]
-            if name not in found or factor < found[name][3]:
-                found[name] = (name, number, dim, factor)
-    return tuple(found.values())
+def _sizes(reads: Sequence[Value], body: Body) -> Iterator[tuple[int, int | None, Size]]:
+    """The sizes of a body's arguments: numbers first, then the dims of its reads."""
+    yield from ((len(reads) + n, None, size) for n, size in enumerate(body.sizes))
+    yield from ((n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape))
 
 
-def _number(arguments: Sequence[Any], place: Place) -> int:
-    _, number, dim, factor = place
-    size = arguments[number] if dim is None else arguments[number].shape[dim]
-    return int(size) // factor
-
-
-def _told(function: Function, places: Sequence[Place]) -> Function:
-    """The function, but it gets the numbers in these places first."""
-    if not places:
+def _told(function: Function, slots: Sequence[SymbolSlot]) -> Function:
+    """The function, but it gets the numbers in these slots first."""
+    if not slots:
         return function
-    return lambda given: function([*(_number(given, place) for place in places), *given])
+    return lambda given: function([*(slot.number(given) for slot in slots), *given])
 
 
 def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:
@@ -342,7 +322,7 @@ def _is_vouched(code: fx.GraphModule) -> bool:
     """Whether all calls of a body are torch's own, which make the shapes that they declare.
 
     Inductor's code then need not look at sizes: those of the reads are known from the look-up, or
-    they are `Trusted`.
+    they are `TrustedInputs`.
     """
     return all(
         node.op in ("placeholder", "call_method", "output")

@@ -10,7 +10,7 @@ differ in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +20,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from torchweft.capture.bodies.bodies import Body
-from torchweft.capture.bodies.inductor import Structure
+from torchweft.capture.bodies.inductor import Structure, order_of
 from torchweft.capture.bodies.outs import GAPS, Into, ResultBytes, Unfit, without
-from torchweft.capture.dynamo import Capture
+from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
-from torchweft.plan.graph import Op
+from torchweft.errors import RunError
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.sizes import ZERO, Size
 from torchweft.private.core import c_linear
+from torchweft.private.dynamo import TensorGuards
 
 Function = Callable[..., Any]
 Form = Function | Structure
@@ -252,3 +254,55 @@ ONEDNN: Mapping[Any, Function] = MappingProxyType(
 )
 TAKEN_APART: Mapping[Any, Function] = MappingProxyType({aten.addmm.default: addmm})
 """What a replaced call has become in the form that writes where it is told."""
+
+
+Wanted = tuple[tuple[int | None, ...], tuple[int, ...] | None, Any]
+"""Shape, order of dims in memory, and type."""
+
+
+class TrustedInputs:
+    """Weights whose sizes and layout no kernel of Inductor looks at: one check a call for them all.
+
+    Dynamo guards them too, but a tensor that stays in its dict is not looked at again: what
+    `weight.data = ...` or `model.to(memory_format=...)` changes goes unseen. So each call compares
+    types, sizes and strides with those that were compiled for, at the speed of a guard.
+    """
+
+    def __init__(self, wanted: Mapping[str, Wanted], inputs: Sequence[str]) -> None:
+        self.wanted = wanted
+        self._pick = getter([inputs.index(name) for name in wanted])
+        self._guards: Any = None
+
+    def check(self, given: Sequence[Any]) -> None:
+        """Raise `RunError` if an input is not as it was."""
+        tensors = self._pick(given)
+        guards = self._guards
+        if guards is None or not guards.check(*tensors):
+            self._look(tensors)
+
+    def _look(self, tensors: Sequence[Any]) -> None:
+        """The same, one by one; what is right now is what guards compare with from now on."""
+        for tensor, (name, wanted) in zip(tensors, self.wanted.items(), strict=True):
+            if (tuple(tensor.shape), order_of(tensor), tensor.dtype) != wanted:
+                raise RunError(
+                    f"run: {name!r} has changed since it was compiled, where Dynamo does not look: "
+                    f"it is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}. "
+                    "Call torch._dynamo.reset() after such a change, and it is compiled anew."
+                )
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> TrustedInputs | None:
+    """The inputs that bodies of a graph take for granted; None if there are none."""
+    wanted: dict[str, Wanted] = {}
+    for op in graph.ops:
+        body = bodies[op.name]
+        for form in body.by if isinstance(body, InnerBody) else ():
+            if form.refused or not form.is_vouched:
+                continue
+            for number, name in enumerate(op.reads):
+                if number not in form.told:
+                    shape = tuple(size.constant for size in graph.value[name].shape)
+                    like = form.body.examples[number]
+                    wanted[name] = (shape, form.orders[number], like.dtype)
+    return TrustedInputs(wanted, graph.inputs) if wanted else None

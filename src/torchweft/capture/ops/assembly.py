@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchweft.capture.bodies.bodies import Body, BodyWriter, Library, modes_of
+from torchweft.capture.blocks.twins import CALLS, Twins
+from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers
 from torchweft.capture.bodies.replay import into_of
-from torchweft.capture.marks import target_name
-from torchweft.capture.ops.collectives import Phases, collective_of, two_phases
-from torchweft.capture.ops.owners import Owners
-from torchweft.capture.ops.regions import Region
-from torchweft.capture.ops.units import Unit, bound_symbols, is_work, source_of, storages
-from torchweft.capture.rows.axes import SYMBOLIC, size_of
-from torchweft.capture.rows.rows import Rows
+from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
+from torchweft.capture.ops.collectives import Owners, Phases, collective_of, two_phases
+from torchweft.capture.ops.peel import peel
+from torchweft.capture.ops.regions import Region, cut, settle, sink
+from torchweft.capture.ops.units import (
+    Unit,
+    bound_symbols,
+    find_units,
+    is_work,
+    source_of,
+    states_of,
+    storages,
+)
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
+from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
@@ -48,7 +57,6 @@ class Assembly:
     reasons: dict[str, str] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
-    bases: dict[str, str] = field(default_factory=dict)
     num_names: Counter[str] = field(default_factory=Counter)
     phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
@@ -56,40 +64,32 @@ class Assembly:
 
     def __post_init__(self) -> None:
         graph = self.gm.graph
-        self.library = Library()
+        self.codes: dict[str, fx.GraphModule] = {}
         self.modes = modes_of(graph)
         self.bound = bound_symbols(graph, self.rows)
         self.cheap = {node for unit in self.units if unit.cheap for node in unit.nodes}
         self.canonical = _canonical(graph, self.rows)
-        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.output = graph.output_node()
+        self.outputs = list(
+            dict.fromkeys(self.canonical[node] for node in self.output.all_input_nodes)
+        )
         self.written = set().union(*(unit.writes for unit in self.units)) if self.units else set()
         self.owners = Owners(graph, self.rows, self.regions, self.cheap)
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
         writers = []
-        wanted: set[fx.Node] = set()
         for region in self.regions:
             copied, canonical = self.is_copied, self.canonical
             writer = BodyWriter(self.gm, self.rows, copied, canonical, self.modes, self.written)
-            if region.block is None:
-                writer.write(region.calls)
-            else:
-                wanted |= {self._operand(region, place) for place in region.block.inputs.values()}
+            writer.write(region.calls)
             writers.append(writer)
-        wanted |= {node for writer in writers for node in writer.reads}
-        wanted |= {self.canonical.get(node, node) for node in self.output.all_input_nodes}
+        wanted = {node for writer in writers for node in writer.reads}
+        wanted.update(self.outputs)
         self._make_inputs(wanted)
         made: list[tuple[Op, Region, BodyWriter, list[fx.Node]]] = []
         for region, writer in zip(self.regions, writers, strict=True):
-            if region.block is not None:
-                self._stamp(region)
-                continue
-            makes = [
-                node
-                for node in region.calls
-                if node in wanted and self.canonical.get(node, node) is node
-            ]
+            makes = [n for n in region.calls if n in wanted and self.canonical[n] is n]
             if (
                 makes
                 or region.collective
@@ -100,34 +100,6 @@ class Assembly:
                 self._make_op(region, writer, makes)
                 made.append((self.ops[-1], region, writer, makes))
         self._place(made)
-
-    def _operand(self, region: Region, place: int) -> fx.Node:
-        """What the call of a block is given in a place."""
-        node = region.calls[0].args[2 + place]
-        assert isinstance(node, fx.Node), "templates refuse constants"
-        return self.canonical.get(node, node)
-
-    def _stamp(self, region: Region) -> None:
-        """Add the ops of a block, under names of their own."""
-        template, call = region.block, region.calls[0]
-        names = {
-            name: value_name(self._operand(region, place))
-            for name, place in template.inputs.items()
-        }
-        for taker in region.calls[1:]:
-            names[template.outputs[taker.args[1]]] = value_name(self.canonical[taker])
-        for value in template.values:
-            names.setdefault(value.name, f"{value_name(call)}.{value.name}")
-        self.unplaced |= {names[name]: why for name, why in template.unplaced.items()}
-        values, ops = template.stamp(names)
-        self.values.update({value.name: value for value in values})
-        for op in ops:
-            name = self._unique(template.bases[op.name])
-            self.ops.append(replace(op, name=name))
-            self.bodies[name] = template.bodies[op.name]
-            self.num_calls[name] = template.num_calls[op.name]
-            if op.name in template.reasons:
-                self.reasons[name] = template.reasons[op.name]
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
@@ -196,7 +168,7 @@ class Assembly:
         kind, reason = self._kind(region, reads, made, mutates)
         kind = declared or kind
         name = self._name(region)
-        code, sizes, key = writer.finish(makes, self.library)
+        code, sizes, key = writer.finish(makes, self.codes)
         body = Body(
             key,
             code,
@@ -235,7 +207,7 @@ class Assembly:
         """Say which values that are needed whole are written by their parts where they belong."""
         live = torch.is_grad_enabled() and self.rows.level == "torch"
         whole = {name for op in self.ops if op.whole for name in op.touched}
-        whole |= {value_name(self.canonical.get(n, n)) for n in self.output.all_input_nodes}
+        whole |= set(map(value_name, self.outputs))
         makers = Makers(self.gm.graph, self.rows, self.units)
         for op, region, writer, makes in made:
             roots = [node for node in makes if self.values[value_name(node)].alias_of is None]
@@ -264,14 +236,11 @@ class Assembly:
 
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""
-        outputs = [self.canonical.get(node, node) for node in self.output.all_input_nodes]
         for node in made:
             number = next(iter(storages(self.rows.value(node))), None)
             if number is None:
                 continue
-            twice = (
-                sum(number in storages(self.rows.value(out)) for out in dict.fromkeys(outputs)) > 1
-            )
+            twice = sum(number in storages(self.rows.value(out)) for out in self.outputs) > 1
             if number not in self.written and number not in self.given and not twice:
                 continue
             earlier = [*reads, *list(made)[: list(made).index(node)]]
@@ -302,9 +271,7 @@ class Assembly:
             return "batch-free", ""
         if any(value.batch is None for value in made.values()):
             return "mixing", "a value that it makes has no rows"
-        outputs = {
-            value_name(self.canonical.get(node, node)) for node in self.output.all_input_nodes
-        }
+        outputs = set(map(value_name, self.outputs))
         for value in made.values():
             if value.alias_of is not None and (
                 value.name in outputs or value.alias_of not in self.inputs
@@ -352,8 +319,32 @@ class Assembly:
             self.num_names[base] += 1
             name = f"{base}.{number}" if number else base
             if name not in self.bodies:
-                self.bases[name] = base
                 return name
+
+
+def assemble(
+    gm: fx.GraphModule,
+    symbols: Symbols,
+    *,
+    rules: Sequence[MarkRule] = (),
+    level: str = "torch",
+    given: Mapping[str, Axis | None] | None = None,
+) -> tuple[Assembly, frozenset[MarkRule]]:
+    """Cut a graph into ops by one symbol for the batch; the rules that matched."""
+    marks, matched = marks_of(gm.graph, rules)
+    if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
+        marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
+    declared = {n: "row-wise" for n in gm.graph.nodes if told_of(n, rules, "rows")}
+    declared |= {n: m.rows for n, (m, _) in marks.items() if m.rows is not None}
+    twins = Twins(gm.meta.get(CALLS, ()))
+    rows = find_rows(gm, symbols, declared, level=level, given=given, twins=twins)
+    units = find_units(gm.graph, rows, marks, states_of(gm.graph, rules))
+    settle(units, rows, gm.graph)
+    if given is None:  # else results are kept for the backward graph
+        peel(units, rows, gm.graph)
+    built = Assembly(gm, rows, cut(sink(units, rows), rows), units)
+    built.build()
+    return built, frozenset(matched)
 
 
 def value_name(node: fx.Node) -> str:
@@ -367,8 +358,8 @@ def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         value = rows.value(node)
-        if isinstance(value, torch.Tensor) and node.op != "output":
-            found[node] = first.setdefault(id(value), node)
+        plain = isinstance(value, torch.Tensor) and node.op != "output"
+        found[node] = first.setdefault(id(value), node) if plain else node
     return found
 
 

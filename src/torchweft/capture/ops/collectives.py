@@ -1,4 +1,4 @@
-"""Collectives as graphs show them, and their two phases.
+"""Collectives as graphs show them, their two phases, and the bytes that they work on.
 
     functional   t = all_reduce(x);  y = wait_tensor(t)
                  issue(x) -> flight  complete(flight) -> (y,)
@@ -6,13 +6,16 @@
                  issue(x) reduces x itself, complete waits for it: no copy
 
 Between issue and complete the tensor and its aliases belong to the collective. How c10d is talked
-to says `flights`.
+to says `flights`. `Owners` finds inputs that may be reduced where they are, `drop_buffers` takes
+out buffers that only a collective fills, `reduce_by_torch` turns a host's collectives into these.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,11 +23,21 @@ from torch import fx
 
 from torchweft.capture.bodies.bodies import Function
 from torchweft.capture.marks import target_name
-from torchweft.capture.ops.units import is_collective, is_copy, is_wait, state_name
+from torchweft.capture.ops.regions import Region
+from torchweft.capture.ops.units import is_collective, is_copy, is_wait, state_name, storages
+from torchweft.capture.rows.rows import Rows
 from torchweft.plan.graph import Collective
 from torchweft.ranks.flights import IN_PLACE, SINGLE, STARTS, Flight, land
 
+aten = torch.ops.aten
 Phases = tuple[Function | None, Function | None]
+MAKERS = (
+    "linear matmul mm bmm addmm baddbmm einsum embedding add sub mul div truediv relu gelu silu "
+    "tanh sigmoid softmax layer_norm rms_norm sum"
+)
+NEW = frozenset(MAKERS.split())
+BARE = ("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros")
+PIECES = (operator.getitem, aten.slice.Tensor, aten.select.int)
 
 
 def collective_of(node: fx.Node | None) -> Collective | None:
@@ -111,3 +124,147 @@ def _complete(places: list[int]) -> Function:
         return tuple([made[place] for place in places])
 
     return complete
+
+
+class Owners:
+    """Calls by the bytes that they touch, and so which collective may reduce in place.
+
+        y = linear(x);  z = all_reduce(y)          nobody else touches y: reduced where it is
+        y = linear(x);  z = all_reduce(y) + y      y is still wanted: a copy is reduced
+
+    The proof: the bytes belong to no input and no output; the call that first has them always makes
+    new ones (a `reshape` may be a view in a part of one row); all other calls that touch them stand
+    in the op of that call, or are views that only the collective takes. So they pass from one op to
+    the collective and nowhere else. A part may be a slice of them: other parts have their own.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, rows: Rows, regions: Iterable[Region], cheap: set[fx.Node]
+    ) -> None:
+        self.graph, self.rows, self.cheap = graph, rows, cheap
+        self.home = {node: region for region in regions for node in region.nodes}
+
+    @cached_property
+    def touching(self) -> dict[int, list[fx.Node]]:
+        """The calls that have some bytes, or are given them, in program order."""
+        touching: dict[int, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            for number in storages([self.rows.value(n) for n in (node, *node.all_input_nodes)]):
+                touching.setdefault(number, []).append(node)
+        return touching
+
+    def is_dead(self, region: Region) -> bool:
+        """Whether the input of a collective is wanted by nobody behind it."""
+        given = region.calls[0].args[0]
+        numbers = storages(self.rows.value(given)) if isinstance(given, fx.Node) else set()
+        if len(numbers) != 1:
+            return False
+        touching = self.touching[numbers.pop()]
+        maker = self.home.get(touching[0])
+        if maker is None or maker.collective is not None or not _is_new(touching[0]):
+            return False
+        homes = [self.home.get(node) for node in touching if node not in self.cheap]
+        return all(home is maker or home is region for home in homes)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether a call makes new bytes, however many rows there are."""
+    names = target_name(node).split(".")
+    return bool({names[-1], *names[-2:-1]} & NEW)
+
+
+def drop_buffers(gm: fx.GraphModule) -> None:
+    """Let the result of a collective take the place of a buffer that nothing else fills.
+
+        out = empty(2 * n, H)                               w = wait_tensor(all_gather(x))
+        w = wait_tensor(all_gather(x))             ->       ... reads w ...
+        out.copy_(w);  ... reads out ...
+
+    So Dynamo shows `dist.all_gather_into_tensor(out, x)` and its kin, and AOTAutograd, which writes
+    `copy(out, w)`. An empty buffer does not know its rows; the result does. A piece of a result
+    (`dist.all_gather` fills a list) is copied as before, into a tensor of its own.
+    """
+    place = {node: number for number, node in enumerate(gm.graph.nodes)}
+    for copy in list(gm.graph.nodes):
+        if copy.target is aten.copy.default:
+            if _fits(copy.args[0], copy.args[1]):
+                _put(gm.graph, copy, copy.args[1])
+        elif is_copy(copy) and _is_bare(copy, place) and _fits(copy.args[0], copy.args[1]):
+            out = copy.args[0]
+            made = _put(gm.graph, copy, copy.args[1])
+            out.replace_all_uses_with(made)
+            gm.graph.erase_node(out)
+    gm.recompile()
+
+
+def _put(graph: fx.Graph, copy: fx.Node, source: fx.Node) -> fx.Node:
+    """Let the source, or a copy of it if it is not the whole result, stand where the copy stood."""
+    made = source
+    if not is_wait(source) or len(source.users) > 1:
+        with graph.inserting_before(copy):
+            if copy.op == "call_method":
+                made = graph.call_method("clone", (source,))
+            else:
+                made = graph.call_function(aten.clone.default, (source,))
+        made.meta = dict(copy.meta)
+    copy.replace_all_uses_with(made)
+    graph.erase_node(copy)
+    return made
+
+
+def _is_bare(copy: fx.Node, place: dict[fx.Node, int]) -> bool:
+    """Whether a copy fills a buffer that nobody has touched since it was made."""
+    out: Any = copy.args[0]
+    if not isinstance(out, fx.Node) or target_name(out).split(".")[-1] not in BARE:
+        return False
+    if set(out.kwargs) & {"out", "memory_format", "requires_grad"}:
+        return False
+    return all(user is copy or place[user] > place[copy] for user in out.users)
+
+
+def _fits(out: Any, source: Any) -> bool:
+    """Whether a result, or a piece of one, has the shape and type of what it fills."""
+    root = source
+    while isinstance(root, fx.Node) and root.target in PIECES:
+        root = root.args[0]
+    if not isinstance(root, fx.Node) or not isinstance(out, fx.Node) or not is_wait(root):
+        return False
+    mine, theirs = out.meta.get("example_value"), source.meta.get("example_value")
+    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    alike = mine.dtype == theirs.dtype and mine.device == theirs.device
+    return alike and list(map(str, mine.shape)) == list(map(str, theirs.shape))
+
+
+def reduce_by_torch(gm: fx.GraphModule, places: Mapping[str, int], group: str) -> fx.GraphModule:
+    """A copy of a graph whose all_reduces are those of torch.distributed, in a process group.
+
+        y = host.all_reduce(x, "tp")       ->   t = all_reduce(x, "sum", "1");  y = wait_tensor(t)
+        host.reduce_in_place(handle, x)    ->   t = ...;  w = wait_tensor(t);  x.copy_(w)
+
+    A host's own operator comes back when all is done. In this form it has two phases, and other
+    parts compute in between.
+
+    places: targets, such as `host.all_reduce`, and which argument is reduced. An operator without
+    a result reduces it in place.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    functional = torch.ops._c10d_functional
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node in copies.values():
+        name = target_name(node).removesuffix(".default")
+        if name not in places:
+            continue
+        given = node.args[places[name]]
+        assert isinstance(given, fx.Node), "a collective works on a tensor of the graph"
+        with graph.inserting_before(node):
+            sent = graph.call_function(functional.all_reduce.default, (given, "sum", group))
+            made = [sent, graph.call_function(functional.wait_tensor.default, (sent,))]
+            if not isinstance(node.meta.get("example_value"), torch.Tensor):
+                made.append(graph.call_method("copy_", (given, made[-1])))
+        for new in made:
+            new.meta = {**node.meta, "example_value": given.meta["example_value"]}
+        node.replace_all_uses_with(made[1])
+        graph.erase_node(node)
+    return fx.GraphModule(gm, graph)

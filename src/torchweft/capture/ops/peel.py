@@ -36,7 +36,7 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         users = [user for node in unit.nodes for user in _users(node, home)]
         if is_slow(unit) or any(id(user) in slow for user in users):
             slow.add(id(unit))
-        plain = unit.kind == "row-wise" and unit.collective is unit.key is unit.block is None
+        plain = unit.kind == "row-wise" and unit.collective is unit.key is None
         if not plain or unit.cheap or unit.writes or unit.draws:
             continue
         whole = list(map(_is_whole, users))
@@ -61,8 +61,8 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
 
 
 def _is_inside(unit: Unit, users: list[Unit | None], handed: set[int], rows: Rows) -> bool:
-    """Whether only ops read a result: neither the caller, also by another name, nor a block."""
-    if not users or any(user is None or user.block for user in users):
+    """Whether only ops read a result, and not the caller, not even by another name."""
+    if not users or None in users:
         return False
     return not any(id(rows.value(node)) in handed for node in unit.nodes)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweft.capture.marks import FRAME, Mark, target_name
-from torchweft.capture.ops.states import Touched
+from torchweft.capture.marks import FRAME, Mark, MarkRule, target_name, told_of
+from torchweft.capture.rows.aten_call import bind, overload_of
 from torchweft.capture.rows.axes import SYMBOLIC
 from torchweft.capture.rows.network import NAMESPACES
-from torchweft.capture.rows.rows import ORDER, STATE, Rows, id_of, is_getitem, is_size
+from torchweft.capture.rows.rows import ORDER, SWITCHES, Rows, id_of, is_getitem, is_size
+from torchweft.capture.splitters import STATE
 from torchweft.private.core import tree_leaves
 
+BLOCK = "weft_block"  # of a node: the call of a block at whose borders ops end
 SMALL_BYTES = 1 << 16
 COPYING = frozenset(
     {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
@@ -38,8 +40,8 @@ TORCH = str(Path(torch.__file__).parent)
 class Unit:
     """Calls that stay together; `reads` and `writes` are storages, by number.
 
-    `block` is the template of the block that is called, if it is one. `states` is the side state
-    that its calls touch.
+    `block` is the call of a block that it stands in, if ops end at the borders of that. `states` is
+    the side state that its calls touch.
     """
 
     nodes: list[fx.Node]
@@ -53,7 +55,7 @@ class Unit:
     collective: fx.Node | None = None
     cheap: bool = False
     draws: bool = False
-    block: Any = None
+    block: str | None = None
     states: Touched = field(default_factory=dict)
 
     @property
@@ -153,7 +155,7 @@ def is_work(rows: Rows, node: fx.Node, bound: frozenset[Any]) -> bool:
 def state_name(node: fx.Node) -> str:
     """The name of a call that switches a mode of torch, or nothing."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    return name if name in STATE else ""
+    return name if name in SWITCHES else ""
 
 
 def _asserts(node: fx.Node) -> bool:
@@ -226,7 +228,7 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
         list(nodes), worst.kind, worst.reason, worst.node if worst.reason else None, draws=draws
     )
     unit.mark, unit.key = marks.get(nodes[0], (None, None))
-    unit.block = rows.blocks.get(nodes[0])
+    unit.block = nodes[0].meta.get(BLOCK)
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}
         for used in call.node.all_input_nodes:
@@ -238,11 +240,9 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
 
 def storages(value: Any) -> set[int]:
     """The numbers of all bytes that a result holds."""
-    found = set()
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and type(leaf).__name__ in ("FakeTensor", "Parameter"):
-            found.add(id_of(leaf))
-    return found
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {id_of(t) for t in tensors if type(t).__name__ in ("FakeTensor", "Parameter")}
 
 
 def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
@@ -269,7 +269,7 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = True
             continue
         results = [(node, id(rows.value(node))) for node in unit.nodes]
-        if any(number in handed for _, number in results) or any(user.block for user in users):
+        if any(number in handed for _, number in results):
             continue
         if _is_view(unit, rows, noticed):
             unit.cheap = all(first[number] is node for node, number in results)
@@ -332,3 +332,39 @@ def source_of(node: fx.Node) -> str | None:
 def is_users(file: str) -> bool:
     """Whether a file is not torch's own."""
     return not file.startswith(TORCH)
+
+
+Touched = Mapping[str, bool]
+"""Names of values that stand for side state; whether one op may touch each several times."""
+
+
+def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, Touched]:
+    """For each call that touches side state the names of values that stand for it.
+
+        attend(x, layer="0"), attend(y, layer="1")     ->   state.forward.0, state.forward.1
+        attend(x), attend(y)                           ->   state.forward, state.forward
+
+    An op that touches side state mutates its value, which all parts share: its parts run in order,
+    and the ops that touch one value run one after another. Two calls that touch one value are never
+    in one op, or a part would come to the second before the others come to the first. Calls that an
+    argument tells apart are: within an op they touch one thing once, as the write and the read of
+    one cache.
+    """
+    known: dict[tuple[str, Any], str] = {}
+    found: dict[fx.Node, Touched] = {}
+    for node in graph.nodes:
+        names: dict[str, bool] = {}
+        for rule in told_of(node, rules, "state"):
+            name, key = rule.mark.name, _argument(node, rule.by)
+            number = sum(other == name for other, _ in known)
+            plain = f"{STATE}{name}"
+            names[known.setdefault((name, key), f"{plain}.{number}" if key else plain)] = bool(key)
+        if names:
+            found[node] = names
+    return found
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of a call by its name in the schema; None if it has no such argument."""
+    func = overload_of(node.target)
+    return bind(func, node.args, node.kwargs).get(name) if name and func is not None else None

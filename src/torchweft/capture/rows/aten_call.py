@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from torchweft.capture.rows.axes import Axis, Symbols, wrap
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Mixes, Symbols, wrap
 from torchweft.private.core import OpOverload, OpOverloadPacket, decomposition_table, tree_leaves
 
 Found = Axis | None | list[Axis | None]
@@ -36,6 +38,13 @@ class AtenCall:
         """The axis of a tensor argument; None if it has none or was not given."""
         tensor = self.args.get(name)
         return self.axis_of(tensor) if isinstance(tensor, torch.Tensor) else None
+
+    def rows(self, name: str) -> Axis:
+        """The axis of a tensor argument. Raises `Mixes` if it has none."""
+        axis = self.axis(name)
+        if axis is None:
+            raise Mixes("its result has no clear rows")
+        return axis
 
     def rank(self, name: str) -> int:
         """How many dims a tensor argument has."""
@@ -119,3 +128,16 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
         elif argument.has_default_value():
             bound[argument.name] = argument.default_value
     return bound
+
+
+def flops_of(aten: AtenCall) -> Any:
+    """Multiplications and additions of one operator (products and attention only), or 0."""
+    count = flop_registry.get(aten.func.overloadpacket)
+    if count is None:
+        return 0
+    try:
+        result = aten.results[0] if len(aten.results) == 1 else tuple(aten.results)
+        found = count(*aten.given[0], **aten.given[1], out_val=result)
+    except Exception:  # a count is a help, never a reason to fail
+        return 0
+    return found.node.expr if isinstance(found, SYMBOLIC) else sympy.Integer(found)

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture.rows import index as rows_index
-from torchweft.capture.rows import math as rows_math
+from torchweft.capture.rows import index, math
 from torchweft.capture.rows.aten_call import AtenCall, Found, RowRule
 from torchweft.capture.rows.axes import Axis, Mixes, agreed, same, wrap
 
@@ -116,14 +115,9 @@ def scatter(call: AtenCall) -> Found:
 
 def attention(call: AtenCall) -> Found:
     query = call.axis("query")
-    if query is None or query.dim != 0 or call.rank("query") < 3 or query != gradient(call):
+    if query is None or query.dim != 0 or query != gradient(call):
         raise Mixes("attention looks across rows")
-    if call.axis("key") != query or call.axis("value") != query:
-        raise Mixes("its keys and values have their rows elsewhere")
-    mask = call.args.get("attn_mask", call.args.get("attn_bias"))
-    if isinstance(mask, torch.Tensor) and not call.shares(mask, query, call.rank("query")):
-        raise Mixes("its mask has rows elsewhere")
-    return [query if call.symbols.fits(query, result) else None for result in call.results]
+    return math.attention(call)
 
 
 def loss(call: AtenCall) -> Found:
@@ -254,7 +248,7 @@ SUMS: Mapping[str, Any] = MappingProxyType(
 def _table() -> dict[str, RowRule]:
     table: dict[str, RowRule] = {}
     for names, find, sizes in (
-        (POINTWISE, rows_math.pointwise, ""),
+        (POINTWISE, math.pointwise, ""),
         ("_softmax_backward_data _log_softmax_backward_data glu_backward", along, ""),
         ("native_layer_norm_backward _fused_rms_norm_backward", norm_input, ""),
         ("native_group_norm_backward", norm_input, "N"),
@@ -267,7 +261,7 @@ def _table() -> dict[str, RowRule]:
     ):
         table.update(dict.fromkeys(names.split(), RowRule(find, frozenset(sizes.split()))))
     for num_dims, names in WINDOWS.items():
-        rule = RowRule(rows_index.windows(num_dims), frozenset({"input_size"}))
+        rule = RowRule(index.windows(num_dims), frozenset({"input_size"}))
         table.update(dict.fromkeys(names.split(), rule))
     return table
 

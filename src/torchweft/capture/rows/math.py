@@ -31,9 +31,7 @@ def pointwise(call: AtenCall) -> Found:
 
 def along(call: AtenCall) -> Found:
     """Works along one or several dims and keeps them: softmax, cumsum, sort, flip, roll."""
-    axis = call.axis("self")
-    if axis is None:
-        return None
+    axis = call.rows("self")
     name = "dims" if "dims" in call.args else "dim"
     dims = call.dims(name, call.rank("self"))
     if dims is None or axis.dim in dims:
@@ -43,9 +41,7 @@ def along(call: AtenCall) -> Found:
 
 def reduce(call: AtenCall) -> Found:
     """Takes dims away (or to size one): sum, mean, max, var, norm."""
-    axis, rank = call.axis("self"), call.rank("self")
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self")
     dims = call.dims("dim", rank)
     if dims is None or axis.dim in dims:
         raise Mixes(f"{call.name} over the batch")
@@ -155,11 +151,9 @@ def group_norm(call: AtenCall) -> Found:
 def batch_norm(call: AtenCall) -> Found:
     """Row-wise when it uses running statistics, or when the batch lies in the channels."""
     axis = call.axis("input")
-    training = call.args.get(
-        "training", call.args.get("train", call.name.endswith("_no_training") is False)
+    training = not call.name.endswith("_no_training") and call.args.get(
+        "training", call.args.get("train", True)
     )
-    if call.name == "_native_batch_norm_legit_no_training":
-        training = False
     if axis is None:
         raise Mixes("its statistics have the batch in them")
     others = [call.args.get(n) for n in ("weight", "bias", "running_mean", "running_var")]
@@ -186,10 +180,7 @@ def attention(call: AtenCall) -> Found:
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
     if isinstance(mask, torch.Tensor) and not call.shares(mask, query, call.rank("query")):
         raise Mixes("its mask has rows elsewhere")
-    found: list[Axis | None] = []
-    for result in call.results:
-        found.append(query if call.symbols.fits(query, result) else None)
-    return found
+    return [query if call.symbols.fits(query, result) else None for result in call.results]
 
 
 def encoder_layer(call: AtenCall) -> Found:

@@ -20,6 +20,10 @@ from torchweft.capture.rows.aten_call import AtenCall, Found, RowRule
 from torchweft.capture.rows.axes import Axis, Mixes, exact, same
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+STAY = """
+    all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_ broadcast broadcast_
+    wait_tensor
+"""
 DEALS = "it deals out the rows of the batch to the ranks"
 Move = Callable[[Axis, AtenCall], Axis]
 
@@ -75,20 +79,12 @@ def _rule(move: Move, sizes: str = "") -> RowRule:
 
 TABLE: Mapping[str, RowRule] = MappingProxyType(
     {
-        "all_reduce": _rule(stay),
-        "all_reduce_": _rule(stay),
-        "all_reduce_coalesced": _rule(stay),
-        "all_reduce_coalesced_": _rule(stay),
-        "broadcast": _rule(stay),
-        "broadcast_": _rule(stay),
-        "wait_tensor": _rule(stay),
+        **dict.fromkeys(STAY.split(), _rule(stay)),
         "all_gather_into_tensor": _rule(all_gather),
         "all_gather_into_tensor_coalesced": _rule(all_gather),
         "reduce_scatter_tensor": _rule(reduce_scatter),
         "reduce_scatter_tensor_coalesced": _rule(reduce_scatter),
         "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),
-        "isend": _rule(talk_to_one),
-        "irecv": _rule(talk_to_one),
-        "batch_p2p_ops": _rule(talk_to_one),
+        **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _rule(talk_to_one)),
     }
 )

@@ -31,12 +31,12 @@ from torchweft.capture.rows.aten_call import (
     RowRule,
     bind,
     decomposition_of,
+    flops_of,
     overload_of,
     written_by,
 )
 from torchweft.capture.rows.axes import FREE, SYMBOLIC, Axis, Mixes, Symbols
 from torchweft.capture.rows.backward import is_sum
-from torchweft.capture.rows.flops import flops_of
 from torchweft.capture.rows.higher import RULES
 from torchweft.capture.rows.table import rule_for
 from torchweft.private.core import (
@@ -63,7 +63,7 @@ PLACES = (
     *(operator.getitem, operator.setitem),
     *(torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default),
 )
-STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 @dataclass
@@ -101,7 +101,6 @@ class Rows:
     axes: Any
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
-    blocks: dict[fx.Node, Any] = field(default_factory=dict)
 
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
@@ -126,14 +125,12 @@ def find_rows(
     *,
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
-    templates: Callable[[fx.Node, Rows], Any] | None = None,
     twins: Callable[[fx.Node, Rows], bool] | None = None,
 ) -> Rows:
     """Look at every call of a Dynamo graph. `declared` are kinds that the user vouches for.
 
     level: at "aten" sums over rows are additive. given: where the rows of inputs are, by name.
-    templates: what a call of a block is made of; without it, a block is one op. twins: fills in an
-    inlined block that is like an earlier one.
+    twins: fills in an inlined block that is like an earlier one.
     """
     rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
     fake_mode = _fake_mode(gm)
@@ -148,7 +145,7 @@ def find_rows(
         stack.enter_context(watcher)
         stack.enter_context(_closed_autocast())
         known = dict(declared or {}), dict(given or {})
-        _Walker(gm, rows, watcher, fake_mode, *known, templates, twins).walk()
+        _Walker(gm, rows, watcher, fake_mode, *known, twins).walk()
     return rows
 
 
@@ -352,7 +349,6 @@ class _Walker:
     fake_mode: Any
     declared: dict[fx.Node, str]
     given: dict[str, Axis | None]
-    templates: Callable[[fx.Node, Rows], Any] | None = None
     twins: Callable[[fx.Node, Rows], bool] | None = None
 
     def walk(self) -> None:
@@ -450,8 +446,6 @@ class _Walker:
     def _compute(self, call: CallRows) -> Any:
         node = call.node
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
-        if self.templates is not None and str(node.target) == "invoke_subgraph":
-            return self._block(call, self.templates)
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(call, args)
         if node.op == "call_module":
@@ -460,18 +454,6 @@ class _Walker:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target), "a call_function node has a callable target"
         return node.target(*args, **kwargs)
-
-    def _block(self, call: CallRows, templates: Callable[[fx.Node, Rows], Any]) -> Any:
-        """What a call of a block gives: its insides were, or are, looked at for themselves."""
-        self.watcher.call = None
-        template = self.rows.blocks[call.node] = templates(call.node, self.rows)
-        made = call.node.meta["example_value"]
-        for tensor, axis in zip(made, template.axes, strict=True):
-            if axis is not None:
-                self.rows.axes[tensor] = axis
-        call.worsen(template.kind, "a block, which has ops of its own")
-        call.only_views = False
-        return made
 
     def _higher_order(self, call: CallRows, args: Any) -> Any:
         """Look into the subgraph of an operator that only wraps calls; some others have rules."""

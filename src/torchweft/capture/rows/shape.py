@@ -56,17 +56,13 @@ def repeat(call: AtenCall) -> Found:
 
 
 def permute(call: AtenCall) -> Found:
-    axis, rank = call.axis("self"), call.rank("self")
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self")
     order = [wrap(dim, rank) for dim in call.args["dims"]]
     return axis.at(order.index(axis.dim))
 
 
 def transpose(call: AtenCall) -> Found:
-    axis, rank = call.axis("self"), call.rank("self")
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self")
     if "dim0" not in call.args:  # t, t_copy
         first, second = (0, 1) if rank == 2 else (0, 0)
     else:
@@ -80,17 +76,13 @@ def unmoved(call: AtenCall) -> Found:
 
 
 def unsqueeze(call: AtenCall) -> Found:
-    axis = call.axis("self")
-    if axis is None:
-        return None
+    axis = call.rows("self")
     dim = wrap(call.args["dim"], call.rank("self") + 1)
     return axis.at(axis.dim + (dim <= axis.dim))
 
 
 def squeeze(call: AtenCall) -> Found:
-    axis, rank = call.axis("self"), call.rank("self")
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self")
     shape = call.symbols.shape(call.args["self"])
     dims = set(call.dims("dim", rank) or range(rank))
     if axis.dim in dims and not call.symbols.several(call.args["self"].shape[axis.dim]):
@@ -127,12 +119,11 @@ def _slice_rows(call: AtenCall, axis: Axis, bounds: list[Any]) -> Axis:
 
 
 def select(call: AtenCall) -> Found:
-    axis = call.axis("self")
-    if axis is None:
-        return None
+    """select, unbind: a dim goes, which is not that of the batch."""
+    axis = call.rows("self")
     dim = wrap(call.args["dim"], call.rank("self"))
     if dim == axis.dim:
-        raise Mixes("it takes one row out of the batch")
+        raise Mixes("it takes single rows out of the batch")
     return axis.at(axis.dim - (dim < axis.dim))
 
 
@@ -154,20 +145,8 @@ def split(call: AtenCall) -> Found:
     return found
 
 
-def unbind(call: AtenCall) -> Found:
-    axis = call.axis("self")
-    if axis is None:
-        return None
-    dim = wrap(call.args["dim"], call.rank("self"))
-    if dim == axis.dim:
-        raise Mixes("it takes the rows of the batch apart")
-    return axis.at(axis.dim - (dim < axis.dim))
-
-
 def diagonal(call: AtenCall) -> Found:
-    axis, rank = call.axis("self"), call.rank("self")
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self")
     dims = {wrap(call.args["dim1"], rank), wrap(call.args["dim2"], rank)}
     if axis.dim in dims:
         raise Mixes("the diagonal runs across rows")
@@ -175,9 +154,7 @@ def diagonal(call: AtenCall) -> Found:
 
 
 def diag_embed(call: AtenCall) -> Found:
-    axis, rank = call.axis("self"), call.rank("self") + 1
-    if axis is None:
-        return None
+    axis, rank = call.rows("self"), call.rank("self") + 1
     if axis.dim == rank - 2 or sorted(wrap(call.args[n], rank) for n in ("dim1", "dim2")) != [
         rank - 2,
         rank - 1,
@@ -218,9 +195,7 @@ def stack(call: AtenCall) -> Found:
 
 def pad(call: AtenCall) -> Found:
     """constant_pad_nd and the like: `pad` holds pairs, from the last dim on."""
-    axis = call.axis("self")
-    if axis is None:
-        return None
+    axis = call.rows("self")
     pair = call.rank("self") - 1 - axis.dim
     widths = call.args.get("pad", call.args.get("padding"))[2 * pair : 2 * pair + 2]
     if any(width != 0 for width in widths):

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture.rows import backward as rows_backward
-from torchweft.capture.rows import index as rows_index
-from torchweft.capture.rows import math as rows_math
-from torchweft.capture.rows import network as rows_network
-from torchweft.capture.rows import shape as rows_shape
+from torchweft.capture.rows import backward, index, math, network, shape
 from torchweft.capture.rows.aten_call import RowRule
 
 POINTWISE = """
@@ -71,83 +67,73 @@ CREATE = (
 )
 LIKE = "zeros_like ones_like full_like empty_like"
 VIEWS: dict[str, tuple[Any, str]] = {
-    "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy": (
-        rows_shape.view,
-        "size shape",
-    ),
-    "view.dtype": (rows_shape.dtype_view, ""),
-    "expand expand_copy": (rows_shape.expand, "size"),
-    "repeat": (rows_shape.repeat, "repeats"),
-    "permute permute_copy": (rows_shape.permute, ""),
-    "transpose t transpose_copy t_copy swapaxes": (rows_shape.transpose, ""),
-    "detach alias lift lift_fresh": (rows_shape.unmoved, ""),
-    "unsqueeze unsqueeze_copy": (rows_shape.unsqueeze, ""),
-    "squeeze squeeze_copy": (rows_shape.squeeze, ""),
-    "slice narrow slice_copy narrow_copy": (rows_shape.slice_, "start end length"),
-    "select select_copy": (rows_shape.select, ""),
+    "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy": (shape.view, "size shape"),
+    "view.dtype": (shape.dtype_view, ""),
+    "expand expand_copy": (shape.expand, "size"),
+    "repeat": (shape.repeat, "repeats"),
+    "permute permute_copy": (shape.permute, ""),
+    "transpose t transpose_copy t_copy swapaxes": (shape.transpose, ""),
+    "detach alias lift lift_fresh": (shape.unmoved, ""),
+    "unsqueeze unsqueeze_copy": (shape.unsqueeze, ""),
+    "squeeze squeeze_copy": (shape.squeeze, ""),
+    "slice narrow slice_copy narrow_copy": (shape.slice_, "start end length"),
+    "select select_copy unbind unbind_copy": (shape.select, ""),
     "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk": (
-        rows_shape.split,
+        shape.split,
         "split_size split_sizes",
     ),
-    "unbind unbind_copy": (rows_shape.unbind, ""),
-    "diagonal diagonal_copy": (rows_shape.diagonal, ""),
-    "diag_embed": (rows_shape.diag_embed, ""),
-    "unfold unfold_copy": (rows_shape.unfold, ""),
-    "cat concat concatenate": (rows_shape.cat, ""),
-    "stack": (rows_shape.stack, ""),
-    "constant_pad_nd pad": (rows_shape.pad, ""),
-    "view_as_real view_as_complex view_as_real_copy view_as_complex_copy": (
-        rows_shape.complex_view,
-        "",
-    ),
-    "as_strided": (rows_shape.strided, "size stride"),
-    CREATE: (rows_shape.create, "size stride"),
-    LIKE: (rows_shape.like, ""),
-    "linspace logspace eye": (rows_shape.position, "end steps n m size"),
-    "arange": (rows_shape.arange, "end"),
+    "diagonal diagonal_copy": (shape.diagonal, ""),
+    "diag_embed": (shape.diag_embed, ""),
+    "unfold unfold_copy": (shape.unfold, ""),
+    "cat concat concatenate": (shape.cat, ""),
+    "stack": (shape.stack, ""),
+    "constant_pad_nd pad": (shape.pad, ""),
+    "view_as_real view_as_complex view_as_real_copy view_as_complex_copy": (shape.complex_view, ""),
+    "as_strided": (shape.strided, "size stride"),
+    CREATE: (shape.create, "size stride"),
+    LIKE: (shape.like, ""),
+    "linspace logspace eye": (shape.position, "end steps n m size"),
+    "arange": (shape.arange, "end"),
 }
 OTHERS: dict[str, tuple[Any, str]] = {
-    POINTWISE: (rows_math.pointwise, ""),
-    ALONG: (rows_math.along, ""),
-    REDUCE: (rows_math.reduce, ""),
-    "mm bmm addmm baddbmm mv addmv _int_mm _addmm_activation": (rows_math.matmul, ""),
-    "_trilinear": (rows_math.trilinear, ""),
-    "linear": (rows_math.linear, ""),
-    "native_layer_norm layer_norm rms_norm _fused_rms_norm": (rows_math.layer_norm, ""),
-    "native_group_norm": (rows_math.group_norm, "N"),
+    POINTWISE: (math.pointwise, ""),
+    ALONG: (math.along, ""),
+    REDUCE: (math.reduce, ""),
+    "mm bmm addmm baddbmm mv addmv _int_mm _addmm_activation": (math.matmul, ""),
+    "_trilinear": (math.trilinear, ""),
+    "linear": (math.linear, ""),
+    "native_layer_norm layer_norm rms_norm _fused_rms_norm": (math.layer_norm, ""),
+    "native_group_norm": (math.group_norm, "N"),
     """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
        _native_batch_norm_legit_no_training
        _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm batch_norm""": (
-        rows_math.batch_norm,
+        math.batch_norm,
         "",
     ),
-    ATTENTION: (rows_math.attention, ""),
-    "_transformer_encoder_layer_fwd _native_multi_head_attention": (rows_math.encoder_layer, ""),
+    ATTENTION: (math.attention, ""),
+    "_transformer_encoder_layer_fwd _native_multi_head_attention": (math.encoder_layer, ""),
     "nll_loss nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss huber_loss "
     "binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss": (
-        rows_math.cross_entropy,
+        math.cross_entropy,
         "",
     ),
-    "embedding": (rows_index.embedding, ""),
-    "_embedding_bag _embedding_bag_forward_only": (rows_index.embedding_bag, ""),
-    "take bucketize searchsorted isin": (rows_index.take, ""),
-    "index _unsafe_index": (rows_index.index, ""),
-    "index_put _unsafe_index_put _index_put_impl": (rows_index.index_put, ""),
-    "gather": (rows_index.gather, ""),
-    "scatter scatter_add scatter_reduce": (rows_index.scatter, ""),
-    "index_select": (rows_index.index_select, ""),
-    "index_add index_copy index_fill index_reduce": (rows_index.index_write, ""),
-    "slice_scatter select_scatter": (rows_index.slice_scatter, ""),
-    "convolution _convolution mkldnn_convolution convolution_overrideable": (
-        rows_index.convolution,
-        "",
-    ),
-    "grid_sampler_2d grid_sampler_3d": (rows_index.grid_sample, ""),
-    "_fft_r2c _fft_c2r _fft_c2c": (rows_index.fft, ""),
+    "embedding": (index.embedding, ""),
+    "_embedding_bag _embedding_bag_forward_only": (index.embedding_bag, ""),
+    "take bucketize searchsorted isin": (index.take, ""),
+    "index _unsafe_index": (index.index, ""),
+    "index_put _unsafe_index_put _index_put_impl": (index.index_put, ""),
+    "gather": (index.gather, ""),
+    "scatter scatter_add scatter_reduce": (index.scatter, ""),
+    "index_select": (index.index_select, ""),
+    "index_add index_copy index_fill index_reduce": (index.index_write, ""),
+    "slice_scatter select_scatter": (index.slice_scatter, ""),
+    "convolution _convolution mkldnn_convolution convolution_overrideable": (index.convolution, ""),
+    "grid_sampler_2d grid_sampler_3d": (index.grid_sample, ""),
+    "_fft_r2c _fft_c2r _fft_c2c": (index.fft, ""),
 }
 COUNTING = (
-    *(rows_index.index, rows_index.index_put, rows_index.embedding_bag),
-    *(rows_shape.unmoved, rows_shape.unsqueeze, rows_shape.slice_),
+    *(index.index, index.index_put, index.embedding_bag),
+    *(shape.unmoved, shape.unsqueeze, shape.slice_),
 )
 
 
@@ -158,10 +144,10 @@ def _table() -> dict[str, RowRule]:
             rule = RowRule(find, frozenset(sizes.split()), counts=find in COUNTING)
             table.update(dict.fromkeys(names.split(), rule))
     for num_dims, names in WINDOWS.items():
-        table.update(dict.fromkeys(names.split(), RowRule(rows_index.windows(num_dims))))
+        table.update(dict.fromkeys(names.split(), RowRule(index.windows(num_dims))))
     for num_dims, names in LAST_DIMS.items():
-        table.update(dict.fromkeys(names.split(), RowRule(rows_math.last_dims(num_dims))))
-    table.update(rows_backward.TABLE)
+        table.update(dict.fromkeys(names.split(), RowRule(math.last_dims(num_dims))))
+    table.update(backward.TABLE)
     return table
 
 
@@ -171,8 +157,8 @@ TABLE: Mapping[str, RowRule] = MappingProxyType(_table())
 def rule_for(func: Any) -> RowRule | None:
     """The rule of an operator overload; None if nobody knows how it treats rows."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace in rows_network.NAMESPACES:
-        return rows_network.TABLE.get(name)
+    if namespace in network.NAMESPACES:
+        return network.TABLE.get(name)
     if namespace not in ("aten", "prims", "prim") or name.startswith("_foreach"):
         return None
     for key in (f"{name}.{func._overloadname}", name, name.removesuffix("_")):

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from torchweft.capture.bodies.bodies import Body, Function
 from torchweft.capture.dynamo import Capture, Slot
+from torchweft.capture.guards import SymbolSlot
 from torchweft.capture.splitters import STATE
 from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
@@ -102,7 +103,7 @@ def build(
         num_calls={op.name: 1 for op in graph.ops},
         slots={each: slot for slot, each in enumerate(builder.inputs[: num_tensors + 2])},
         constants={},
-        symbols=((BATCH, num_tensors + 1, 0, 1),) if graph.batch else (),
+        symbols=(SymbolSlot(BATCH, num_tensors + 1, 0, 1),) if graph.batch else (),
         num_inputs=num_tensors + 2,
         outputs=tuple(Slot(value=each) for each in names),
         matched=frozenset(recorder.rules),

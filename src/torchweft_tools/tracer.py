@@ -1,19 +1,67 @@
-"""The reference run: ops in program order, each over the whole batch or part by part.
+"""A `Tracer`: a Dynamo backend that captures every graph of a model and runs the reference.
 
-It is slow and plain, and says what a graph means: every runtime must give the same. A part of a
-value is a view where its rows lie one after another; a merge is a `torch.cat`.
+tracer = Tracer(rules=...)
+compiled = tracer.compile(model)          # torch.compile with the settings that capture needs
+compiled(x)                               # equal to model(x)
+tracer.captures                           # one `Capture` a graph (graph breaks make several)
+tracer.cut = lambda rows: (0, 1, rows)    # from now on row-wise ops run part by part
+
+The reference run says what a graph means, slowly and plainly: ops in program order, each over the
+whole batch or part by part. Every runtime must give the same. A part of a value is a view where its
+rows lie one after another; a merge is a `torch.cat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import fx
 
-from torchweft.capture.dynamo import Capture
-from torchweft.plan.graph import Batch, Op
+from torchweft.capture.dynamo import Capture, capture
+from torchweft.capture.marks import MarkRule, require_matched
+from torchweft.capture.probe import merge, take_rows
+from torchweft.capture.tracing import Watch, compile_by
+from torchweft.plan.graph import Op
+
+
+@dataclass
+class Tracer:
+    """Captures, and runs what was captured by the reference."""
+
+    rules: Sequence[MarkRule] = ()
+    batch: int | str | Sequence[str] | None = None
+    cut: Callable[[int], Sequence[int]] | None = None
+    captures: list[Capture] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend that Dynamo calls."""
+        captured = capture(gm, example_inputs, rules=self.rules, batch=self.batch)
+        self.captures.append(captured)
+
+        def run(*inputs: Any) -> Any:
+            _, env = captured.bind(inputs)
+            rows = env.get(captured.graph.batch or "", 0)
+            cuts = self.cut is not None and rows > 1 and captured.splits(env)
+            bounds = self.cut(rows) if self.cut is not None and cuts else None
+            return run_reference(captured, inputs, bounds)
+
+        return run
+
+    def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+        """The model under this tracer; the batch is dynamic from the first call on."""
+        compiled = compile_by(self, model, fullgraph=fullgraph)
+        watch = Watch(self.batch if isinstance(self.batch, int) else 0)
+        return lambda *args, **kwargs: watch(compiled, args, kwargs)
+
+    def require_matched(self) -> None:
+        """Raise `CaptureError` if a rule matched nothing in any captured graph."""
+        matched = [rule for captured in self.captures for rule in captured.matched]
+        names = [op.mark for captured in self.captures for op in captured.graph.ops if op.mark]
+        require_matched(self.rules, matched, names)
 
 
 def run_reference(
@@ -75,53 +123,3 @@ class _ReferenceRun:
             return self.wholes[name]
         start, stop = self.bounds[number], self.bounds[number + 1]
         return take_rows(self.wholes[name], batch, start, stop, self.env, keep_view=writable)
-
-
-def take_rows(
-    tensor: torch.Tensor,
-    batch: Batch,
-    start: int,
-    stop: int,
-    env: dict[str, int],
-    *,
-    keep_view: bool = False,
-) -> torch.Tensor:
-    """Rows `start` to `stop` of a tensor whose rows are where `batch` says."""
-    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    if outer == 1:
-        piece = tensor.narrow(batch.dim, start * inner, (stop - start) * inner)
-    else:
-        apart = _apart(tensor, batch.dim, outer, inner)
-        piece = apart.narrow(batch.dim + 1, start, stop - start).flatten(batch.dim, batch.dim + 2)
-    if not keep_view and tensor.is_contiguous() and not piece.is_contiguous():
-        return piece.contiguous()
-    return piece
-
-
-def merge(parts: Sequence[torch.Tensor], batch: Batch, env: dict[str, int]) -> torch.Tensor:
-    """Parts joined to the whole."""
-    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    if outer == 1:
-        return torch.cat(list(parts), batch.dim)
-    apart = [_apart(part, batch.dim, outer, inner) for part in parts]
-    return torch.cat(apart, batch.dim + 1).flatten(batch.dim, batch.dim + 2)
-
-
-def permute_rows(
-    tensor: torch.Tensor, batch: Batch, order: torch.Tensor, env: dict[str, int]
-) -> torch.Tensor:
-    """The rows of a tensor in another order."""
-    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    apart = _apart(tensor, batch.dim, outer, inner).index_select(batch.dim + 1, order)
-    return apart.flatten(batch.dim, batch.dim + 2)
-
-
-def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
-    """Dim `dim` as three: outer, rows, inner."""
-    shape = list(tensor.shape)
-    return tensor.reshape(*shape[:dim], outer, -1, inner, *shape[dim + 1 :])
-
-
-def even_bounds(num_rows: int, num_parts: int) -> tuple[int, ...]:
-    """Borders of parts of nearly equal size."""
-    return tuple(round(number * num_rows / num_parts) for number in range(num_parts + 1))
