@@ -33,7 +33,7 @@ from torchweft.run.cpu import run, run_alone, run_traced
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
-from torchweft.serve.plans import MAX_SHAPES, PlanCache, PlanEntry, Shape, context_of
+from torchweft.serve.plans import MAX_SHAPES, CallShape, PlanCache, PlanEntry, context_of
 
 
 class Ready(NamedTuple):
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
 
     entry: PlanEntry
     alone: Program | None
-    shape: Shape
+    shape: CallShape
 
 
 class Piece:
@@ -197,7 +197,7 @@ class Piece:
         except RefusedError as refused:
             return None, str(refused)
 
-    def _remember(self, key: object, entry: PlanEntry, shape: Shape) -> None:
+    def _remember(self, key: object, entry: PlanEntry, shape: CallShape) -> None:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
         by_plan = self.runtime is None and not self.service.options.graphs and not shape.digests
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
@@ -208,7 +208,7 @@ class Piece:
     def _rebuild(self, outputs: Sequence[Any], env: dict[str, int]) -> Any:
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
 
-    def run(self, entry: PlanEntry, given: Sequence[Any], shape: Shape) -> tuple[Any, ...]:
+    def run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
         options = self.service.options
         if options.graphs and self.runtime is None:
@@ -220,7 +220,7 @@ class Piece:
                 talk.agree()
             return self._run(entry, given, shape)
 
-    def _run(self, entry: PlanEntry, given: Sequence[Any], shape: Shape) -> tuple[Any, ...]:
+    def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         bounds, numbers, _ = shape
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])

@@ -37,7 +37,7 @@ MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
 
     bounds: tuple[int, ...]
@@ -55,7 +55,7 @@ class PlanEntry:
     facts: tuple[object, ...] = ()
     num_calls: int = 0
     trace: Trace | None = None
-    shapes: dict[object, Shape] = field(default_factory=dict)
+    shapes: dict[object, CallShape] = field(default_factory=dict)
     refused: dict[object, str] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ class PlanCache:
             self._sequential = PlanEntry(plan, self.compile(plan), Bucket(0, 2**62))
         return self._sequential
 
-    def shape(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> Shape:
+    def shape(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> CallShape:
         """Borders, sizes and digests of a call."""
         key = _shape_key(entry, context, env)
         found = entry.shapes.get(key)
@@ -126,7 +126,7 @@ class PlanCache:
             if plan.num_parts > 1:
                 bounds = plan.cut.bounds(rows, context.tokens_per_request)
             said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
-            found = Shape(bounds, entry.program.numbers(env, bounds), said)
+            found = CallShape(bounds, entry.program.numbers(env, bounds), said)
             _keep(entry.shapes, key, found)
         return found
 
