@@ -13,12 +13,13 @@ from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
 from torchweft.serve import piece as piece_module
+from torchweft.serve import plans as plans_module
 from torchweft.serve import session as session_module
 
 STAGES = {
     "capture": (session_module, "capture"),
     "bodies": (piece_module, "compile_bodies"),
-    "lower": (piece_module, "lower"),
+    "lower": (plans_module, "lower"),
 }
 WATCHDOG_S = 20
 

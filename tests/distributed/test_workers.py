@@ -426,7 +426,7 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
 def test_mistakes_of_workers_are_named() -> None:
     with pytest.raises(MachineError, match="home"):
         weft.Spot("home")
-    with pytest.raises(MachineError, match="slower"):
+    with pytest.raises(MachineError, match="slowness must be at least 1"):
         weft.Spot("one", slowness=0.5)
     with pytest.raises(MachineError, match="core"):
         weft.Spot("one", cores=(9999,))

@@ -7,11 +7,6 @@ from torch._inductor.compile_fx import (
     compile_fx,
     compile_fx_inner,
 )
-from torch._inductor.custom_graph_pass import (
-    CustomGraphPass,
-    get_custom_graph_passes,
-    get_hash_for_files,
-)
 from torch._inductor.decomposition import (
     select_decomp_table,
 )
@@ -21,13 +16,10 @@ from torch._inductor.lowering import (
 )
 
 __all__ = [
-    "CustomGraphPass",
     "compile_fx",
     "compile_fx_inner",
     "config",
     "fallbacks",
-    "get_custom_graph_passes",
-    "get_hash_for_files",
     "lowerings",
     "select_decomp_table",
 ]

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from torchweft.private.core import tree_leaves
-from torchweft.private.inductor import CustomGraphPass, get_hash_for_files
+from torchweft.private.graph_passes import CustomGraphPass, get_hash_for_files
 
 aten = torch.ops.aten
 LIBRARY: Any = torch.library.Library("torchweft", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -211,7 +211,8 @@ class Structure:
     def _passes(self) -> AbstractContextManager[Any]:
         """Inductor's settings while it compiles: ours comes behind the user's own passes."""
         from torchweft.capture.bodies.epilogue import Epilogue
-        from torchweft.private.inductor import config, get_custom_graph_passes
+        from torchweft.private.graph_passes import get_custom_graph_passes
+        from torchweft.private.inductor import config
 
         if not self.rooms:
             return nullcontext()

@@ -1,7 +1,7 @@
 """The `WorkerPool`: the worker processes behind the devices of a machine, and the watch over them.
 
-    pool = Pool([Spot("fast", num_threads=1, cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)])
-    pool.stop()            (or `with Pool(...) as pool:`)
+    pool = WorkerPool([Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)])
+    pool.stop()            (or `with WorkerPool(...) as pool:`)
 
 A worker inherits one end of a pair of sockets, and is handed one for each other worker: no socket
 has a name or listens, so nobody can come in from outside, and nothing is left on disk.
@@ -62,7 +62,10 @@ class Spot:
         if self.name == HOME:
             raise MachineError(f"worker: {HOME!r} is where the caller is; take another name.")
         if not self.slowness >= 1 or self.num_threads < 1:
-            raise MachineError(f"worker: {self.name!r}: num_threads and slowness start at 1.")
+            text = f"{self.num_threads} and {self.slowness:g}"
+            raise MachineError(
+                f"worker: {self.name!r}: num_threads and slowness must be at least 1; got {text}."
+            )
         if self.cores and sys.platform != "linux":
             raise MachineError(f"worker: cores= of {self.name!r} needs Linux; leave it out.")
         if self.cores and (extra := set(self.cores) - os.sched_getaffinity(0)):
