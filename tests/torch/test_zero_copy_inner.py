@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchweft as weft
+from torchweft import options
 from torchweft.api import session_of
+from torchweft.capture import marks
 from torchweft.capture.bodies import epilogue
 from torchweft.errors import CaptureError, StrategyError
 from torchweft_tools.bench import memory
@@ -221,7 +223,8 @@ def test_onednn_copies_nothing_but_its_own_products():
 
 
 def test_without_onednn_the_error_names_the_cure(monkeypatch):
-    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    monkeypatch.setattr(marks, "has_mkldnn", False)
+    monkeypatch.setattr(options, "has_mkldnn", False)
     with pytest.raises(CaptureError, match=r"no oneDNN\. Take inner='eager'"):
         weft.mark_op("sin", inner="onednn")
     with pytest.raises(CaptureError, match=r"no oneDNN\. Take inner='eager'"):
