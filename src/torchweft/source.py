@@ -5,8 +5,9 @@
     source.build(["def lane0(x):", "    return k0(x)"], "lane0")
 
 The lines hold identifiers of our own only. Whatever comes from graphs, plans, files or messages
-enters as a constant, never as text; of Python's own names only those of `BUILTINS` are known there.
-A traceback shows the generated line, for as long as the functions live.
+enters as a constant, never as text. A traceback shows the generated line, for as long as the
+functions live. They have Python's own builtins: whatever C code imports while one of them runs is
+imported by the `__import__` of its globals.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ import itertools
 import linecache
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-BUILTINS = MappingProxyType({kind.__name__: kind for kind in (slice, KeyError, AttributeError)})
 _numbers = itertools.count()
 
 
@@ -27,7 +26,7 @@ class Source:
 
     def __init__(self, what: str, names: Mapping[str, Any] | None = None) -> None:
         self.filename = f"<weft {what} {next(_numbers)}>"
-        self.names: dict[str, Any] = {**(names or {}), "__builtins__": dict(BUILTINS)}
+        self.names: dict[str, Any] = dict(names or {})
         self.text = ""
         self._constants: dict[int, str] = {}
 
