@@ -202,7 +202,7 @@ def test_a_configuration_that_asks_for_it_gets_it(facts: Any) -> None:
         ("option's type", StrategyError, "names none"),
         ("none", StrategyError, "names none"),
         ("value", StrategyError, "unknown fallback 'eager'"),
-        ("value's type", WeftError, "watchdog_s must be a positive number of seconds"),
+        ("value's type", StrategyError, "watchdog_s must be a positive number of seconds"),
         ("ours", StrategyError, "unknown option 'splitters'"),
         ("capture", StrategyError, "unknown way to capture 'graphs'"),
         ("eager", WeftError, "drop enforce_eager"),

@@ -55,7 +55,7 @@ def run(engine, params) -> list[list[int]]:
 def swap(worker) -> None:
     """Let the parts of every other cut step of equal parts get each other's metadata."""
     session = worker.vllm_config.weft.session
-    plain = session.splitters[0].fields["attn_metadata"]
+    plain = session.options.splitters[0].fields["attn_metadata"]
     count = [0]
 
     def swapped(value, parts):
