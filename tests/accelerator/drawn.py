@@ -26,7 +26,7 @@ from torchweft.plan.verify import verify
 from torchweft.plan.write.write import write
 from torchweft.run.accelerator.dispatch import Dispatch
 from torchweft.run.writer import compile_program
-from torchweft_tools.bench.random_plans import random_plan
+from torchweft_tools.bench.cases.random_plans import random_plan
 
 ROWS, WIDE = 12, 4
 

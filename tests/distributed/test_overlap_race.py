@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft_tools.bench import overlap
-from torchweft_tools.bench.overlap_rows import MAX_DIFF, row
+from torchweft_tools.bench.players.overlap_rows import MAX_DIFF, row
 
 NAMES = (
     *(

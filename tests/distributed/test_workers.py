@@ -31,8 +31,8 @@ from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
 from torchweft.run.workers.pool import WorkerPool
 from torchweft_tools.bench.dynamic import drawn_trees
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, RoutedExperts
-from torchweft_tools.bench.dynamic_placed import ByNodes
+from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, RoutedExperts
+from torchweft_tools.bench.players.dynamic_placed import ByNodes
 
 TOLERANCE = 1e-5
 LOST_S, CALM_S = 8.0, 60.0  # a loaded machine starves workers for seconds

@@ -20,9 +20,9 @@ from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import branches, overlap, sequential
 from torchweft.plan.verify import findings, verify
 from torchweft.plan.write.write import write
+from torchweft_tools.bench.cases.random_graphs import random_graph
+from torchweft_tools.bench.cases.random_plans import random_plan
 from torchweft_tools.bench.oracle import is_safe
-from torchweft_tools.bench.random_graphs import random_graph
-from torchweft_tools.bench.random_plans import random_plan
 
 SETTINGS = settings(max_examples=150, deadline=None)
 CHOICES = [

@@ -13,11 +13,11 @@ from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
 from torchweft_tools.bench import verify as bench
-from torchweft_tools.bench.mutations import MUTATIONS
+from torchweft_tools.bench.cases.mutations import MUTATIONS
+from torchweft_tools.bench.cases.random_graphs import random_graph
+from torchweft_tools.bench.cases.random_plans import random_pair, random_plan
 from torchweft_tools.bench.oracle import by_closure, by_interleavings, is_safe
 from torchweft_tools.bench.oracle.overlap import OracleSpan, overlap, overlap_at
-from torchweft_tools.bench.random_graphs import random_graph
-from torchweft_tools.bench.random_plans import random_pair, random_plan
 
 ROWS = Batch(0)
 LANES = "lane A on cpu uses compute,network\nlane B on cpu uses compute,network"

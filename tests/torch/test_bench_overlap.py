@@ -6,8 +6,8 @@ import pytest
 
 from torchweft.errors import WeftError
 from torchweft_tools.bench import overlap
-from torchweft_tools.bench.overlap_candidates import TABLES
-from torchweft_tools.bench.overlap_rows import finalists, row, summary
+from torchweft_tools.bench.players.overlap_candidates import TABLES
+from torchweft_tools.bench.players.overlap_rows import finalists, row, summary
 
 KINDS = {each.name: each.kind for each in TABLES["race"]}
 PARTS = {each.name: each.parts for each in TABLES["race"]}

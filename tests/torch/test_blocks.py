@@ -16,7 +16,7 @@ import torchweft as weft
 from torchweft.api import session_of
 from torchweft.capture.blocks.blocks import Blocks, find_blocks
 from torchweft.capture.tracing import Watch, compile_by
-from torchweft_tools.bench.depth_model import DepthLayer, DepthModel
+from torchweft_tools.bench.models.depth_model import DepthLayer, DepthModel
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 
 from torchweft.cli import app as cli
 from torchweft.cli.doctor import examine
-from torchweft_tools.bench.pairs import measure, ratio
+from torchweft_tools.bench.measure.pairs import measure, ratio
 
 MODEL = """
 import torch

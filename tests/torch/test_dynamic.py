@@ -21,10 +21,10 @@ import torchweft as weft
 from torchweft.errors import CaptureError
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import WorkerChannel
-from torchweft_tools.bench import dynamic_models as models
 from torchweft_tools.bench.dynamic import read_trees
-from torchweft_tools.bench.dynamic_models import Tree
-from torchweft_tools.bench.dynpartition_nodes import per_node
+from torchweft_tools.bench.models import dynamic_models as models
+from torchweft_tools.bench.models.dynamic_models import Tree
+from torchweft_tools.bench.peers.dynpartition_nodes import per_node
 
 TOLERANCE = 1e-5
 

@@ -36,7 +36,7 @@ from torchweft.placement.planners.lists import heft, peft, single
 from torchweft.placement.problem import Edge, Hold, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.simulator import simulate
-from torchweft_tools.bench.dynpartition import Bandit, in_order, train
+from torchweft_tools.bench.peers.dynpartition import Bandit, in_order, train
 from torchweft_tools.train import training
 from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
 from torchweft_tools.train.checkpoint import load_run, picture, save_run

@@ -26,7 +26,13 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
 from torchweft.run.workers.drift import Drift
-from torchweft_tools.bench.recovery import FrozenPlanner, intervals, policy_of, recovered, simulated
+from torchweft_tools.bench.players.recovery import (
+    FrozenPlanner,
+    intervals,
+    policy_of,
+    recovered,
+    simulated,
+)
 from torchweft_tools.train.cases import case, draw_case, problems_in, random_tree
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)

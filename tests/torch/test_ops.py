@@ -257,7 +257,7 @@ def test_inputs_that_are_one_batch_are_one_in_its_guards() -> None:
 @pytest.fixture(scope="module")
 def infos() -> Any:
     pytest.importorskip("expecttest", reason="PyTorch's database of operators needs it")
-    from torchweft_tools.bench.op_cases import op_infos
+    from torchweft_tools.bench.cases.op_cases import op_infos
 
     return op_infos()
 

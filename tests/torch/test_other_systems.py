@@ -9,7 +9,7 @@ import pytest
 
 import torchweft as weft
 from torchweft.run.workers.pool import Spot, WorkerPool
-from torchweft_tools.bench import overlap_rank
+from torchweft_tools.bench.players import overlap_rank
 
 
 def test_cores_of_a_worker_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:

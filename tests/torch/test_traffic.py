@@ -7,7 +7,7 @@ import torch
 from torchweft.run.workers.cell import Spec
 from torchweft.run.workers.program import Task
 from torchweft.run.workers.traffic import Traffic
-from torchweft_tools.bench.dynamic_placed import Runs
+from torchweft_tools.bench.players.dynamic_placed import Runs
 
 ROW = Spec((2,), torch.float32)  # 8 bytes
 BLOCKS = dict.fromkeys(("c", "h", "x", "y"), (ROW, 0, 1))

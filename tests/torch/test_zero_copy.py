@@ -16,7 +16,7 @@ from torchweft.plan.machine import cpu
 from torchweft.run.cpu import Lanes, run
 from torchweft.run.writer import compile_program
 from torchweft_tools.bench import memory
-from torchweft_tools.bench.meter import Meter
+from torchweft_tools.bench.measure.meter import Meter
 
 WIDE = 8
 

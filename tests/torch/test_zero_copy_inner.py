@@ -15,8 +15,8 @@ from torchweft.capture import marks
 from torchweft.capture.bodies import epilogue
 from torchweft.errors import CaptureError, StrategyError
 from torchweft_tools.bench import memory
-from torchweft_tools.bench.kernels import bare_stores, hidden_copies, plain_copies
-from torchweft_tools.bench.meter import Allocations, Meter
+from torchweft_tools.bench.measure.kernels import bare_stores, hidden_copies, plain_copies
+from torchweft_tools.bench.measure.meter import Allocations, Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
 

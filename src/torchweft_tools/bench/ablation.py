@@ -23,9 +23,9 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.measure.told import Progress, part_of
 from torchweft_tools.bench.overlap import compete
-from torchweft_tools.bench.pairs import MIN_PAIRS, ratio_columns
-from torchweft_tools.bench.told import Progress, part_of
 
 VARIANTS = (
     *("full", "no_zero_copy", "no_plan_cache", "no_block_sharing", "fixed_strategy"),

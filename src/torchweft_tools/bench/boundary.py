@@ -19,10 +19,11 @@ from typing import Any
 from torchweft import lab
 from torchweft.errors import WeftError, unknown
 from torchweft_tools.bench import hosts, overlap
-from torchweft_tools.bench.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 
 MODELS = ("dense", "transformers", "vllm")
-VLLM = dataclasses.replace(hosts.HOSTS["vllm"], player="torchweft_tools.bench.boundary_vllm")
+PLAYER = "torchweft_tools.bench.players.boundary_vllm"
+VLLM = dataclasses.replace(hosts.HOSTS["vllm"], player=PLAYER)
 COLUMNS = (
     *("model", "link", "parts", "speedup", "boundary_speedup"),
     *("vs_graph", "vs_graph_low", "vs_graph_high", "aa", "max_abs_diff"),

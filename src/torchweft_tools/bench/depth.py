@@ -28,8 +28,8 @@ from torchweft.capture.marks import INNERS
 from torchweft.errors import WeftError, unknown
 from torchweft.plan.context import Context
 from torchweft.plan.strategies import overlap
-from torchweft_tools.bench.depth_model import VOCABULARY, DepthModel
-from torchweft_tools.bench.pairs import MIN_PAIRS, measure
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, measure
+from torchweft_tools.bench.models.depth_model import VOCABULARY, DepthModel
 
 ROWS, TOKENS, DEEP = 4, 16, 80
 NUM_REPEATS = 3

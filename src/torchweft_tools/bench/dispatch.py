@@ -30,7 +30,7 @@ from torchweft.api import compile
 from torchweft.capture.marks import mark_module
 from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap
-from torchweft_tools.bench.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 
 NUM_OPS = (8, 64, 256)
 LARGE = 64

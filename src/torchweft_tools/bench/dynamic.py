@@ -38,11 +38,17 @@ from torchweft.errors import WeftError, clip, unknown
 from torchweft.files import write_json
 from torchweft.placement.learn.reinforce import one_thread
 from torchweft.run.workers.pool import Spot
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
-from torchweft_tools.bench.dynamic_placed import run_placed
-from torchweft_tools.bench.dynpartition_nodes import per_node
-from torchweft_tools.bench.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
-from torchweft_tools.bench.recovery import Progress, no_progress, policy_of, served, simulated
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
+from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
+from torchweft_tools.bench.peers.dynpartition_nodes import per_node
+from torchweft_tools.bench.players.dynamic_placed import run_placed
+from torchweft_tools.bench.players.recovery import (
+    Progress,
+    no_progress,
+    policy_of,
+    served,
+    simulated,
+)
 
 Input = tuple[Tree, Tensor]
 FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
@@ -111,7 +117,7 @@ def dynet_s(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "task.json"
         write_json(path, task)
-        script = Path(__file__).with_name("dynet_trees.py")
+        script = Path(__file__).with_name("peers") / "dynet_trees.py"
         command = [python, str(script), str(path)]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:

@@ -32,9 +32,9 @@ from typing import Any
 
 from torchweft import integrations, lab
 from torchweft.errors import WeftError, unknown
-from torchweft_tools.bench.lines import code_lines
-from torchweft_tools.bench.pairs import MIN_PAIRS, ratio_columns
-from torchweft_tools.bench.told import Progress, listen, part_of
+from torchweft_tools.bench.measure.lines import code_lines
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.measure.told import Progress, listen, part_of
 
 ROOT = Path(__file__).parents[3]
 LINKS = "none,4gbit,2gbit,1gbit,500mbit"
@@ -75,13 +75,13 @@ class Host:
 HOSTS = {
     "transformers": Host(
         "transformers",
-        "torchweft_tools.bench.host_transformers",
+        "torchweft_tools.bench.players.host_transformers",
         "transformers.py",
         ("prefill", "generate"),
     ),
     "vllm": Host(
         "vllm",
-        "torchweft_tools.bench.host_vllm",
+        "torchweft_tools.bench.players.host_vllm",
         "vllm.py",
         ("serving", "prefill"),
         ranked=False,

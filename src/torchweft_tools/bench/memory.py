@@ -40,9 +40,9 @@ from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
-from torchweft_tools.bench.kernels import Known, hidden_copies, plain_copies
-from torchweft_tools.bench.meter import Allocations, Meter
-from torchweft_tools.bench.zoo_models import MODELS, ROWS, ZooModel, outputs_of
+from torchweft_tools.bench.measure.kernels import Known, hidden_copies, plain_copies
+from torchweft_tools.bench.measure.meter import Allocations, Meter
+from torchweft_tools.bench.models.zoo_models import MODELS, ROWS, ZooModel, outputs_of
 
 PARTS = (2, 4)
 NUM_WARM, NUM_METERED = 4, 3
@@ -238,7 +238,7 @@ def on_ranks(names: list[str], inner: str) -> list[MemoryRow]:
         words = [
             sys.executable,
             "-m",
-            "torchweft_tools.bench.memory_rank",
+            "torchweft_tools.bench.players.memory_rank",
             json.dumps(names),
             inner,
         ]

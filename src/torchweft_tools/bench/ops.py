@@ -36,7 +36,14 @@ from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
-from torchweft_tools.bench.op_cases import UNDEFINED, UNWELL, OpCase, cases_of, op_infos, seeded
+from torchweft_tools.bench.cases.op_cases import (
+    UNDEFINED,
+    UNWELL,
+    OpCase,
+    cases_of,
+    op_infos,
+    seeded,
+)
 
 LIMIT_S = 120.0
 QUICK_STEP = 13  # every so many entries

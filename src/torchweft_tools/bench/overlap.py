@@ -18,9 +18,9 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError, unknown
-from torchweft_tools.bench.overlap_rows import Row, row, summary
-from torchweft_tools.bench.pairs import MIN_PAIRS
-from torchweft_tools.bench.told import Progress, listen, part_of
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS
+from torchweft_tools.bench.measure.told import Progress, listen, part_of
+from torchweft_tools.bench.players.overlap_rows import Row, row, summary
 
 MODELS = ("dense", "experts")
 PHASES = ("prefill", "decode")
@@ -97,7 +97,7 @@ def compete(
     Where links cannot be limited there is one result, over plain loopback. Raises `WeftError` if
     the ranks end before they have told all.
     """
-    words = [sys.executable, "-m", "torchweft_tools.bench.overlap_rank", json.dumps(spec)]
+    words = [sys.executable, "-m", "torchweft_tools.bench.players.overlap_rank", json.dumps(spec)]
     with lab.spawn_ranks(words, link=spec["links"][0], env=ENVIRONMENT) as ranks:
         for result in listen(ranks, "overlap", on_progress):
             yield result["link"], result

@@ -125,7 +125,7 @@ def _policies() -> dict[str, Planner]:
 
 def _bandit(item: PlannedCase, num_ops: int) -> dict[str, Planner]:
     """DynPartition's bandit as a planner, if the case is a tree that it can take."""
-    from torchweft_tools.bench.dynpartition import MAX_OPS
+    from torchweft_tools.bench.peers.dynpartition import MAX_OPS
 
     if item.family not in TREES or item.problem.num_ops > MAX_OPS or item.ratio is None:
         return {}
@@ -135,7 +135,7 @@ def _bandit(item: PlannedCase, num_ops: int) -> dict[str, Planner]:
 @cache
 def _trained_bandit(num_devices: int, ratio: float, num_ops: int) -> Planner:
     """A bandit that was trained on other trees with this machine and ratio."""
-    from torchweft_tools.bench.dynpartition import Bandit, train
+    from torchweft_tools.bench.peers.dynpartition import Bandit, train
 
     (slowness,) = (machine for machine in MACHINES if len(machine) == num_devices)
     trees = [case(random_tree(num_ops, OTHER + at), slowness, ratio) for at in range(NUM_TREES)]

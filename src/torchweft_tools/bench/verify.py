@@ -22,10 +22,10 @@ from typing import Any
 
 from torchweft.plan.graph_file import graph_data
 from torchweft.plan.plan import Plan
-from torchweft_tools.bench.mutations import MUTATIONS, mutate
+from torchweft_tools.bench.cases.mutations import MUTATIONS, mutate
+from torchweft_tools.bench.cases.random_graphs import random_graph
+from torchweft_tools.bench.cases.random_plans import random_pair, random_plan
 from torchweft_tools.bench.oracle import by_closure, judge
-from torchweft_tools.bench.random_graphs import random_graph
-from torchweft_tools.bench.random_plans import random_pair, random_plan
 
 Row = dict[str, Any]
 CHUNK = 100

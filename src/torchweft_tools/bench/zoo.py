@@ -24,7 +24,7 @@ from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
-from torchweft_tools.bench.zoo_models import MODELS, ZooModel, outputs_of
+from torchweft_tools.bench.models.zoo_models import MODELS, ZooModel, outputs_of
 
 NUM_CALLS = 4
 

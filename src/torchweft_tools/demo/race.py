@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchweft import lab
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS
 from torchweft_tools.bench.overlap import compete
-from torchweft_tools.bench.overlap_rows import row
-from torchweft_tools.bench.pairs import MIN_PAIRS
+from torchweft_tools.bench.players.overlap_rows import row
 
 LINK = "1gbit"
 NAMES = (

@@ -16,7 +16,7 @@ from torchweft.api import compile, plans, report, trace
 from torchweft.capture.marks import mark, mark_op
 from torchweft.plan.machine import cpu
 from torchweft.plan.strategies import branches
-from torchweft_tools.bench.pairs import measure
+from torchweft_tools.bench.measure.pairs import measure
 
 STORE_S = 0.02
 """What a slow disk or a remote store takes to answer; a sleep stands in for it."""

@@ -1,6 +1,6 @@
 """The boundary bench for vLLM: one engine by graphs, one in boundary mode; results go out.
 
-    python -m torchweft_tools.bench.boundary_vllm '{"links": ["1gbit half duplex"], ...}'
+    python -m torchweft_tools.bench.players.boundary_vllm '{"links": ["1gbit half duplex"], ...}'
 
 Both have two ranks on gloo and the prefill workload of the hosts bench. Each run begins when all
 workers sleep: those of the other engine would look out for work on the cores of this one.
@@ -22,8 +22,15 @@ from vllm import LLM
 from torchweft import lab
 from torchweft.plan.strategies import overlap
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.host_vllm import ENVIRONMENT, REST_S, engine, requests, save, timed
-from torchweft_tools.bench.told import leaving, say
+from torchweft_tools.bench.measure.told import leaving, say
+from torchweft_tools.bench.players.host_vllm import (
+    ENVIRONMENT,
+    REST_S,
+    engine,
+    requests,
+    save,
+    timed,
+)
 
 RUNS = {
     "sequential": ("graph", 0), "sequential_again": ("graph", 0),

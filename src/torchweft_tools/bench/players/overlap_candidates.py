@@ -22,8 +22,8 @@ from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.serve.session import context
-from torchweft_tools.bench.overlap_race import Call
 from torchweft_tools.bench.peers import domino, floors, onednn, overlap_by_hand, stock
+from torchweft_tools.bench.players.overlap_race import Call
 
 Build = Callable[["Arena"], Call]
 

@@ -1,6 +1,6 @@
 """One rank of the overlap bench: a spec comes in on the command line, lines of JSON go out.
 
-    python -m torchweft_tools.bench.overlap_rank '{"model": "dense", "phase": "prefill", ...}'
+    python -m torchweft_tools.bench.players.overlap_rank '{"model": "dense", ...}'
 
 1. Every candidate is built, warmed and compared with the sequential output.
 2. For each link, a short race of all chooses the finalists; a long race of these gives the times.
@@ -32,11 +32,11 @@ from torch._dynamo.utils import calculate_time_spent, counters
 from torchweft import lab
 from torchweft.api import plans, report, trace
 from torchweft.errors import clip
-from torchweft_tools.bench.overlap_candidates import TABLES, Absent, Arena, Candidate
-from torchweft_tools.bench.overlap_race import Call, Run, calls_of_a_run, race
-from torchweft_tools.bench.overlap_rows import MAX_DIFF, finalists
+from torchweft_tools.bench.measure.told import say
 from torchweft_tools.bench.peers import llama, models
-from torchweft_tools.bench.told import say
+from torchweft_tools.bench.players.overlap_candidates import TABLES, Absent, Arena, Candidate
+from torchweft_tools.bench.players.overlap_race import Call, Run, calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_rows import MAX_DIFF, finalists
 
 NUM_WARM = 3
 TIMEOUT = timedelta(minutes=5)

@@ -18,15 +18,15 @@ from torchweft.plan.cut import Cut
 from torchweft.plan.graph import USES, Graph
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan, Range, Step
-from torchweft_tools.bench.oracle.content import Action, conflict
-from torchweft_tools.bench.random_drafts import (
+from torchweft_tools.bench.cases.random_drafts import (
     Drafter,
     ImpossibleError,
     PlanDraft,
     Ranges,
     random_ranges,
 )
-from torchweft_tools.bench.random_graphs import mirror, random_graph
+from torchweft_tools.bench.cases.random_graphs import mirror, random_graph
+from torchweft_tools.bench.oracle.content import Action, conflict
 
 Talked = list[tuple[str, Range | None]]
 MAX_DRAWS = 12

@@ -36,10 +36,10 @@ from torchweft.run.workers.executor import Job
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.pool import Spot
 from torchweft.run.workers.prices import Prices
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
-from torchweft_tools.bench.dynpartition import MAX_OPS, Bandit, train
-from torchweft_tools.bench.pairs import ratio
-from torchweft_tools.bench.recovery import FrozenPlanner, Progress, no_progress
+from torchweft_tools.bench.measure.pairs import ratio
+from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
+from torchweft_tools.bench.peers.dynpartition import MAX_OPS, Bandit, train
+from torchweft_tools.bench.players.recovery import FrozenPlanner, Progress, no_progress
 
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"

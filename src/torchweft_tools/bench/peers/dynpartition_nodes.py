@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
+from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
 
 Node = Callable[[], None]
 

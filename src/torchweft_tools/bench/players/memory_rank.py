@@ -1,6 +1,6 @@
 """One rank of the memory bench: the two-rank models, each measured on every rank.
 
-    python -m torchweft_tools.bench.memory_rank '["dense", "llama_tp"]' eager FOLDER
+    python -m torchweft_tools.bench.players.memory_rank '["dense", "llama_tp"]' eager FOLDER
 
 Each rank writes its rows to FOLDER/rank0.json, FOLDER/rank1.json. The models are those of
 `peers/models.py`, and tiny checkpoints that Transformers loads with `tp_plan="auto"`.
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from torchweft_tools.bench.memory import PARTS, MemoryRow, measure
-from torchweft_tools.bench.overlap_rank import SIZES
 from torchweft_tools.bench.peers import models
+from torchweft_tools.bench.players.overlap_rank import SIZES
 
 TIMEOUT = timedelta(minutes=2)
 NUM_ROWS, NUM_POSITIONS = 10, 16

@@ -1,6 +1,6 @@
 """The zoo: tiny random models of many architectures, each one line, with inputs to call them.
 
-    python -m torchweft_tools.bench.zoo_models [names...]   # capture, run, run in parts, compare
+    python -m torchweft_tools.bench.models.zoo_models [names...]  # run whole and in parts, compare
 
 A transformers line is (config class, model class, sizes); another architecture is another line.
 Weights are drawn wide, so that a wrong mask or a swapped row shows in the outputs.

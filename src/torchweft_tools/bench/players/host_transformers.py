@@ -1,6 +1,6 @@
 """One rank of the hosts bench for Transformers: a spec comes in as an argument, results go out.
 
-    python -m torchweft_tools.bench.host_transformers '{"workload": "prefill", "links": [...], ...}'
+    python -m torchweft_tools.bench.players.host_transformers '{"workload": "prefill", ...}'
 
 A Llama-like checkpoint with random weights is saved, then loaded twice with the library's own
 tensor parallelism: stock, and with `weave`. Both run on gloo, a thread a rank. Over each link the
@@ -31,9 +31,9 @@ from torchweft.api import report
 from torchweft.integrations.transformers import weave
 from torchweft.run.compare import compare
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.overlap_race import calls_of_a_run, race
-from torchweft_tools.bench.overlap_rank import TIMEOUT, all_max, num_graphs, pin, quiet
-from torchweft_tools.bench.told import say
+from torchweft_tools.bench.measure.told import say
+from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, num_graphs, pin, quiet
 
 SIZES = {
     "full": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchweft_tools.bench.pairs import ratio_columns
+from torchweft_tools.bench.measure.pairs import ratio_columns
 
 MAX_HEALTH = 1.10
 MAX_DIFF = 1e-5

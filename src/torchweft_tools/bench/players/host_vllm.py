@@ -1,6 +1,6 @@
 """The hosts bench for vLLM: a spec comes in as an argument, results go out.
 
-    python -m torchweft_tools.bench.host_vllm '{"workload": "serving", "links": [...], ...}'
+    python -m torchweft_tools.bench.players.host_vllm '{"workload": "serving", "links": [...], ...}'
 
 An engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It takes turns
 between vLLM's graph as it is, run operator by operator, and plans: the same engine, the same
@@ -34,7 +34,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from torchweft import lab
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.told import leaving, say
+from torchweft_tools.bench.measure.told import leaving, say
 
 SIZES = {
     "full": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},

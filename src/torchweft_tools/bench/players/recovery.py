@@ -39,7 +39,7 @@ from torchweft.placement.placement import replay
 from torchweft.placement.planners.annealing import annealing
 from torchweft.run.workers.drift import Drift
 from torchweft.run.workers.pool import Spot
-from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM
+from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM
 from torchweft_tools.train.cases import case, random_tree
 
 ARMS = ("frozen", "table", "learned", "before_alone", "learned_alone", "best")

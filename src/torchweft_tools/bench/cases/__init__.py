@@ -1,0 +1,1 @@
+"""What benches draw or list to judge: graphs, plans, mutations, ops, files."""

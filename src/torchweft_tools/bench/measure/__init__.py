@@ -1,0 +1,1 @@
+"""How benches measure: pairs and their ratios, allocations, kernels, progress."""

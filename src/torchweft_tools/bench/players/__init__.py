@@ -1,0 +1,1 @@
+"""The races of a bench, and the processes that it starts."""
