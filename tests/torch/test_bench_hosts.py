@@ -63,8 +63,8 @@ def test_a_host_that_is_not_installed_is_named_with_the_cure(monkeypatch):
     [
         ({"hosts": "transformer"}, "transformers"),
         ({"workloads": "prefil"}, "prefill"),
-        ({"links": "fast"}, "is no rate"),
-        ({"num_pairs": 3}, "30 pairs or more"),
+        ({"links": "fast"}, "is not a rate"),
+        ({"num_pairs": 3}, "--pairs must be 30 or more"),
     ],
 )
 def test_wrong_options_list_the_choices(options, said):

@@ -117,8 +117,8 @@ def test_the_fastest_of_each_side_those_near_and_the_fixed_ones_race_on():
         ({"models": "dens"}, "dense"),
         ({"phases": "prefil"}, "prefill"),
         ({"links": "fast"}, "fast"),
-        ({"links": ","}, "nothing is chosen"),
-        ({"num_pairs": 5}, "at least 30, or --quick"),
+        ({"links": ","}, "at least one link"),
+        ({"num_pairs": 5}, "--pairs must be 30 or more"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

@@ -1,20 +1,20 @@
-"""The ablation bench: what each idea brings, taken away one by one, on the two-rank Llama.
+"""The ablation bench: what each idea contributes, left out one by one, on the two-rank Llama.
 
     torchweft bench ablation --json
 
 `full` is weft with everything: parts for prefill and none for decode, Inductor inside ops, parts
 written where they belong, plans kept, repeated blocks captured once. Each variant leaves one out:
 
-    no_zero_copy        parts are put together by copies
+    no_zero_copy        parts are joined by copies
     no_plan_cache       every call writes, lowers, verifies and compiles its plan
     no_block_sharing    every layer is captured on its own
     fixed_strategy      parts for every call, small ones too
     no_inductor         torch's own kernels, call by call
 
 `speedup` is the sequential model's time over the variant's, the median of pairs. `set_up_s` is the
-time until the first calls were through; who comes first fills Inductor's cache for the others.
+time until the first calls had ended; the first variant fills Inductor's cache for the others.
 `capture_s` is the part of it that Dynamo and capture take, which is what blocks save: their ops are
-those of the model without blocks, so both run alike.
+those of the model without blocks, so both run equally fast.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.options import require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 from torchweft_tools.bench.measure.told import Progress, part_of
 from torchweft_tools.bench.overlap import compete
@@ -50,14 +51,12 @@ def run(
     """A row for each phase and variant, and the summary.
 
     link: the rate of the link between the ranks, such as 500mbit, or none.
-    num_pairs: timed pairs, each program against the other in turn.
-    seed: of all that is drawn.
+    num_pairs: timed pairs; the programs run in turn.
+    seed: the random seed.
     quick: a tiny model and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick and num_pairs < MIN_PAIRS:
-        raise WeftError(
-            f"bench ablation: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
-        )
+    if not quick:
+        require_pairs("ablation", num_pairs)
     label = lab.LabLink.parse(link).label
     rows: list[Row] = []
     for number, phase in enumerate(PHASES):
@@ -66,8 +65,8 @@ def run(
             "num_pairs": 3 if quick else num_pairs, "num_rounds": 0, "seed": seed,
             "size": "tiny" if quick else "full",
         }  # fmt: skip
-        for found, result in compete(spec, part_of(progress, number, len(PHASES))):
-            rows += rows_of(phase, found, result)
+        for real_link, result in compete(spec, part_of(progress, number, len(PHASES))):
+            rows += rows_of(phase, real_link, result)
     return rows, {**summary(rows), "quick": quick}
 
 
@@ -76,7 +75,7 @@ def rows_of(phase: str, link: str, result: dict[str, Any]) -> list[Row]:
     times, rows = result["times"], []
     for variant in (*VARIANTS, "sequential_again"):
         if variant not in times:
-            why = result["absent"].get(variant, "it took no part")
+            why = result["absent"].get(variant, "it did not run")
             raise WeftError(f"bench ablation: {variant}: {why}.")
         rows.append(
             {
@@ -97,8 +96,8 @@ def summary(rows: list[Row]) -> Row:
 
     A/A is the sequential model against itself.
     """
-    found = {f"{row['variant']}_{row['phase']}": row["speedup"] for row in rows}
+    figures = {f"{row['variant']}_{row['phase']}": row["speedup"] for row in rows}
     for name in ("full", "no_block_sharing"):
         seconds = [row["capture_s"] for row in rows if row["variant"] == name]
-        found[f"capture_s_{name}"] = round(max(seconds), 3)
-    return found
+        figures[f"capture_s_{name}"] = round(max(seconds), 3)
+    return figures

@@ -7,19 +7,20 @@ The dense model of the overlap bench, a Llama of Transformers with `tp_plan="aut
 `boundary_speedup` the same for boundary mode; `vs_graph` is the time of graph mode over that of
 boundary mode, both with the same number of parts, each the median of pairs from one race. `aa` is
 the sequential model against itself. `max_abs_diff` compares outputs; for vLLM, whose outputs are
-tokens, it counts the requests that got others.
+tokens, it counts the requests with other tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torchweft import lab
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft_tools.bench import hosts, overlap
+from torchweft_tools.bench.measure.options import chosen, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
+from torchweft_tools.bench.measure.told import Progress, part_of
 
 MODELS = ("dense", "transformers", "vllm")
 PLAYER = "torchweft_tools.bench.players.boundary_vllm"
@@ -28,7 +29,6 @@ COLUMNS = (
     *("model", "link", "parts", "speedup", "boundary_speedup"),
     *("vs_graph", "vs_graph_low", "vs_graph_high", "aa", "max_abs_diff"),
 )
-Progress = Callable[[int, int], None]
 Row = dict[str, Any]
 
 
@@ -44,36 +44,27 @@ def run(
     """A row for each model and number of parts, and the summary.
 
     link: the rate of the link between the ranks, such as 500mbit, or none.
-    models: with commas between: dense, transformers, vllm.
-    num_pairs: timed pairs, each program against the other in turn.
-    seed: of all that is drawn.
+    models: names of models, separated by commas: dense, transformers, vllm.
+    num_pairs: timed pairs; the programs run in turn.
+    seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick and num_pairs < MIN_PAIRS:
-        raise WeftError(
-            f"bench boundary: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
-        )
+    if not quick:
+        require_pairs("boundary", num_pairs)
     label = lab.LabLink.parse(link).label
-    chosen = models.split(",")
-    for model in chosen:
-        if model not in MODELS:
-            raise WeftError(f"bench boundary: {unknown('model', model, MODELS)}", rule="option")
+    names = chosen("boundary", "model", models, MODELS)
     rows: list[Row] = []
-    for number, model in enumerate(chosen):
-
-        def told(done: int, total: int, number: int = number) -> None:
-            if progress is not None:
-                progress(number * total + done, len(chosen) * total)
-
+    for number, model in enumerate(names):
+        on_progress = part_of(progress, number, len(names))
         spec = {
             "model": model, "phase": "prefill", "links": [label], "table": "boundary",
             "num_pairs": 3 if quick else num_pairs, "num_rounds": 0, "seed": seed, "names": None,
             "size": "tiny" if quick else "full",
         }  # fmt: skip
         if model == "vllm":
-            results = hosts.compete(VLLM, spec, told)
+            results = hosts.compete(VLLM, spec, on_progress)
         else:
-            results = (result for _, result in overlap.compete(spec, told))
+            results = (result for _, result in overlap.compete(spec, on_progress))
         for result in results:
             rows += rows_of(model, result["link"], result)
     worst = min(row["vs_graph"] for row in rows)

@@ -2,12 +2,11 @@
 
     torchweft bench depth [--layers 4,16,64] [--inners eager,inductor] [--pairs 30] [--json]
 
-A model like Llama, tiny, is compiled at several depths: by `torch.compile` in one graph, and by
-Weft, which traces a layer once. Inductor starts with an empty cache, and a model
-of two layers compiles the kernels before the clock starts: seconds per added layer are those of
-tracing, planning and Inductor's own work (without Inductor: the shortest of three). At the greatest
-depth both run in turn, with an A/A control. At last 80 layers are planned: write, lower and verify,
-for two parts.
+A tiny model like Llama is compiled at several depths: by `torch.compile` in one graph, and by Weft,
+which traces a layer once. Inductor starts with an empty cache, and a model of two layers compiles
+the kernels before the clock starts, so seconds per added layer are those of tracing, planning and
+Inductor's own work (without Inductor: the shortest of three). At the greatest depth both run in
+turn, with an A/A control. Last, a plan of 80 layers in two parts is written, lowered and verified.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from torch._inductor.utils import fresh_cache
 from torchweft.api import compile, report, session_of
 from torchweft.capture.dynamo import mark_batch
 from torchweft.capture.marks import INNERS
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft.plan.context import Context
 from torchweft.plan.strategies import overlap
+from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, measure
 from torchweft_tools.bench.models.depth_model import VOCABULARY, DepthModel
 
@@ -69,21 +69,19 @@ def run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows by inner compiler and depth, and what one more layer costs.
 
-    layers: depths of the model, with commas between.
-    inners: compilers inside of ops, with commas between: eager, inductor.
-    num_pairs: timed pairs, each program against the other in turn.
+    layers: depths of the model, separated by commas.
+    inners: inner compilers, separated by commas: eager, inductor.
+    num_pairs: timed pairs; the programs run in turn.
     """
     depths = sorted(int(word) for word in layers.split(",") if word.strip().isdigit())
     if len(depths) < 2 or depths[0] < 2:
-        raise WeftError(f"depth: {layers!r} are no two depths of at least 2 layers.", rule="depth")
-    chosen = [word.strip() for word in inners.split(",")]
-    for inner in chosen:
-        if inner not in INNERS:
-            raise WeftError(f"depth: {unknown('inner compiler', inner, INNERS)}", rule="depth")
+        text = f"--layers must be two or more depths of at least 2 layers; got {layers!r}"
+        raise WeftError(f"depth: {text}.", rule="depth")
+    names = chosen("depth", "inner compiler", inners, INNERS)
     rows: list[DepthRow] = []
-    total = len(chosen) * len(depths) + 1
+    total = len(names) * len(depths) + 1
     with torch.no_grad(), fresh_cache():
-        for inner in chosen:
+        for inner in names:
             _first_calls(inner, 2)  # kernels, imports
             for depth in depths:
                 rows.append(_look(inner, depth, num_pairs if depth == depths[-1] else 0))

@@ -11,9 +11,9 @@ is weft's time over the other's, the median of pairs:
     two_parts_vs_two_halves   the same against torch.compile called on two halves, and their cat
     inductor_vs_inductor      weft with inner="inductor" against torch.compile    from 64 ops up
 
-Below 64 ops guards, which every compiled model pays, cost more than the ops themselves. What is
-compiled later lies scattered in memory, and its guards take longer, whatever they guard: so all
-programs are made twice, the second time in the other order, and no two share a model.
+Below 64 ops the guards, which every compiled model pays for, cost more than the ops themselves.
+What is compiled later lies scattered in memory, and its guards take longer, whatever they guard. So
+all programs are made twice, the second time in reverse order, and no two share a model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torchweft.api import compile
 from torchweft.capture.marks import mark_module
 from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap
+from torchweft_tools.bench.measure.options import require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 
 NUM_OPS = (8, 64, 256)
@@ -82,11 +83,10 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each size of model, and the summary: the worst median of each ratio.
 
-    num_pairs: timed pairs, each program against the other in turn.
-    seed: of all that is drawn.
+    num_pairs: timed pairs; the programs run in turn.
+    seed: the random seed.
     """
-    if num_pairs < MIN_PAIRS:
-        raise WeftError(f"bench dispatch: {MIN_PAIRS} pairs or more are needed.", rule="option")
+    require_pairs("dispatch", num_pairs)
     rows: list[Row] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -98,8 +98,8 @@ def run(
                 torch.manual_seed(seed)
                 with torch.inference_mode():
                     runs = programs(num_ops, backwards=backwards)
-                    for name, found in race(runs, num_pairs, Random(seed)).items():
-                        times.setdefault(name, []).extend(found)
+                    for name, seconds in race(runs, num_pairs, Random(seed)).items():
+                        times.setdefault(name, []).extend(seconds)
             rows.append(row(num_ops, times))
             if progress is not None:
                 progress(number + 1, len(NUM_OPS))
@@ -180,29 +180,29 @@ def race(runs: dict[str, Run], num_pairs: int, order: Random) -> dict[str, list[
 
 def row(num_ops: int, times: dict[str, list[float]]) -> Row:
     """The ratios of one model."""
-    found: Row = {
+    columns: Row = {
         "ops": num_ops,
         "eager_us": 1e6 * sorted(times["eager"])[len(times["eager"]) // 2],
     }
     for name, (ours, other) in RATIOS.items():
         if ours not in times:
-            found |= {name: None, f"{name}_low": None, f"{name}_high": None}
+            columns |= {name: None, f"{name}_low": None, f"{name}_high": None}
             continue
-        found |= ratio_columns(name, times[ours], times[other])
-    return found
+        columns |= ratio_columns(name, times[ours], times[other])
+    return columns
 
 
 def summary(rows: list[Row]) -> Row:
     """The worst row of each ratio, among those that count."""
-    found: Row = {}
+    worst_ratios: Row = {}
     for name in RATIOS:
         counted = [r for r in rows if r["ops"] >= LARGE or name not in FROM_LARGE]
         worst = max(
             (r for r in counted if r[name] is not None), key=lambda r: r[name], default=None
         )
-        found[name] = worst[name] if worst else None
-        found[f"{name}_low"] = worst[f"{name}_low"] if worst else None
-    return found
+        worst_ratios[name] = worst[name] if worst else None
+        worst_ratios[f"{name}_low"] = worst[f"{name}_low"] if worst else None
+    return worst_ratios
 
 
 COLUMNS = ("ops", "eager_us", *RATIOS)

@@ -5,11 +5,11 @@
     stream      200 inputs over both workers, against the sum of what each does alone
     faults      a worker is killed, or stopped, in the middle of a stream
     drift       a worker becomes half as fast; prices follow
-    recovery    the same for placed calls: what 500 served inputs win back of the loss
+    recovery    the same for placed calls: how much of the loss 500 served inputs win back
     simulated   the same without workers or clock, on inputs that are never served
 
-Trees come from SST if there is a data folder, else they are drawn. Recording, grouping and
-planning are inside every time. One worker is throttled, so its times are emulated.
+Trees come from SST if there is a data folder, else they are drawn. Every time includes recording,
+grouping and planning. One worker is throttled, so its times are emulated.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from torchweft.dynamic.model import Dynamic
-from torchweft.errors import WeftError, clip, unknown
+from torchweft.errors import WeftError, clip
 from torchweft.files import write_json
 from torchweft.placement.learn.reinforce import one_thread
 from torchweft.run.workers.pool import Spot
+from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.peers.dynpartition_nodes import per_node
@@ -57,7 +58,7 @@ FAST, SLOW = Spot("fast", cores=(0,)), Spot("slow", cores=(1,), slowness=2.0)
 def read_trees(path: Path, count: int) -> tuple[list[Input], int]:
     """The first trees of a file of bracketed trees, and how many words they have."""
     vocabulary: dict[str, int] = {}
-    found = []
+    inputs = []
     for line in path.read_text(encoding="utf-8").splitlines()[:count]:
         tokens: list[str] = re.findall(r"[()]|[^\s()]+", line)[::-1]
         words: list[int] = []
@@ -75,22 +76,22 @@ def read_trees(path: Path, count: int) -> tuple[list[Input], int]:
             return Tree(children)
 
         tree = node(tokens, words)
-        found.append((tree, torch.tensor(words)))
-    return found, len(vocabulary)
+        inputs.append((tree, torch.tensor(words)))
+    return inputs, len(vocabulary)
 
 
 def drawn_trees(count: int, seed: int = 0) -> tuple[list[Input], int]:
     """Random binary trees as large as those of SST."""
     draw, num_words = random.Random(seed), 1000
-    found = []
+    inputs = []
     for _ in range(count):
         nodes = [Tree(word=number) for number in range(draw.randint(5, 33))]
         words = torch.tensor([draw.randrange(num_words) for _ in nodes])
         while len(nodes) > 1:
             at = draw.randrange(len(nodes) - 1)
             nodes[at : at + 2] = [Tree(nodes[at : at + 2])]
-        found.append((nodes[0], words))
-    return found, num_words
+        inputs.append((nodes[0], words))
+    return inputs, num_words
 
 
 def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
@@ -99,7 +100,7 @@ def trees_of(data: Path | None, count: int) -> tuple[list[Input], int, str]:
         return *drawn_trees(count), "drawn"
     path = data / "sst" / "dev.txt"
     if not path.is_file():
-        raise WeftError(f"data: there is no {path}; --data names a folder with sst/dev.txt.")
+        raise WeftError(f"data: there is no {path}; --data must name a folder with sst/dev.txt.")
     return *read_trees(path, count), "sst"
 
 
@@ -119,18 +120,18 @@ def dynet_s(
         write_json(path, task)
         script = Path(__file__).with_name("peers") / "dynet_trees.py"
         command = [python, str(script), str(path)]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise WeftError(f"dynet: {python} cannot run it: {clip(found.stderr[-200:])}")
-    answer = json.loads(found.stdout.splitlines()[-1])
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise WeftError(f"dynet: {python} failed to run it: {clip(done.stderr[-200:])}")
+    answer = json.loads(done.stdout.splitlines()[-1])
     return answer["seconds"], [torch.tensor(outputs) for outputs in answer["outputs"]]
 
 
 def batched(
     data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS, dynet: str = ""
 ) -> dict[str, Any]:
-    """Milliseconds a tree of the ways to run 64 trees on one thread, in turns, and how far outputs
-    differ."""
+    """Milliseconds per tree of each way to run 64 trees on one thread, timed in turns, and how far
+    the outputs differ."""
     inputs, num_words, source = trees_of(data, num_trees)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
@@ -143,7 +144,7 @@ def batched(
                     model.forward(*each)
 
         wanted = [per_node(model, *each) for each in plain]
-        found = dynamic.map(inputs)
+        outputs = dynamic.map(inputs)
         times = in_turns({
             "per_node": lambda: [per_node(model, *each) for each in plain],
             "together": lambda: dynamic.map(inputs),
@@ -158,7 +159,7 @@ def batched(
         gaps = [float((a - b).abs().max()) for a, b in zip(theirs, wanted, strict=True)]
         if max(gaps) > 1e-4:
             raise WeftError(f"dynet: its outputs differ by {max(gaps):.2g}; is it the same model?")
-    apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    apart = max(float((a - b).abs().max()) for a, b in zip(outputs, wanted, strict=True))
     rows = {f"{name}_ms": 1e3 * s / len(inputs) for name, s in seconds.items()}
     return {
         "trees": source, "num_trees": len(inputs), "num_pairs": num_pairs, **rows,
@@ -170,21 +171,21 @@ def batched(
 
 def in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
     """Seconds of every way, round by round, after one round to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(num_rounds + 1):
         for name, way in ways.items():
             began_s = time.perf_counter()
             way()
             if number:
-                found[name].append(time.perf_counter() - began_s)
-    return found
+                times[name].append(time.perf_counter() - began_s)
+    return times
 
 
 def batched_vs_per_node(
     data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS
 ) -> tuple[Ratio, Ratio]:
-    """How many times as fast as DynPartition's execution by nodes the batched executor runs the
-    same trees, interleaved on one thread; and the A/A control of execution by nodes."""
+    """How many times as fast as DynPartition's execution node by node the batched executor runs the
+    same trees, interleaved on one thread; and the A/A control of DynPartition."""
     inputs, num_words, _ = trees_of(data, num_trees)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
@@ -201,7 +202,7 @@ def placed(
     data: Path | None, *, num_calls: int = 12, size: int = 16,
     spots: Sequence[Spot] = (FAST, SLOW), progress: Progress = no_progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measured and simulated milliseconds on two unlike workers, a row a planner: calls of many
+    """Measured and simulated milliseconds on two unlike workers, one row per planner: calls of many
     trees, and of one (with DynPartition's bandit)."""
     inputs, num_words, source = trees_of(data, num_calls * size)
     rows = run_placed(
@@ -246,8 +247,8 @@ def fault(
     data: Path | None, how: str = "SIGKILL", *, num_inputs: int = 200, at: int = 60,
     watchdog_s: float = 2.0, num_alone: int = 9, spots: Sequence[Spot] = (FAST, SLOW),
 ) -> dict[str, Any]:  # fmt: skip
-    """A worker is killed or stopped in the middle of a stream: what became of every input, and
-    how fast the last half of the rest went, against the worker that is left by itself."""
+    """A worker is killed or stopped in the middle of a stream: what became of every input, and how
+    fast the last half of the rest was served, against the remaining worker alone."""
     inputs, num_words, source = trees_of(data, num_inputs)
     torch.manual_seed(0)
     model = BinaryTreeLSTM(num_words).eval()
@@ -320,7 +321,7 @@ def run(
     """Rows of the bench.
 
     data: a folder with sst/dev.txt; by default WEFT_DATA, else trees are drawn.
-    only: some rows by their names, with commas between; all by default.
+    only: names of rows, separated by commas; all by default.
     dynet: a Python that has DyNet, to race against its autobatching.
     policy: the file of the policy that learns; by default the one that comes with the package.
     """
@@ -328,12 +329,12 @@ def run(
     where = Path(folder) if folder else None
 
     def inside(done: int, total: int) -> None:
-        """A row tells how far it is: a bar has a hundred ticks for each row."""
+        """Progress within a row: each row has a hundred ticks of the bar."""
         if progress is not None:
-            progress(100 * len(found) + 100 * done // total, 100 * len(wanted))
+            progress(100 * len(rows) + 100 * done // total, 100 * len(wanted))
 
-    found: list[dict[str, Any]] = []
-    rows: dict[str, Callable[[], dict[str, Any]]] = {
+    rows: list[dict[str, Any]] = []
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
         "batched": lambda: batched(where, dynet=dynet),
         "placed": lambda: placed(where, progress=inside),
         "stream": lambda: stream(where),
@@ -345,15 +346,12 @@ def run(
         ),
         "simulated": lambda: simulated(policy=policy_of(policy), progress=inside),
     }
-    wanted = only.split(",") if only else list(rows)
+    wanted = chosen("dynamic", "row", only, makers)
     for name in wanted:
-        if name not in rows:
-            raise WeftError(f"only: {unknown('row', name, rows)}", rule="only")
-    for name in wanted:
-        found.append({"row": name, **rows[name]()})
+        rows.append({"row": name, **makers[name]()})
         inside(0, 1)
     summary: dict[str, Any] = {}
-    for row in found:
+    for row in rows:
         for key in ("batched_vs_per_node", "of_the_sum"):
             if key in row:
                 summary[key] = row[key]
@@ -366,4 +364,4 @@ def run(
             summary |= {"simulator_error": max(many), "simulator_error_one_tree": max(one)}
         if row["row"] in ("killed", "stopped"):
             summary[f"lost_when_{row['row']}"] = row["inputs"] - row["answered"] - row["failed"]
-    return found, summary
+    return rows, summary

@@ -1,10 +1,10 @@
-"""The fuzz bench: damaged files of every format; each gets our error, or is read right, in bounds.
+"""The fuzz bench: damaged files of every format; each raises our error or is read right, in bounds.
 
-    example --damage--> file --read--> our error | what is written and read back as itself
+    example --damage--> file --read--> our error | a value that is equal once written and read back
 
-Bytes are flipped, cut off, doubled; numbers blown up, values swapped for others, keys said twice,
-lists repeated and nested without end, text laced with zeros and surrogates, files of another format
-put in the place. A case is `foreign` if it raises anything else or does not end, `slow` above two
+Bytes are flipped, cut off and doubled; numbers are blown up, values replaced, keys repeated, lists
+repeated and nested deeply, text laced with zeros and surrogates, and files swapped for those of
+another format. A case is `foreign` if it raises anything else or does not end, `slow` above two
 seconds of CPU, `heavy` above 500 MB more than the process had before.
 """
 
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 class _LateError(BaseException):
-    """A case that is given up."""
+    """Raised in a case that takes too long."""
 
 
 def run(
@@ -62,11 +62,11 @@ def run(
     quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Row], Row]:
-    """A row for each format, and one for each case that is not as it should be.
+    """A row for each format, and one for each case that went wrong.
 
     num_files: damaged files of each format.
-    seed: of all that is drawn.
-    quick: few files, to see that everything runs.
+    seed: the random seed.
+    quick: few files, to check that everything runs.
     """
     need_linux("bench fuzz", "it reads /proc for the bytes that a file takes")
     num_files = 300 if quick else num_files
@@ -74,7 +74,7 @@ def run(
     rows = {kind.name: _row(kind.name) for kind in kinds}
     cases: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, _frozen():
-        for kind in kinds:  # what is cached at the first use counts for nobody
+        for kind in kinds:  # so that no case pays for what is cached at first use
             right = _judge(kind, kind.data, Path(folder))
             assert right["result"] == "read", f"an example cannot be read: {right}"
         for number in range(num_files):
@@ -112,7 +112,7 @@ def _story(case: Row) -> str:
 
 
 def _judge(kind: Format, data: bytes, folder: Path) -> Row:
-    """What becomes of one file: result, seconds, bytes."""
+    """What reading one file gave: result, seconds, bytes."""
     path = folder / kind.name
     path.write_bytes(data)
     for name, other in kind.beside:
@@ -130,7 +130,7 @@ def _judge(kind: Format, data: bytes, folder: Path) -> Row:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Collections look only at what is made from now on."""
+    """Make garbage collections look only at objects made from now on."""
     gc.collect()
     gc.freeze()
     try:
@@ -141,7 +141,7 @@ def _frozen() -> Iterator[None]:
 
 @contextmanager
 def _watched() -> Iterator[Row]:
-    """Seconds and bytes of what happens inside, which is given up after a while."""
+    """Measure the seconds and bytes of the block, and interrupt it after `GIVEN_UP_S`."""
 
     def late(*_: object) -> None:
         raise _LateError(f"not done after {GIVEN_UP_S:g} s")
@@ -162,7 +162,7 @@ def _watched() -> Iterator[Row]:
 
 
 def _resident(*, reset: bool = False) -> int:
-    """The most bytes that this process has held, since it was asked with `reset`."""
+    """The most bytes that this process has held since the last call with `reset`."""
     if reset:
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -178,7 +178,7 @@ def _resident(*, reset: bool = False) -> int:
 
 
 def damaged(kind: Format, rng: Rng) -> tuple[str, bytes]:
-    """A word for what was done, and the file."""
+    """The names of the damages, and the damaged file."""
     names, data = [], kind.data
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice(tuple(DAMAGE))
@@ -212,8 +212,10 @@ def _double(data: bytes, rng: Rng) -> bytes:
 
 
 def _blow_up(data: bytes, rng: Rng) -> bytes:
-    found = list(NUMBER.finditer(data))
-    for place in sorted(rng.sample(found, min(len(found), rng.choice((1, 1, 3)))), key=_from_end):
+    numbers = list(NUMBER.finditer(data))
+    for place in sorted(
+        rng.sample(numbers, min(len(numbers), rng.choice((1, 1, 3)))), key=_from_end
+    ):
         data = data[: place.start()] + rng.choice(NUMBERS) + data[place.end() :]
     return data
 
@@ -235,10 +237,10 @@ def _repeat_line(data: bytes, rng: Rng) -> bytes:
 
 
 def _say_twice(data: bytes, rng: Rng) -> bytes:
-    found = list(re.finditer(rb'"[a-z_A-Z]+": ', data))
-    if not found:
+    keys = list(re.finditer(rb'"[a-z_A-Z]+": ', data))
+    if not keys:
         return _double(data, rng)
-    key = rng.choice(found)
+    key = rng.choice(keys)
     value = json.dumps(rng.choice(ODD[:-1])).encode()
     return data[: key.start()] + key.group() + value + b", " + data[key.start() :]
 
@@ -249,25 +251,25 @@ def _replace(data: bytes, rng: Rng) -> bytes:
 
 
 def _change(data: bytes, rng: Rng) -> bytes:
-    """Change the data of a file that is JSON, or has JSON behind a length, as policies do."""
+    """Change the data of a JSON file, or of one with JSON behind a length, as policies have."""
     start = max(0, data.find(b"{"))
     try:
-        found, end = json.JSONDecoder().raw_decode(data[start:].decode("latin-1"))
+        content, end = json.JSONDecoder().raw_decode(data[start:].decode("latin-1"))
     except (ValueError, RecursionError):
         return _flip(data, rng)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        _change_one(found, rng)
-    made = json.dumps(found).encode()
+        _change_one(content, rng)
+    made = json.dumps(content).encode()
     if start not in (8, 16) or rng.random() < 0.1:
         return data[:start] + made + data[start + end :]
     old, new = (bytes(-size % start) for size in (end, len(made)))  # filled up to whole words
     return len(made).to_bytes(start, "little") + made + new + data[start + end + len(old) :]
 
 
-def _change_one(found: Any, rng: Rng) -> None:
+def _change_one(content: Any, rng: Rng) -> None:
     parent: Any = None
     key: Any = None
-    here = found
+    here = content
     while isinstance(here, dict | list) and here and (parent is None or rng.random() < 0.8):
         parent, key = here, rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
         here = parent[key]

@@ -1,20 +1,20 @@
-"""The hosts bench: a stock host against the same host by plans, over links of several rates.
+"""The hosts bench: a stock host against the same host under Weft, over links of several rates.
 
     make hosts && torchweft bench hosts [--hosts transformers] [--links none,4gbit,1gbit] [--json]
 
 Each host runs with two ranks in the lab, in its own venv (`.venv-NAME`) unless this one has it.
-Stock and weft take turns in one process, in an order drawn anew for each round, with the same
-transport and the same threads; stock runs twice a round: that is the A/A control. A host that
-compiles by itself is raced in that mode as well, and the faster of the two is what counts.
+Stock and Weft take turns in one process, in a random order each round, with the same transport and
+the same threads. Stock runs twice per round: that is the A/A control. A host that compiles by
+itself is raced in that mode as well, and the faster of the two counts.
 
     stock, weft   the medians, in `unit` (more is better)
-    mode          which stock that is: eager, or compiled as the host does unless told otherwise
+    mode          the mode of stock: eager, or compiled as the host does by default
     ratio         the median of weft / stock, pair by pair, with its 95 % interval
-    aa            the same of stock against itself: no row's ratio should be below the worst of it
+    aa            the same for stock against itself: no ratio should be below the worst of these
     equal         whether both gave the same (tokens, or numbers within 1e-4)
     lines         lines of code of the integration, without docstrings and comments
 
-Where links cannot be limited there is one row a workload, over plain loopback.
+Where links cannot be limited there is one row per workload, over plain loopback.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torchweft import integrations, lab
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft_tools.bench.measure.lines import code_lines
+from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 from torchweft_tools.bench.measure.told import Progress, listen, part_of
 
@@ -57,7 +57,7 @@ Row = dict[str, Any]
 class Host:
     """A host of the bench. `player`: the module that races it, given a spec in JSON.
 
-    ranked: the player is a rank, and two are started; else it is one command that starts its own.
+    ranked: the player is one rank, and two are started; else it starts its own ranks.
     """
 
     package: str
@@ -101,27 +101,24 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each host, workload and link, and the summary.
 
-    hosts: with commas between.
-    workloads: of all hosts, with commas between; all by default.
-    links: rates of the link between the ranks, with commas between.
-    num_pairs: timed pairs, each program against the other in turn.
-    seed: of all that is drawn.
+    hosts: names of hosts, separated by commas.
+    workloads: of all hosts, separated by commas; all by default.
+    links: rates of the link between the ranks, separated by commas.
+    num_pairs: timed pairs; the programs run in turn.
+    seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick and num_pairs < MIN_PAIRS:
-        raise WeftError(
-            f"bench hosts: {MIN_PAIRS} pairs or more are needed, or --quick.", rule="option"
-        )
-    chosen = _names("host", hosts, HOSTS)
-    known = {name for host in chosen for name in HOSTS[host].workloads}
-    wanted = _names("workload", workloads or ",".join(sorted(known)), known)
-    parsed = sorted(map(lab.LabLink.parse, links.split(",")), key=_kind)
+    if not quick:
+        require_pairs("hosts", num_pairs)
+    names = chosen("hosts", "host", hosts, HOSTS)
+    known = sorted({name for host in names for name in HOSTS[host].workloads})
+    wanted = chosen("hosts", "workload", workloads, known)
     cases = [
-        (host, workload, [link.label for link in like])
-        for host in chosen
+        (host, workload, labels)
+        for host in names
         for workload in HOSTS[host].workloads
         if workload in wanted
-        for _, like in groupby(parsed, _kind)
+        for labels in like_links(links)
     ]
     rows: list[Row] = []
     failed: dict[str, str] = {}
@@ -130,9 +127,9 @@ def run(
             "workload": workload, "links": labels, "seed": seed,
             "num_pairs": 3 if quick else num_pairs, "size": "tiny" if quick else "full",
         }  # fmt: skip
-        told = part_of(progress, number, len(cases))
+        part = part_of(progress, number, len(cases))
         try:
-            rows += [row(host, workload, result) for result in compete(HOSTS[host], spec, told)]
+            rows += [row(host, workload, result) for result in compete(HOSTS[host], spec, part)]
         except WeftError as error:
             failed[" ".join((host, workload, *labels))] = str(error)
     return rows, {**summary(rows), "failed": failed, "quick": quick}
@@ -141,9 +138,9 @@ def run(
 def compete(
     host: Host, spec: Mapping[str, Any], on_progress: Progress = lambda done, total: None
 ) -> Iterator[dict[str, Any]]:
-    """Race one workload of a host: for each link, what its player told.
+    """Race one workload of a host: for each link, the result of its player.
 
-    Raises `WeftError` if the host is not installed, or ends before it has told all.
+    Raises `WeftError` if the host is not installed, or ends before it has reported all results.
     """
     words = [_python(host), "-m", host.player, json.dumps(spec)]
     link = spec["links"][0]
@@ -157,7 +154,7 @@ def compete(
 
 
 def row(host: str, workload: str, result: Mapping[str, Any]) -> Row:
-    """The row of what a player told: version, strategy, link, unit, work (of a run), times."""
+    """The row of a player's result: version, strategy, link, unit, work (of a run), times."""
     times, work = result["times"], result["work"]
     rates = {name: statistics.median(work / run_s for run_s in times[name]) for name in times}
     best = max(("stock", "compiled"), key=lambda name: rates.get(name, 0.0))
@@ -183,7 +180,7 @@ def row(host: str, workload: str, result: Mapping[str, Any]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """The best of each host; the worst of all, against the worst of the control."""
+    """The best ratio of each host; the worst of all, beside the worst of the control."""
     best: dict[str, float] = {}
     for each in rows:
         best[each["host"]] = max(each["ratio"], best.get(each["host"], 0.0))
@@ -208,18 +205,3 @@ def _python(host: Host) -> str:
             f"bench hosts: {host.package} is not installed here; run `make hosts`.", rule="host"
         )
     return str(own)
-
-
-def _kind(link: lab.LabLink) -> tuple[bool, str]:
-    """Links of one kind can take each other's place while ranks run."""
-    return not link.bits_per_s, link.duplex
-
-
-def _names(kind: str, text: str, known: Mapping[str, object] | set[str]) -> list[str]:
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    for word in found:
-        if word not in known:
-            raise WeftError(f"bench hosts: {unknown(kind, word, sorted(known))}", rule="option")
-    if not found:
-        raise WeftError(f"bench hosts: no {kind} is chosen.", rule="option")
-    return found

@@ -12,8 +12,8 @@ parts. A `Meter`, which knows nothing of plans, counts what is copied and what i
 
 The call in one part is eager's own, or that of the inner compiler. A dispatch mode does not see
 into compiled kernels: under `--inner` live bytes are the allocator's (`Allocations`), and copies
-inside of kernels are read off Inductor's code (`hidden`). A model counts as zero-copy if it is so
-for both numbers of parts, on all its ranks.
+inside kernels are read from Inductor's code (`hidden`). A model counts as zero-copy if it is so for
+both numbers of parts, on all its ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from torchweft import lab
 from torchweft.api import compile, report, session_of
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft.options import Options
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
@@ -42,6 +42,7 @@ from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
 from torchweft_tools.bench.measure.kernels import Known, hidden_copies, plain_copies
 from torchweft_tools.bench.measure.meter import Allocations, Meter
+from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.models.zoo_models import MODELS, ROWS, ZooModel, outputs_of
 
 PARTS = (2, 4)
@@ -85,16 +86,12 @@ def run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named.
 
-    models: with commas between; all by default.
+    models: names of models, separated by commas; all by default.
     inner: the compiler inside of ops: eager or inductor.
     """
-    Options(inner=inner)  # or its error
+    Options(inner=inner)  # raises if there is no such compiler
     zoo = {model.name: model for model in MODELS}
-    known = (*zoo, *RANKED)
-    wanted = [name.strip() for name in models.split(",") if name.strip()] or list(known)
-    for name in wanted:
-        if name not in known:
-            raise WeftError(f"bench memory: {unknown('model', name, known)}", rule="model")
+    wanted = chosen("memory", "model", models, (*zoo, *RANKED))
     ranked = [name for name in wanted if name in RANKED]
     rows: list[MemoryRow] = []
     for number, name in enumerate(name for name in wanted if name in zoo):
@@ -122,7 +119,7 @@ def summary(rows: list[MemoryRow]) -> dict[str, Any]:
 
 
 def _told(model: ZooModel, parts: int, inner: str) -> MemoryRow:
-    """A row of the zoo; whatever the model raises is told, not raised."""
+    """A row of the zoo; whatever the model raises is put into the row."""
     row = MemoryRow(model.name, 1, parts)
     try:
         torch.manual_seed(0)
@@ -164,11 +161,11 @@ def measure(
             whole, row.whole_peak_bytes, wanted = _metered(call, seen=seen)
             known = plain_copies(session)
     with _compiled(module, call, overlap(parts=row.parts), inner, batch) as session:
-        copied, row.peak_bytes, found = _metered(call, seen=seen)
+        copied, row.peak_bytes, outputs = _metered(call, seen=seen)
         told = report(module)
         row.copies = [f"{n}: {why}" for piece in session.pieces for n, why in copied_values(piece)]
         row.hidden = hidden_copies(session, known)
-    verdict = compare(wanted, found)
+    verdict = compare(wanted, outputs)
     row.equal = verdict.equal
     if not verdict:
         raise WeftError(f"bench memory: {row.model} differs in {row.parts} parts: {verdict}")
@@ -199,24 +196,24 @@ def _compiled(
 
 
 def _metered(call: Callable[[], Any], *, seen: bool) -> tuple[int, int, Any]:
-    """Copied bytes, peak bytes and outputs of a call: the worst of several, after another one.
+    """Copied bytes, peak bytes and outputs of a call: the worst of several, after a warm-up.
 
     seen: a dispatch mode sees all that makes tensors; else the allocator is asked for the peak.
-    They differ where gloo's own threads let go of a tensor a little sooner or later.
+    Calls differ where gloo's own threads release a tensor a little sooner or later.
     """
-    found = _quiet(call)
+    outputs = _quiet(call)
     copied, peaks = [], []
     for _ in range(NUM_METERED):
         gc.collect()
-        gc.disable()  # or what dies in cycles would die at random
+        gc.disable()  # or objects in cycles would be freed at random times
         try:
             with Meter() as meter:
-                found = _quiet(call)
+                outputs = _quiet(call)
             copied.append(meter.copied_bytes)
             peaks.append(meter.peak_bytes if seen else _peak_of(call))
         finally:
             gc.enable()
-    return max(copied), max(peaks), found
+    return max(copied), max(peaks), outputs
 
 
 def _peak_of(call: Callable[[], Any]) -> int:
@@ -233,23 +230,17 @@ def _quiet(call: Callable[[], Any]) -> Any:
 
 
 def on_ranks(names: list[str], inner: str) -> list[MemoryRow]:
-    """The rows of models on two ranks; of both ranks the worse figures."""
+    """The rows of models on two ranks, with the worse figures of the two."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            sys.executable,
-            "-m",
-            "torchweft_tools.bench.players.memory_rank",
-            json.dumps(names),
-            inner,
-        ]
-        words.append(folder)
-        with lab.spawn_ranks(words, link="none", env=ENVIRONMENT) as ranks:
+        player = "torchweft_tools.bench.players.memory_rank"
+        command = [sys.executable, "-m", player, json.dumps(names), inner, folder]
+        with lab.spawn_ranks(command, link="none", env=ENVIRONMENT) as ranks:
             for _ in ranks.stdout:
                 pass
             code = ranks.wait()
         told = [_read(Path(folder) / f"rank{rank}.json") for rank in range(2)]
     if not all(told):
-        raise WeftError(f"bench memory: the ranks ended with code {code} and told nothing.")
+        raise WeftError(f"bench memory: the ranks ended with code {code} and wrote no rows.")
     return [
         _worse(MemoryRow(**left), MemoryRow(**right)) for left, right in zip(*told, strict=True)
     ]

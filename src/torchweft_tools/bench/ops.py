@@ -3,9 +3,9 @@
     torchweft bench ops [--quick] [--ops relu,cumsum] [--journal FILE] [--json]
 
 Each entry (`OpInfo`) becomes some cases, see `op_cases`. Each case runs under `overlap(parts=2)` or
-under `uneven`, which cuts off two rows, and must give eager's numbers, shapes and dtypes. Cases
-run in a process of their own: one that dies or takes longer than the limit is counted, and the
-bench goes on. With a journal, a bench that was stopped goes on where it was.
+under `uneven`, which cuts off two rows, and must give eager's numbers, shapes and dtypes. Cases run
+in a process of their own: if it dies or takes longer than the limit, that is counted, and the bench
+continues. With a journal, a bench that was stopped can be resumed.
 
     right_split   right everywhere, and at least one case ran in parts with no op whole
     right_whole   right everywhere, but some op of every case ran whole
@@ -30,7 +30,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torchweft.api import compile, report
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
@@ -44,9 +44,10 @@ from torchweft_tools.bench.cases.op_cases import (
     op_infos,
     seeded,
 )
+from torchweft_tools.bench.measure.options import chosen
 
 LIMIT_S = 120.0
-QUICK_STEP = 13  # every so many entries
+QUICK_STEP = 13  # --quick takes every 13th entry
 ORDER = ("right_split", "right_whole", "none", "own_error", "foreign", "hang", "wrong")
 COLUMNS = ("op", "verdict", "num_cases", "num_split", "num_row_wise", "whole", "errors")
 
@@ -66,7 +67,7 @@ def uneven(s: Scheduler) -> None:
 
 @dataclass
 class OpRow:
-    """What came out of one operator: `whole` are reasons of cases that are row-wise in truth."""
+    """The results of one operator. whole: why cases that are truly row-wise were not split."""
 
     op: str
     verdict: str = "none"
@@ -94,9 +95,9 @@ def run(
     """Rows and summary of all operators, or of those named.
 
     quick: a slice of the operators, one sample each.
-    ops: names of operators, with commas between; all by default.
-    journal: a file of rows, one a line: those in it are not made again, so a bench that was stopped
-        goes on.
+    ops: names of operators, separated by commas; all by default.
+    journal: a file of rows, one per line: those in it are not made again, so that a bench that was
+        stopped can be resumed.
     limit_s: seconds that one operator may take.
     """
     names = _chosen(ops, quick)
@@ -109,8 +110,8 @@ def run(
                 file.write(json.dumps(row) + "\n")
         if progress is not None:
             progress(sum(name in rows for name in names), len(names))
-    chosen = [rows[name] for name in names]
-    return chosen, summary(chosen)
+    asked = [rows[name] for name in names]
+    return asked, summary(asked)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,11 +134,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _chosen(ops: str, quick: bool) -> list[str]:
     known = [name for name in op_infos() if name not in UNWELL]
-    wanted = [name.strip() for name in ops.split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise WeftError(f"bench ops: {unknown('operator', name, known)}", rule="option")
-    return wanted or (known[::QUICK_STEP] if quick else known)
+    names = chosen("ops", "operator", ops, known)
+    return names[::QUICK_STEP] if quick and not ops else names
 
 
 def _kept(journal: str) -> list[dict[str, Any]]:
@@ -192,7 +190,7 @@ def _work(pipe: Any, names: list[str], quick: bool) -> None:
 
 
 def look(info: Any, *, quick: bool = False) -> OpRow:
-    """Run all cases of one operator; whatever they raise is told, not raised."""
+    """Run all cases of one operator; whatever they raise is put into the row."""
     row = OpRow(info.formatted_name)
     for number, case in enumerate(cases_of(info, quick=quick)):
         row.num_cases += 1
@@ -245,7 +243,7 @@ def _whole(told: Report) -> str:
 
 
 def _torch_fails(case: OpCase) -> bool:
-    """Whether Dynamo itself cannot compile it: then it is not for us to run."""
+    """Whether Dynamo itself cannot compile it; then Weft need not run it."""
     torch._dynamo.reset()
     try:
         seeded(torch.compile(case.function, backend="eager"), case.fresh())

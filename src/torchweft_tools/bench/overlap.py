@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator
 from typing import Any
 
 from torchweft import lab
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS
 from torchweft_tools.bench.measure.told import Progress, listen, part_of
 from torchweft_tools.bench.players.overlap_rows import Row, row, summary
@@ -53,32 +53,28 @@ def run(
 ) -> tuple[list[Row], Row]:
     """A row for each model, phase and link, and the summary.
 
-    links: rates of the link between the ranks, with commas between.
-    models: with commas between.
-    phases: with commas between.
-    num_pairs: timed pairs, each program against the other in turn.
-    seed: of all that is drawn.
+    links: rates of the link between the ranks, separated by commas.
+    models: names of models, separated by commas.
+    phases: names of phases, separated by commas.
+    num_pairs: timed pairs; the programs run in turn.
+    seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    parsed = sorted(map(lab.LabLink.parse, _words(links)), key=_kind)
     cases: list[dict[str, Any]] = [
-        {"model": model, "phase": phase, "links": [link.label for link in like]}
-        for model in _names("model", models, MODELS)
-        for phase in _names("phase", phases, PHASES)
-        for _, like in groupby(parsed, _kind)
+        {"model": model, "phase": phase, "links": labels}
+        for model in chosen("overlap", "model", models, MODELS)
+        for phase in chosen("overlap", "phase", phases, PHASES)
+        for labels in like_links(links)
     ]
-    if not quick and num_pairs < MIN_PAIRS:
-        raise WeftError(
-            f"bench overlap: --pairs {num_pairs} are too few; at least {MIN_PAIRS}, or --quick.",
-            rule="option",
-        )
+    if not quick:
+        require_pairs("overlap", num_pairs)
     size = "tiny" if quick else "full"
-    told = {"num_pairs": 3 if quick else num_pairs, "num_rounds": 1 if quick else NUM_ROUNDS}
+    counts = {"num_pairs": 3 if quick else num_pairs, "num_rounds": 1 if quick else NUM_ROUNDS}
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for number, case in enumerate(cases):
         before = len(rows)
-        spec = {**case, **told, "seed": seed, "size": size, "names": None}
+        spec = {**case, **counts, "seed": seed, "size": size, "names": None}
         name = {"model": case["model"], "phase": case["phase"]}
         try:
             for label, result in compete(spec, part_of(progress, number, len(cases))):
@@ -92,31 +88,12 @@ def run(
 def compete(
     spec: dict[str, Any], on_progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run one case on two ranks: for each link, the one they really had, and what they told.
+    """Run one case on two ranks: for each link, the one they really had, and their result.
 
     Where links cannot be limited there is one result, over plain loopback. Raises `WeftError` if
-    the ranks end before they have told all.
+    the ranks end before they have reported all results.
     """
     words = [sys.executable, "-m", "torchweft_tools.bench.players.overlap_rank", json.dumps(spec)]
     with lab.spawn_ranks(words, link=spec["links"][0], env=ENVIRONMENT) as ranks:
         for result in listen(ranks, "overlap", on_progress):
             yield result["link"], result
-
-
-def _kind(link: lab.LabLink) -> tuple[bool, str]:
-    """Links of one kind can take each other's place while ranks run."""
-    return not link.bits_per_s, link.duplex
-
-
-def _words(text: str) -> list[str]:
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found:
-        raise WeftError("bench overlap: nothing is chosen.", rule="option")
-    return found
-
-
-def _names(kind: str, text: str, known: Sequence[str]) -> list[str]:
-    for word in _words(text):
-        if word not in known:
-            raise WeftError(f"bench overlap: {unknown(kind, word, known)}", rule="option")
-    return _words(text)

@@ -6,16 +6,16 @@ Graphs: sentences of the Stanford Sentiment Treebank, random trees and graphs, n
 branches, DNN graphs and STG graphs with proven optima; without data the generated ones alone.
 Machines of 2, 3 and 5 devices of unlike speed; transfers of 0.05 to 3 mean ops. For each planner:
 
-    over_best, worst_over_best     its score over the best that any planner found
+    over_best, worst_over_best     its score over the best score of any planner
     over_bound                     over the bound that CP-SAT proved
     plan_ms                        planning alone; with_planning: score and planning over the best
 
-An op takes about 1 ms (a unit of time of STG: 1 ms), so planning time weighs as it would for small
-networks. Planners that search have `--search-ms`, the solver `--solver-s` a case. `learned` has a
-row for each policy that comes with the package: one training with three seeds. No policy has seen
-any of these graphs, nor machines of more devices than `TRAINED_DEVICES`. DynPartition's bandit
-places trees alone; it is trained for each machine and ratio on other trees. What is measured on
-real workers comes from the dynamic bench, unless `--no-workers`.
+An op takes about 1 ms (a unit of time of STG: 1 ms), so planning time weighs as much as it would
+for small networks. Planners that search have `--search-ms` per case, the solver `--solver-s`.
+`learned` has a row for each policy that comes with the package: one training with three seeds. No
+policy has seen any of these graphs, nor machines of more devices than `TRAINED_DEVICES`.
+DynPartition's bandit places only trees; it is trained for each machine and ratio on other trees.
+Measurements on real workers come from the dynamic bench, unless `--no-workers`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class PlannedCase(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What every planner found for a case."""
+    """The placement of a case by every planner."""
 
     case: PlannedCase
-    found: dict[str, Placement]
+    placements: dict[str, Placement]
     best_s: float
     bound_s: float
     proven: bool
@@ -98,8 +98,8 @@ def run(
     num_ops: ops of a graph that is drawn.
     search_ms: milliseconds that a searching planner has for a case.
     solver_s: seconds that the solver has for a case.
-    seed: of all that is drawn.
-    no_workers: leave out what is measured on real workers.
+    seed: the random seed.
+    no_workers: leave out the measurements on real workers.
     """
     data = data or os.environ.get("WEFT_DATA", "")
     folder = _folder(data)
@@ -146,7 +146,7 @@ def _trained_bandit(num_devices: int, ratio: float, num_ops: int) -> Planner:
 
 
 def _on_workers(data: str) -> Row:
-    """What the dynamic bench measures on this machine, with or without two workers."""
+    """What the dynamic bench measures on this machine."""
     from torchweft_tools.bench import dynamic
 
     summary: Row = {}
@@ -195,14 +195,14 @@ def _dnn(folder: Path | None) -> Iterator[PlannedCase]:
 
 def _stg(folder: Path | None, num_cases: int, num_ops: int, seed: int) -> Iterator[PlannedCase]:
     """Equal processors, no transfers: STG files with a proven optimum, else generated graphs."""
-    draw, found = random.Random(seed), stg_optima(folder) if folder else []
+    draw, optima = random.Random(seed), stg_optima(folder) if folder else []
     for processors in STG_PROCESSORS:
         equal = (1.0,) * processors
-        known = [item for item in found if item[1] == processors]
+        known = [item for item in optima if item[1] == processors]
         for path, _, optimum_s in draw.sample(known, min(num_cases, len(known))):
             problem = scaled(read_problem(path, ProblemOptions(slowness=equal)), UNIT_S)
             yield PlannedCase("stg", 0.0, problem, optimum_s * UNIT_S)
-        for _ in range(0 if found else num_cases):
+        for _ in range(0 if optima else num_cases):
             work = random_dag(num_ops, draw.randrange(10**6))
             yield PlannedCase("equal processors", 0.0, case(work, equal, 0.0))
 
@@ -229,17 +229,17 @@ def _plan(
         wanted["portfolio long"] = "portfolio", solver_s
     else:
         wanted["cp-sat"] = "cp-sat", solver_s
-    found = {}
+    placements = {}
     for row, (planner, deadline_s) in wanted.items():
         try:
-            found[row] = plan(item.problem, planner, deadline_s=deadline_s, seed=seed)
+            placements[row] = plan(item.problem, planner, deadline_s=deadline_s, seed=seed)
         except PlacementError as error:
             if error.rule not in ("tree", "cp-sat"):  # no tree; no ortools
                 raise
-    best_s = min(placement.score_s for placement in found.values())
-    bounds = [placement.bound_s or 0.0 for placement in found.values()]
+    best_s = min(placement.score_s for placement in placements.values())
+    bounds = [placement.bound_s or 0.0 for placement in placements.values()]
     bound_s = max(*bounds, item.optimum_s or 0.0)
-    return Result(item, found, best_s, bound_s, best_s <= bound_s * (1 + 1e-6))
+    return Result(item, placements, best_s, bound_s, best_s <= bound_s * (1 + 1e-6))
 
 
 def _rows(results: Sequence[Result]) -> Iterator[Row]:
@@ -248,8 +248,10 @@ def _rows(results: Sequence[Result]) -> Iterator[Row]:
         key = result.case.family, result.case.problem.num_devices, result.case.ratio
         groups.setdefault(key, []).append(result)
     for (family, devices, ratio), group in groups.items():
-        for name in dict.fromkeys(name for result in group for name in result.found):
-            pairs = [(result, result.found[name]) for result in group if name in result.found]
+        for name in dict.fromkeys(name for result in group for name in result.placements):
+            pairs = [
+                (result, result.placements[name]) for result in group if name in result.placements
+            ]
             over_best = [_over(placement.score_s, result.best_s) for result, placement in pairs]
             with_planning = [
                 _over(placement.score_s + placement.planning_s, result.best_s)
@@ -276,14 +278,14 @@ def _over(score_s: float, best_s: float) -> float:
 
 
 def _summary(results: Sequence[Result], seeds: Sequence[str], workers: Row) -> Row:
-    """The figures. `seeds`: the rows of one planner, from trainings with several seeds; `workers`:
+    """The figures. seeds: the rows of one planner, from trainings with several seeds; workers:
     what was measured on workers, if anything."""
     transfers = [r for r in results if r.case.ratio is not None and r.case.ratio >= 0.3]
     drawn = [r for r in results if r.case.ratio]
     proven = [r for r in results if r.proven or r.case.optimum_s is not None]
     equal = [r for r in proven if r.case.family in EQUAL]
     held_out = [r for r in transfers if r.case.problem.num_devices not in TRAINED_DEVICES]
-    names = dict.fromkeys(name for result in drawn for name in result.found)
+    names = dict.fromkeys(name for result in drawn for name in result.placements)
     heft_gap, guided_gap = (_mean_over(drawn, name, _best_s) - 1 for name in ("heft", "guided"))
     by_seed = [_mean_over(transfers, name, _classical_s) for name in seeds]
     over_proven = [_mean_over(proven, name, _bound_s) for name in seeds if proven]
@@ -323,23 +325,23 @@ def _bound_s(result: Result) -> float:
 
 
 def _classical_s(result: Result) -> float:
-    return min(result.found[name].score_s for name in ("heft", "peft"))
+    return min(result.placements[name].score_s for name in ("heft", "peft"))
 
 
 def _guard_s(result: Result) -> float:
-    return min(_classical_s(result), result.found["single"].score_s)
+    return min(_classical_s(result), result.placements["single"].score_s)
 
 
 def _overs(
     results: Iterable[Result], name: str, best: Callable[[Result], float]
 ) -> Iterator[float]:
     for result in results:
-        if name in result.found:
-            yield _over(result.found[name].score_s, best(result))
+        if name in result.placements:
+            yield _over(result.placements[name].score_s, best(result))
 
 
 def _mean_over(results: Iterable[Result], name: str, best: Callable[[Result], float]) -> float:
-    """The mean of a planner's ratios to what is best; it has results there."""
+    """The mean of a planner's ratios to the best; it must have results."""
     return statistics.mean(_overs(results, name, best))
 
 

@@ -2,9 +2,9 @@
 
     torchweft bench stream --json
 
-A small transformer takes flat tokens; 2,000 calls bring 1,000 different token counts. Counted are
-the runs of the strategy, Dynamo's compilations after warm-up, and what a call costs beyond the
-model: the caller's CPU time of a call of weft less that of the model as it is, on the same tokens.
+A small transformer takes flat tokens; 2,000 calls have 1,000 different token counts. The bench
+counts the runs of the strategy, Dynamo's compilations after warm-up, and what a call costs beyond
+the model: the caller's CPU time with Weft minus that of the plain model, on the same tokens.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def run(
 
     num_calls: calls in all.
     num_counts: different token counts among them.
-    seed: of all that is drawn.
+    seed: the random seed.
     """
     if not 1 <= num_counts <= min(num_calls, MAX_TOKENS):
         raise WeftError(
-            f"bench stream: {num_counts} token counts in {num_calls} calls of at most "
-            f"{MAX_TOKENS} tokens cannot be.",
+            f"bench stream: --counts must be from 1 to {min(num_calls, MAX_TOKENS)}, the calls "
+            f"and the most tokens of a call; got {num_counts}.",
             rule="option",
         )
     threads = torch.get_num_threads()

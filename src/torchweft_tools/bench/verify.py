@@ -1,7 +1,7 @@
 """The bench of the verifier: random plans, judged by the oracle and by `verify`, side by side.
 
-    case(seed, index) -> plans --oracle--> safe?      equal, or a disagreement, to be drawn again
-                               --verify--> accepted?
+    case(seed, index) -> plans --oracle--> safe?      both agree, or there is a disagreement,
+                               --verify--> accepted?  which its numbers draw again
 
 About half of the plans are safe; the others are safe plans with one or two mutations. A *false
 accept* is an unsafe plan without findings, a *false reject* a safe plan with some.
@@ -47,21 +47,21 @@ def case(seed: int, index: int) -> list[Plan]:
 
 
 def draw(seed: int, index: int) -> JudgedCase:
-    """One case of the bench: an even one is safe, an odd one unsafe, where the dice allow it."""
+    """One case of the bench: even ones are safe, odd ones unsafe where the draw allows it."""
     rng = Random(f"{seed}/{index}")
     kind = rng.choice(list(MUTATIONS))
     if index % 2 == 0:
-        found = _plans(rng, pair=rng.random() < 0.2)
-        changed = mutate(rng, found, MUTATIONS[kind], draws=1) if rng.random() < 0.4 else None
-        return JudgedCase(changed if changed is not None and by_closure(changed) else found, None)
+        plans = _plans(rng, pair=rng.random() < 0.2)
+        changed = mutate(rng, plans, MUTATIONS[kind], draws=1) if rng.random() < 0.4 else None
+        return JudgedCase(changed if changed is not None and by_closure(changed) else plans, None)
     for _ in range(8):
-        found = _plans(rng, pair=rng.random() < (0.9 if kind == "swap_collectives" else 0.15))
+        plans = _plans(rng, pair=rng.random() < (0.9 if kind == "swap_collectives" else 0.15))
         if rng.random() < 0.1:
-            found = mutate(rng, found, MUTATIONS["scramble"], draws=1) or found
-        changed = mutate(rng, found, MUTATIONS[kind])
+            plans = mutate(rng, plans, MUTATIONS["scramble"], draws=1) or plans
+        changed = mutate(rng, plans, MUTATIONS[kind])
         if changed is not None and not by_closure(changed):
             return JudgedCase(changed, kind)
-    return JudgedCase(found, None)
+    return JudgedCase(plans, None)
 
 
 def _plans(rng: Random, *, pair: bool) -> list[Plan]:
@@ -81,7 +81,7 @@ def run(
     """Rows (by kind of plan, by mutation, disagreements, times) and their summary.
 
     num_plans: random plans to judge.
-    seed: of all that is drawn.
+    seed: the random seed.
     workers: processes that judge; by default one for each core.
     """
     began = time.perf_counter()
@@ -119,21 +119,21 @@ def _judge(seed: int, index: int) -> Row:
     """What the oracle and the verifier say of one case."""
     from torchweft.plan.verify import findings_ranks
 
-    found = draw(seed, index)
-    safe, reason, method = judge(found.plans, max_states=MAX_STATES)
+    drawn = draw(seed, index)
+    safe, reason, method = judge(drawn.plans, max_states=MAX_STATES)
     try:
-        findings = [str(finding) for finding in findings_ranks(found.plans)]
-    except Exception as error:  # a verifier that fails has not accepted; it is shown in its row
+        findings = [str(finding) for finding in findings_ranks(drawn.plans)]
+    except Exception as error:  # a verifier that crashes does not accept; the row shows it
         findings = [f"{type(error).__name__}: {error}"]
         crashed = True
     else:
         crashed = False
-    unsafe_by_mutation = found.mutation is not None and not safe
+    unsafe_by_mutation = drawn.mutation is not None and not safe
     row: Row = {
         "method": method,
-        "ranks": len(found.plans),
-        "lanes": len(found.plans[0].lanes),
-        "mutation": found.mutation or "none",
+        "ranks": len(drawn.plans),
+        "lanes": len(drawn.plans[0].lanes),
+        "mutation": drawn.mutation or "none",
         "plans": 1,
         "safe": int(safe),
         "false_accepts": int(not safe and not findings),
@@ -142,31 +142,31 @@ def _judge(seed: int, index: int) -> Row:
         "mutations_missed": int(unsafe_by_mutation and not findings),
         "case": None,
     }
-    if safe == bool(findings) or crashed or safe != by_closure(found.plans):
+    if safe == bool(findings) or crashed or safe != by_closure(drawn.plans):
         row["case"] = {
             "row": "disagreement",
             "seed": seed,
             "index": index,
-            "mutation": found.mutation,
+            "mutation": drawn.mutation,
             "oracle": "safe" if safe else reason,
             "verify": findings[:3],
-            "graphs": [graph_data(plan.graph) for plan in found.plans],
-            "plans": [str(plan) for plan in found.plans],
+            "graphs": [graph_data(plan.graph) for plan in drawn.plans],
+            "plans": [str(plan) for plan in drawn.plans],
         }
     return row
 
 
 def _grouped(rows: list[Row]) -> list[Row]:
     """One row for each method, number of ranks, number of lanes, and mutation."""
-    found: list[Row] = []
+    grouped: list[Row] = []
     for name in ("method", "ranks", "lanes", "mutation"):
         groups: dict[Any, Counter[str]] = {}
         for row in rows:
             counts = groups.setdefault(row[name], Counter())
             counts.update({count: row[count] for count in COUNTS})
         for value, counts in sorted(groups.items()):
-            found.append({"row": name, name: value, **{count: counts[count] for count in COUNTS}})
-    return found
+            grouped.append({"row": name, name: value, **{count: counts[count] for count in COUNTS}})
+    return grouped
 
 
 def plan_s(repeats: int = 5) -> float:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from torchweft.api import compile, report
-from torchweft.errors import WeftError, unknown
+from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
+from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.models.zoo_models import MODELS, ZooModel, outputs_of
 
 NUM_CALLS = 4
@@ -31,7 +32,7 @@ NUM_CALLS = 4
 
 @dataclass
 class ZooRow:
-    """What came out of one model."""
+    """The results of one model."""
 
     model: str
     captured: bool = False
@@ -54,14 +55,15 @@ def run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named.
 
-    models: with commas between; all by default.
+    models: names of models, separated by commas; all by default.
     """
-    chosen = _chosen(models)
+    known = {model.name: model for model in MODELS}
+    names = chosen("zoo", "model", models, known)
     rows = []
-    for number, model in enumerate(chosen):
-        rows.append(look(model))
+    for number, name in enumerate(names):
+        rows.append(look(known[name]))
         if progress is not None:
-            progress(number + 1, len(chosen))
+            progress(number + 1, len(names))
     return [asdict(row) for row in rows], summary(rows)
 
 
@@ -81,7 +83,7 @@ def summary(rows: list[ZooRow]) -> dict[str, Any]:
 
 
 def look(model: ZooModel) -> ZooRow:
-    """Capture one model and run it by plans; whatever it raises is told, not raised."""
+    """Capture one model and run it by plans; whatever it raises is put into the row."""
     row, start = ZooRow(model.name), time.perf_counter()
     try:
         _look(model, row)
@@ -98,17 +100,17 @@ def _look(model: ZooModel, row: ZooRow) -> None:
     torch.manual_seed(0)
     module, inputs = model.build().eval(), model.inputs()
     wanted = _outputs(module, inputs)
-    found, told = _under(sequential, model, module, inputs)
+    outputs, told = _under(sequential, model, module, inputs)
     row.captured = bool(told.pieces) and told.num_uncaptured == 0
-    row.sequential_equal = compare(wanted, found).equal == "bit-equal"
-    found, told = _under(overlap(parts=2), model, module, inputs)
-    verdict = compare(wanted, found)
+    row.sequential_equal = compare(wanted, outputs).equal == "bit-equal"
+    outputs, told = _under(overlap(parts=2), model, module, inputs)
+    verdict = compare(wanted, outputs)
     row.equal, row.max_abs_diff = verdict.equal, verdict.max_abs_diff
     row.split_share, row.num_copies = told.split_share, told.num_copies
     split = any(plan.num_parts > 1 for piece in told.pieces for plan in piece.plans)
     row.split_equal = bool(verdict) and split
     if not verdict:
-        raise WeftError(f"zoo: {model.name} differs under overlap: {verdict}")
+        raise WeftError(f"zoo: the outputs of {model.name} differ under overlap: {verdict}")
     row.num_graphs = len(told.pieces)
     row.num_ops = sum(piece.num_ops for piece in told.pieces)
     row.whole_ops = [f"{n}: {why}" for piece in told.pieces for n, _, why in piece.whole_ops]
@@ -123,10 +125,10 @@ def _under(
     batch = model.batch if isinstance(model.batch, int | str) else None
     compile(module, strategy, batch=batch)
     try:
-        found = None
+        outputs = None
         for _ in range(NUM_CALLS):
-            found = _outputs(module, inputs)
-        return found, report(module)
+            outputs = _outputs(module, inputs)
+        return outputs, report(module)
     finally:
         module._compiled_call_impl = None
 
@@ -136,12 +138,3 @@ def _outputs(module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the models' own libraries
         return outputs_of(module(**inputs))
-
-
-def _chosen(names: str) -> list[ZooModel]:
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = {model.name: model for model in MODELS}
-    for name in wanted:
-        if name not in known:
-            raise WeftError(f"zoo: {unknown('model', name, known)}", rule="model")
-    return [known[name] for name in wanted] or list(MODELS)

@@ -50,7 +50,7 @@ class BenchGroup(TyperGroup):
         return TyperCommand(cmd_name, help=first_line(cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The bench that is to run, and its words. Raises `WeftError` for an unknown name."""
+        """The bench to run, and its arguments. Raises `WeftError` for an unknown name."""
         name, *words = args
         if name not in BENCHES:
             raise WeftError(f"bench: {unknown('bench', name, BENCHES)}", rule="bench")
@@ -58,10 +58,10 @@ class BenchGroup(TyperGroup):
 
 
 class BenchCommand(TyperCommand):
-    """One bench. A mistake in its words is an error of ours that lists the choices."""
+    """One bench. A mistake in its arguments raises our own error, which lists the choices."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words into the context. Raises `WeftError`."""
+        """Read the arguments into the context. Raises `WeftError`."""
         words = sorted(args, key=lambda word: word != "--json")  # never the value of another option
         try:
             rest: list[str] = super().parse_args(ctx, list(words))
@@ -87,7 +87,7 @@ app = typer.Typer(cls=BenchGroup, rich_markup_mode=None, add_completion=False)
 def _bench(context: typer.Context, as_json: Json = False) -> None:
     """Measure one of Weft's own parts; `torchweft bench NAME --help` lists its options."""
     if context.invoked_subcommand is None:
-        raise WeftError(f"bench: which one? Known: {', '.join(BENCHES)}.", rule="bench")
+        raise WeftError(f"bench: name a bench. Known: {', '.join(BENCHES)}.", rule="bench")
 
 
 def first_line(name: str) -> str:
@@ -127,7 +127,7 @@ def bench_command(name: str) -> TyperCommand:
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # for `parse_args` above
     alone.command(name, cls=BenchCommand, help=kept, context_settings=settings)(call)
     command = typer.main.get_command(alone)
-    assert isinstance(command, TyperCommand), "one command is no group"
+    assert isinstance(command, TyperCommand), "an app with one command is not a group"
     return command
 
 
@@ -135,8 +135,8 @@ def option_helps(run: Callable[..., Any]) -> dict[str, str]:
     """What the docstring of `run` says of its arguments, in lines `name: text`."""
     names = "|".join(inspect.signature(run).parameters)
     doc = inspect.getdoc(run) or ""
-    found = re.findall(rf"^({names}): (.*(?:\n(?!(?:{names}): ).+)*)", doc, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    matches = re.findall(rf"^({names}): (.*(?:\n(?!(?:{names}): ).+)*)", doc, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in matches}
 
 
 def _spelling(name: str) -> str:
@@ -184,7 +184,7 @@ def _tell(name: str, bench: ModuleType, rows: list[Row], summary: Row, *, as_jso
 
 
 def _cell(value: object) -> str:
-    """A value as short text; what is long stands in the JSON."""
+    """A value as short text; the JSON has long ones in full."""
     text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))
     line = text.partition("\n")[0]
     return line if line == text and len(line) <= MAX_CELL else line[:MAX_CELL] + " ..."

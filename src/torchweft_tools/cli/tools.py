@@ -1,10 +1,10 @@
-"""The commands `torchweft lab`, `dryrun` and `demo`: a command line comes in, and runs.
+"""The commands `torchweft lab`, `dryrun` and `demo`.
 
     torchweft lab run --link 1gbit -- torchrun --nproc-per-node 2 script.py
     torchweft dryrun --devices 8 --calls calls.json -- torchrun --nproc-per-node 8 serve.py
 
-The exit code is that of the command which runs; 127: there is no such command. After a dry run it
-is 1 if the command ended well and something was found. Advice does not count.
+The exit code is that of the command that was run; 127 means that there is no such command. A dry
+run exits with 1 if the command itself succeeded but mistakes were found. Advice does not count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torchweft_tools.dryrun.check import check
 from torchweft_tools.dryrun.run import run
 from torchweft_tools.dryrun.show import report
 
-AS_IS = {"allow_interspersed_args": False}  # words behind the command are the command's own
+AS_IS = {"allow_interspersed_args": False}  # what follows the command belongs to the command
 lab_app = typer.Typer(no_args_is_help=True, help="Run a command over a link of a chosen rate.")
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="COMMAND", help="the command to run, and its words")
+    list[str] | None, typer.Argument(metavar="COMMAND", help="the command to run, with arguments")
 ]
 
 

@@ -43,22 +43,22 @@ def story() -> Iterator[str]:
         "num_pairs": MIN_PAIRS, "num_rounds": 3, "seed": 0, "names": NAMES, "timeline": True,
     }  # fmt: skip
     [(label, result)] = compete(spec)
-    found = row({"model": "dense", "phase": "prefill", "link": label}, result)
-    times = found["first_race_s"] | found["second_race_s"]
+    facts = row({"model": "dense", "phase": "prefill", "link": label}, result)
+    times = facts["first_race_s"] | facts["second_race_s"]
     lines = [f"   {name:18} {times[name] * 1e3:7.0f} ms  {_what(name)}" for name in times]
     yield "\n".join(lines) + "\n"
     yield (
-        f"   Measured over {label}, median of pairs: {_range(found, 'speedup')} as fast as the "
-        f"model as written, {_range(found, 'vs_peer')} as fast as the best code by hand "
-        f"({found['best_peer']}). At equal kernels: {_range(found, 'eager_vs_peer')} with torch's "
-        f"own, {_range(found, 'onednn_vs_peer')} with oneDNN's.\n"
-        f"   The model against itself: {_range(found, 'aa')}; without overlap: "
-        f"{_range(found, 'control')}. Baseline's health {found['health']:.2f}; outputs differ by "
-        f"{found['max_abs_diff']:.2g} at most, of {found['output_scale']:.3g}.\n"
+        f"   Measured over {label}, median of pairs: {_range(facts, 'speedup')} as fast as the "
+        f"model as written, {_range(facts, 'vs_peer')} as fast as the best code by hand "
+        f"({facts['best_peer']}). At equal kernels: {_range(facts, 'eager_vs_peer')} with torch's "
+        f"own, {_range(facts, 'onednn_vs_peer')} with oneDNN's.\n"
+        f"   The model against itself: {_range(facts, 'aa')}; without overlap: "
+        f"{_range(facts, 'control')}. Baseline's health {facts['health']:.2f}; outputs differ by "
+        f"{facts['max_abs_diff']:.2g} at most, of {facts['output_scale']:.3g}.\n"
     )
-    if found["explanation"]:
-        yield f"   Not to be trusted: {found['explanation']}.\n"
-    yield f"   One call of {found['weft']} on rank 0:\n"
+    if facts["explanation"]:
+        yield f"   Not to be trusted: {facts['explanation']}.\n"
+    yield f"   One call of {facts['weft']} on rank 0:\n"
     yield str(result["timeline"])
 
 
@@ -67,5 +67,5 @@ def _what(name: str) -> str:
     return WHAT[stem] + (", again" if name.endswith("_again") else "")
 
 
-def _range(found: dict[str, float], name: str) -> str:
-    return f"{found[name]:.2f}x [{found[f'{name}_low']:.2f}, {found[f'{name}_high']:.2f}]"
+def _range(figures: dict[str, float], name: str) -> str:
+    return f"{figures[name]:.2f}x [{figures[f'{name}_low']:.2f}, {figures[f'{name}_high']:.2f}]"

@@ -1,4 +1,4 @@
-"""The live demo: two models that run here, by plans, with what one process can gain and cannot.
+"""The live demo: two models that run here by plans, and what one process can and cannot gain.
 
 for text in story(folder): ...      texts to print, in order; a trace is saved in the folder, if any
 """
@@ -65,8 +65,8 @@ class RankCorrelation(nn.Module):
         with mark("rank_right"):
             right = ranks(y)
         left, right = left - left.mean(), right - right.mean()
-        found: Tensor = (left * right).sum() / (left.norm() * right.norm())
-        return found
+        correlation: Tensor = (left * right).sum() / (left.norm() * right.norm())
+        return correlation
 
 
 def story(folder: Path | None = None) -> Iterator[str]:
@@ -99,9 +99,9 @@ def _run(
     with torch.no_grad():
         wanted = model(*inputs)
         compiled(model)
-        found = model(*inputs)
-        equal = "bit-equal" if torch.equal(wanted, found) else "equal within tolerance"
-        torch.testing.assert_close(found, wanted)
+        outputs = model(*inputs)
+        equal = "bit-equal" if torch.equal(wanted, outputs) else "equal within tolerance"
+        torch.testing.assert_close(outputs, wanted)
         yield _indent(str(plans(model)[0]).partition("steps\n")[2].removesuffix("end\n"))
         happened = trace(model, *inputs)
         yield happened.to_text()

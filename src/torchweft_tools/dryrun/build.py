@@ -43,8 +43,8 @@ PROTOTYPE = re.compile(
 # Asks a Python, without importing torch in it, where its CUDA wheels have their headers.
 ASK = """
 import importlib.util, json, pathlib, re
-found = importlib.util.find_spec("torch")
-root = pathlib.Path(found.origin).parent if found else None
+spec = importlib.util.find_spec("torch")
+root = pathlib.Path(spec.origin).parent if spec else None
 version = (root / "version.py").read_text() if root else ""
 cuda = re.search(r"^cuda\\b[^=]*= '(.*)'", version, re.M)
 folders = sorted(map(str, root.parent.glob("nvidia/*/include"))) if root else []

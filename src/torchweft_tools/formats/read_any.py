@@ -1,11 +1,11 @@
-"""A problem from a file of any format that is known here: what the command line reads.
+"""A problem from a file of any known format: what the command line reads.
 
-    our graph file            JSON with "weft_graph"; needs a machine, takes a batch and costs
-    DNN-partitioning          JSON with nodes and edges; says its own devices
-    STG                       numbers; equal devices, by default two or what the file says
+    graph file of Weft        JSON with "weft_graph"; needs a machine, takes a batch and costs
+    DNN-partitioning          JSON with nodes and edges; names its own devices
+    STG                       numbers; equal devices, as many as the file says, or two
     bracketed trees           ( ... ); by default three devices, 1, 1.6 and 4 times slow
 
-`--machine` takes the place of a file's devices, `--devices` of those of STG and trees.
+`--machine` replaces the devices of a file, `--devices` those of STG and trees.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TREE_SLOWNESS = (1.0, 1.6, 4.0)
 
 @dataclass(frozen=True)
 class ProblemOptions:
-    """What is said beside the file. ratio: transfer seconds of a value over the mean seconds of an
-    op, where a file has no transfers; tree: which one of a file with several; weights_resident:
-    inputs of our graphs without a batch are wherever they are read."""
+    """What the command line adds to the file. ratio: transfer seconds of a value over the mean
+    seconds of an op, where a file has no transfers; tree: which tree of a file with several;
+    weights_resident: inputs without a batch of a Weft graph are on every device that reads them."""
 
     machine: Machine | None = None
     slowness: Sequence[float] = ()
@@ -62,7 +62,7 @@ def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Prob
         raise PlacementError(f"ratio: {text}.")
     name = as_name(Path(path).stem)
     if wanted.tree and not text.startswith("("):
-        raise PlacementError(f"tree: {path} has no trees; leave --tree out.", rule="tree")
+        raise PlacementError(f"tree: {path} has no trees; leave out --tree.", rule="tree")
     if text.startswith(("{", "[")):
         return _from_json(path, name, wanted)
     if text.startswith("("):
@@ -71,27 +71,32 @@ def read_problem(path: str | Path, wanted: ProblemOptions | None = None) -> Prob
         work, processors = read_stg(text, name)
         pool = _pool(wanted, (1.0,) * (processors or 2))
         return on_pool(_with_ratio(work, pool, wanted.ratio), pool, objective=wanted.objective)
-    known = "our graph files, DNN-partitioning JSON, STG, bracketed trees"
-    raise PlacementError(f"file: {path} is of no format that is known here: {known}.", rule="file")
+    known = "graph files of Weft, DNN-partitioning JSON, STG, bracketed trees"
+    raise PlacementError(f"file: the format of {path} is unknown. Known: {known}.", rule="file")
 
 
 def _from_json(path: str | Path, name: str, wanted: ProblemOptions) -> Problem:
-    found = read_json(path, PlacementError, "graph")
-    if isinstance(found, dict) and "weft_graph" not in found and MARKS & set(found):
+    data = read_json(path, PlacementError, "graph")
+    if isinstance(data, dict) and "weft_graph" not in data and MARKS & set(data):
         if wanted.slowness:
-            raise PlacementError("devices: a DNN graph says its own devices; or use --machine.")
-        work, pool = read_dnn(found, name)
+            raise PlacementError(
+                "devices: a DNN graph names its own devices; leave out --devices, or use --machine."
+            )
+        work, pool = read_dnn(data, name)
         if wanted.machine is not None:
             rooms = [spot.room_bytes for spot in pool.spots if spot.kind == "accelerator"]
             pool = machine_pool(wanted.machine, tuple(work.seconds), min(rooms, default=INF))
         return on_pool(_with_ratio(work, pool, wanted.ratio), pool, objective=wanted.objective)
-    graph = read_graph(found)
+    graph = read_graph(data)
     if wanted.machine is None:
         raise PlacementError(
-            "machine: a graph of ours says nothing of devices; give --machine FILE.", rule="machine"
+            "machine: a Weft graph names no devices; give --machine FILE.", rule="machine"
         )
     if wanted.slowness or wanted.ratio is not None:
-        raise PlacementError("devices: with a graph of ours, the machine says devices and links.")
+        raise PlacementError(
+            "devices: the machine defines the devices and links of a Weft graph; "
+            "leave out --devices and --ratio."
+        )
     weights = [name for name in graph.inputs if graph.value[name].batch is None]
     return graph_problem(
         graph,
@@ -105,10 +110,10 @@ def _from_json(path: str | Path, name: str, wanted: ProblemOptions) -> Problem:
 
 def _from_trees(text: str, name: str, wanted: ProblemOptions) -> Problem:
     count, chosen = 0, None
-    for tree in read_trees(text):  # all are checked, one is kept
+    for tree in read_trees(text):  # all trees are checked, one is kept
         chosen, count = tree if count == wanted.tree else chosen, count + 1
     if chosen is None:
-        known = f"it has {count}, from 0"
+        known = f"it has {count}, counted from 0"
         raise PlacementError(f"tree: the file has no tree number {wanted.tree}: {known}.")
     pool = _pool(wanted, TREE_SLOWNESS)
     work = tree_work(chosen, f"{name}.{wanted.tree}")
@@ -120,7 +125,7 @@ def _pool(wanted: ProblemOptions, slowness: Sequence[float]) -> DevicePool:
     if wanted.machine is None:
         return slowness_pool(wanted.slowness or slowness)
     if wanted.slowness:
-        raise PlacementError("devices: --devices and --machine do not go together.")
+        raise PlacementError("devices: give --devices or --machine, not both.")
     return machine_pool(wanted.machine, ("cpu",))
 
 

@@ -8,8 +8,8 @@ NeurIPS 2020; msr-fiddle/dnn-partitioning on GitHub), where "FPGA" is any accele
             colorClass (optional: equal ones share a device), isBackwardNode; others are notes
     edges   sourceId, destId, cost: seconds between an accelerator and the memory of the CPUs
 
-CPU cores share their memory: a value goes from one to another in no time; from accelerator to
-accelerator it goes through that memory, so it takes twice its cost. Only accelerators have limits.
+CPU cores share their memory: a value moves from one to another in no time. From accelerator to
+accelerator it moves through that memory, at twice its cost. Only accelerators have limits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MARKS = {"maxFPGAs", "maxCPUs", "nodes", "edges"}
 """A JSON object with one of these fields is a DNN-partitioning file."""
 
 
-def read_dnn(found: object, name: str) -> tuple[Work, DevicePool]:
+def read_dnn(data: object, name: str) -> tuple[Work, DevicePool]:
     """The work, and the devices that the file asks for.
 
     Raises `PlacementError` naming the field that is wrong.
     """
-    read = Reader(found, PlacementError, "DNN graph")
+    read = Reader(data, PlacementError, "DNN graph")
     nodes, edges = read.take("nodes", list), read.take("edges", list)
     if not 0 < len(nodes) <= MAX_OPS:
         raise read.fail(f"it has {len(nodes)} nodes; 1 to {MAX_OPS} can be placed.")
@@ -39,7 +39,7 @@ def read_dnn(found: object, name: str) -> tuple[Work, DevicePool]:
     for at, item in enumerate(nodes):
         node = Reader(item, PlacementError, f"node {at}")
         if (key := node.take("id", int)) in numbers:
-            raise node.fail(f"the id {key} stands twice.")
+            raise node.fail(f"another node has the id {key}; ids must be unique.")
         numbers[key] = at
         rows.append(_node(node))
     cpu_s, accelerator_s, sizes, colors = zip(*rows, strict=True)
@@ -65,8 +65,8 @@ def _node(node: Reader) -> tuple[float, float, float, int | None]:
     return _number(node, "cpuLatency"), accelerator_s, size, node.take("colorClass", int, None)
 
 
-def _edge(found: object, at: int, numbers: dict[int, int]) -> tuple[int, int, float]:
-    edge = Reader(found, PlacementError, f"edge {at}")
+def _edge(data: object, at: int, numbers: dict[int, int]) -> tuple[int, int, float]:
+    edge = Reader(data, PlacementError, f"edge {at}")
     ends = []
     for field in ("sourceId", "destId"):
         if (key := edge.take(field, int)) not in numbers:
@@ -81,7 +81,8 @@ def _pool(read: Reader) -> DevicePool:
     counts = [read.take(field, int) for field in ("maxCPUs", "maxFPGAs")]
     if min(counts) < 0 or not 0 < sum(counts) <= MAX_DEVICES:
         raise read.fail(
-            f"{counts[0]} CPUs and {counts[1]} accelerators: 1 to {MAX_DEVICES} in all."
+            f"there must be 1 to {MAX_DEVICES} devices in all; got {counts[0]} CPUs and "
+            f"{counts[1]} accelerators."
         )
     room = _number(read, "maxSizePerFPGA") if counts[1] else INF
     spots = [PoolDevice(f"cpu{n}") for n in range(counts[0])]
@@ -95,7 +96,7 @@ def _pool(read: Reader) -> DevicePool:
 
 def _number(read: Reader, field: str, default: Any = ...) -> float:
     number = read.take(field, (int, float), default)
-    if not 0 <= number < 1e18:  # NaN is not, either
+    if not 0 <= number < 1e18:  # also true of NaN
         raise read.fail(f"the field {field!r} cannot be {clip(number)}.")
     return float(number)
 

@@ -1,6 +1,6 @@
 """STG files: task graphs of the Standard Task Graph Set (Kasahara Lab, Waseda University).
 
-         10                      how many tasks; with a second number: on how many processors
+         10                      number of tasks; a second number: the number of processors
           0    0    0            task, its time, how many predecessors it has, and which
           1   20    1    0       tasks 0 and 11 are the dummies at entry and exit, not counted
           5    3    3    2    3    4
@@ -10,7 +10,7 @@ With communication costs, each predecessor stands on a line of its own, with its
 
           1    5    1
                          0    2
-The prototype set counts from task 1 and has no entry dummy. Fields are parted by blanks.
+The prototype set counts from task 1 and has no entry dummy. Blanks separate fields.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def read_stg(text: str, name: str) -> tuple[Work, int | None]:
     edges = []
     while (numbers := read.next()) is not None:
         if (task := read.whole(numbers[0])) in seconds:
-            read.fail(f"task {task} stands twice.")
+            read.fail(f"another line defines task {task}; tasks must be unique.")
         edges += [(other, task, cost) for other, cost in read.before(numbers)]
         seconds[task] = numbers[1]
     if not num_tasks <= len(seconds) <= num_tasks + 2:
-        read.fail(f"{num_tasks} tasks were announced, and {len(seconds)} are there: cut off?")
+        read.fail(f"the file must have {num_tasks} tasks; it has {len(seconds)}. Was it cut off?")
     for other, task, _ in edges:
         if other == task or other not in seconds:
             why = "which is itself" if other == task else "which is missing"
@@ -75,9 +75,9 @@ class _StgReader:
         try:
             numbers = [float(word) for word in self.words[self.at]]
         except ValueError:
-            self.fail("there are words where numbers should be.")
+            self.fail("all fields must be numbers.")
         if not all(0 <= number < 1e15 for number in numbers):
-            self.fail("a number is below zero or too large.")
+            self.fail("numbers must be from 0 to 1e15.")
         return numbers
 
     def whole(self, number: float) -> int:
@@ -89,7 +89,7 @@ class _StgReader:
         """The number of tasks, and of processors if there is one."""
         head = self.next()
         if head is None or len(head) > 2:
-            self.fail("the first line is the number of tasks, and perhaps of processors.")
+            self.fail("the first line must be the number of tasks, and perhaps of processors.")
         num_tasks = self.whole(head[0])
         processors = self.whole(head[1]) if len(head) == 2 else None
         if not 0 < num_tasks <= MAX_OPS or processors not in (None, *range(1, MAX_DEVICES + 1)):
@@ -99,18 +99,18 @@ class _StgReader:
     def before(self, numbers: list[float]) -> list[tuple[int, float]]:
         """The predecessors of a task and their costs, from its line or from the next lines."""
         if len(numbers) < 3:
-            self.fail("a task has a number, a time and a count of predecessors.")
+            self.fail("a task needs a number, a time and a count of predecessors.")
         count, rest = self.whole(numbers[2]), numbers[3:]
         if len(rest) == count:
             return [(self.whole(item), 0.0) for item in rest]
         if len(rest) == 2 * count:
             return [(self.whole(a), cost) for a, cost in zip(rest[::2], rest[1::2], strict=True)]
         if rest:
-            self.fail(f"{count} predecessors were announced, and {len(rest)} numbers follow.")
-        found = []
+            self.fail(f"{count} predecessors must follow; got {len(rest)} numbers.")
+        predecessors = []
         for _ in range(count):
             pair = self.next()
             if pair is None or len(pair) != 2:
-                self.fail("a predecessor and its communication cost should stand here.")
-            found.append((self.whole(pair[0]), pair[1]))
-        return found
+                self.fail("this line must be a predecessor and its communication cost.")
+            predecessors.append((self.whole(pair[0]), pair[1]))
+        return predecessors

@@ -2,9 +2,8 @@
 
     (3 (2 It) (4 (4 (2 's) (2 good)) (2 .)))          label, then words (a leaf) or trees
 
-Each bracket is an op that reads from the brackets in it: leaves take 0.4 s, the others 1 s, as the
-cells of a TreeLSTM do in proportion.
-A file may hold many trees, on one line or several each.
+Each bracket is an op that reads from the brackets in it. Leaves take 0.4 s and the others 1 s, the
+proportion of the cells of a TreeLSTM. A file may hold many trees, each on one line or several.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ LEAF_S, INNER_S = 0.4, 1.0
 MAX_BRACKETS = 500_000
 TOKEN = re.compile(r"[()]|[^\s()]+")
 Tree = list[list[int]]
-"""For each bracket the brackets in it, by number; a bracket stands behind those in it."""
+"""For each bracket the numbers of the brackets in it, which come before it."""
 
 
 def read_trees(text: str) -> Iterator[Tree]:
     """All trees of a text, in order. Raises `PlacementError` with the line that is wrong."""
     check_length(text, PlacementError, "trees")
     if text.count("(") > MAX_BRACKETS:
-        raise PlacementError(f"file: trees of more than {MAX_BRACKETS} brackets.", rule="file")
+        raise PlacementError(
+            f"file: the trees have more than {MAX_BRACKETS} brackets.", rule="file"
+        )
     tree: Tree = []
     open_brackets: list[list[Any]] = []  # of each, the brackets in it, and how many words
     for token in TOKEN.finditer(text):
@@ -39,13 +40,13 @@ def read_trees(text: str) -> Iterator[Tree]:
             if len(open_brackets) > MAX_OPS:
                 raise _error(text, token.start(), f"a tree has more than {MAX_OPS} brackets")
         elif not open_brackets:
-            raise _error(text, token.start(), f"{clip(word)} stands outside of all brackets")
+            raise _error(text, token.start(), f"{clip(word)} is outside all brackets")
         elif word == ")":
             inside, num_words = open_brackets.pop()
             if not inside and not num_words:
                 raise _error(text, token.start(), "a bracket is empty")
             if inside and num_words > 1:
-                raise _error(text, token.start(), "a bracket holds words and brackets, both")
+                raise _error(text, token.start(), "a bracket holds both words and brackets")
             tree.append(inside)
             if len(tree) > MAX_OPS:
                 raise _error(text, token.start(), f"a tree has more than {MAX_OPS} brackets")
@@ -58,7 +59,7 @@ def read_trees(text: str) -> Iterator[Tree]:
             open_brackets[-1][1] += 1
     if open_brackets:
         raise _error(
-            text, len(text), f"{len(open_brackets)} brackets are not closed, as if it were cut off"
+            text, len(text), f"{len(open_brackets)} brackets are not closed; was the file cut off?"
         )
 
 

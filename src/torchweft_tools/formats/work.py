@@ -2,8 +2,8 @@
 
     DNN-partitioning JSON, STG, bracketed trees --read--> Work, DevicePool --on_pool--> Problem
 
-Seconds stand for one kind of device each (`cpu`, `accelerator`). A `DevicePool` is the devices:
-each of a kind, so many times slower than the file's, with its room, and how far values travel.
+Seconds are given for each kind of device (`cpu`, `accelerator`). A `DevicePool` has the devices,
+each with its kind, its slowness relative to the file and its memory, and the links between them.
 The times of a file, whatever their unit, are read as seconds. A value that takes c seconds from one
 device to another becomes c * 2**30 bytes over a link of 1 GiB/s, so that it has a size.
 """
@@ -43,7 +43,8 @@ class DevicePool(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Ops in any order; seconds[kind][op], inf: not there; edges (source, target, seconds)."""
+    """Ops in any order; seconds[kind][op], inf if it cannot run there; edges (source, target,
+    seconds)."""
 
     name: str
     ops: tuple[str, ...]
@@ -54,7 +55,7 @@ class Work:
 
 
 def slowness_pool(slowness: Sequence[float]) -> DevicePool:
-    """Devices of one kind, each so many times slower than the file says; every value takes its own
+    """Devices of one kind, slower than the file says by these factors; every value takes its own
     seconds between any two."""
     if not slowness or len(slowness) > MAX_DEVICES or not all(0 < s < 1e9 for s in slowness):
         text = f"give 1 to {MAX_DEVICES} numbers above 0, such as 1,1.6,4, or a count of equal ones"
@@ -74,8 +75,8 @@ def gib_links(num_devices: int, trips: Callable[[int, int], int]) -> tuple[Matri
 def machine_pool(machine: Machine, kinds: Sequence[str], room_bytes: float = INF) -> DevicePool:
     """The devices of a machine, the fastest of each kind as fast as the file says.
 
-    Where the file knows accelerators, devices whose names do not start with "cpu" are such; those
-    without a memory limit of their own get `room_bytes`.
+    If the file has accelerators, devices whose names do not start with "cpu" are accelerators;
+    those without a memory limit of their own get `room_bytes`.
     """
     kinds_of = {
         name: "accelerator" if "accelerator" in kinds and not name.startswith("cpu") else "cpu"
@@ -132,9 +133,9 @@ def _edges(work: Work, number: Mapping[int, int]) -> tuple[Edge, ...]:
 
 
 def in_order(ops: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """The ops in an order that all (source, target) pairs follow, else as they stand.
+    """The ops in an order that respects all (source, target) pairs, otherwise as given.
 
-    Raises `PlacementError` if ops wait for each other in a circle, or there are too many.
+    Raises `PlacementError` if ops depend on each other in a circle, or if there are too many.
     """
     if len(ops) > MAX_OPS:
         raise PlacementError(f"size: {len(ops)} ops; at most {MAX_OPS} can be placed.")
@@ -155,13 +156,13 @@ def in_order(ops: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[int]:
     if len(order) < len(ops):
         stuck = next(op for op, count in enumerate(waiting) if count)
         raise PlacementError(
-            f"circle: op {ops[stuck]!r} waits for itself, through the ops that it reads from.",
+            f"circle: op {ops[stuck]!r} depends on itself, through the ops that it reads from.",
             rule="circle",
         )
     return order
 
 
 def as_name(text: str) -> str:
-    """A name for a problem, made of any text."""
+    """A valid name for a problem, made from any text."""
     kept = "".join(c if NAME.fullmatch(f"a{c}") else "_" for c in text)[:100]
     return kept if NAME.fullmatch(kept) else f"graph_{kept}"

@@ -1,12 +1,12 @@
-"""The link lab: a command comes in, and runs over a link of a chosen rate; its exit code goes out.
+"""The link lab: runs a command over a link of a chosen rate, and returns its exit code.
 
     with lab.spawn_ranks([sys.executable, "script.py"], link="1gbit") as ranks:
         for line in ranks.stdout:       # what rank 0 prints
             ...
         code = ranks.wait()
 
-Half duplex, all ranks share one network namespace, and its loopback is the link; both directions
-share the rate. Full duplex, two namespaces (sides) are joined, and each direction has the rate.
+With half duplex, all ranks share one network namespace, whose loopback is the link; both directions
+share the rate. With full duplex, two namespaces (sides) are joined; each direction has the rate.
 
       half:  [ rank 0  rank 1 ]          full:  [ rank 0 ]--->[ rank 1 ]
               `- lo, rate R -'                          <---      each R

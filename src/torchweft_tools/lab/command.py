@@ -1,8 +1,8 @@
-"""A command in the lab: words and a link come in; a running command and its label go out.
+"""A command in the lab: a command line and a link come in; a running command goes out.
 
 The lab process starts `inside.py`, in namespaces of its own if the link is limited, and holds one
-end of a pipe to it. Bytes in the pipe are signals for the command; its end, for whatever reason,
-is the end of the command and of everything it started:
+end of a pipe to it. Each byte in the pipe is a signal for the command. When the pipe closes, for
+whatever reason, the command and everything that it started are ended:
 
     lab --pipe--> unshare --> inside (process 1 of its namespace) --> the command, or its ranks
 """
@@ -34,12 +34,12 @@ SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 FROM_TERMINAL = 0x80  # si_code SI_KERNEL: a Ctrl-C, which the terminal has given to the command too
-LOOK_S = 0.5  # another thread of ours may have taken the news of the command's end
+LOOK_S = 0.5  # poll this often: another thread of ours may have received SIGCHLD
 GRACE_S = 5.0  # how long the others may take to end when one has failed
 FIRST, PORT = "10.77.0.1", 29500
 
-# Ways into the namespaces, the best first. With a process namespace, the kernel itself ends
-# what is left; it needs a /proc of its own, or process numbers would contradict each other.
+# Ways into the namespaces, the best first. With a process namespace, the kernel itself ends what
+# is left; it needs its own /proc, or process ids inside and outside would disagree.
 _PROCESSES = ("--pid", "--fork", "--kill-child", "--mount-proc")
 WAYS = (("-Ur", "--net", "--mount", *_PROCESSES), ("-Ur", "--net", "--mount"))
 ROOT_WAY = ("--net", "--mount", *_PROCESSES)  # where user namespaces are forbidden even to root
@@ -55,7 +55,7 @@ class Command:
         words = [*way, sys.executable, "-I", "-S", str(INSIDE), str(reader)]
         os.set_inheritable(reader, True)
         try:
-            with _blocked():  # not for unshare: a signal must not end it before the command
+            with _blocked():  # or a signal could end unshare before it starts the command
                 self._process = subprocess.Popen(words, close_fds=False, text=True, **options)
         except BaseException:
             self._control.close()
@@ -67,7 +67,7 @@ class Command:
 
     @property
     def label(self) -> str:
-        """The link that it really runs over, for people: results are printed with it."""
+        """The link that it really runs over, as text to print with its results."""
         return self.link.label
 
     @property
@@ -82,7 +82,9 @@ class Command:
         return 128 - code if code is not None and code < 0 else code
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; the exit code, 128 + N if signal N ended it. The first failure counts.
+        """Wait until it ends; its exit code, or 128 + N if signal N ended it.
+
+        Of several ranks, the first that failed decides.
 
         Raises `subprocess.TimeoutExpired` if it still runs.
         """
@@ -95,7 +97,7 @@ class Command:
             self._control.write(bytes([number]))
 
     def close(self) -> None:
-        """End it if it still runs, with everything it started. Nothing is left afterwards."""
+        """End it if it still runs, and everything that it started."""
         self._control.close()
         self._process.wait()
         if self._process.stdout is not None:
@@ -109,7 +111,7 @@ class Command:
 
 
 def check(link: str = "1gbit") -> str:
-    """Why links cannot be limited here, in a few words; empty if they can."""
+    """The reason why links cannot be limited here; empty if they can."""
     return _find_way(LabLink.parse(link))[1]
 
 
@@ -121,22 +123,22 @@ def start(
     stdout: int | IO[Any] | None = None,
     require: bool = False,
 ) -> Command:
-    """Start a command over a link; full duplex, once on each side, as two nodes of torchrun.
+    """Start a command over a link. Full duplex starts it on both sides, as two torchrun nodes.
 
-    `env` is added to the environment. Raises `MachineError` with `require=True` where the link
-    cannot be limited; otherwise that is logged, and the command runs over plain loopback.
+    `env` is added to the environment. Where the link cannot be limited, `require=True` raises
+    `MachineError`; otherwise the reason is logged and the command runs over plain loopback.
     """
     wanted = LabLink.parse(link) if isinstance(link, str) else link
-    way, found = _way(wanted, require=require)
+    way, granted = _way(wanted, require=require)
     if wanted.duplex == "half":
         members = [_member(0, {})]
     else:
-        address, port = _meeting_point(found)
+        address, port = _meeting_point(granted)
         common = {"MASTER_ADDR": address, "PET_MASTER_ADDR": address, "PET_NNODES": "2"}
         common |= {"MASTER_PORT": port, "PET_MASTER_PORT": port}
         sides = [{"NODE_RANK": str(side), "PET_NODE_RANK": str(side)} for side in (0, 1)]
         members = [_member(side, {**common, **sides[side]}) for side in (0, 1)]
-    return _launch(argv, found, way, members, env, stdout=stdout)
+    return _launch(argv, granted, way, members, env, stdout=stdout)
 
 
 def spawn_ranks(
@@ -150,15 +152,15 @@ def spawn_ranks(
     """Start a command as several ranks over a link, without torchrun.
 
     Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    `stdout` gives what rank 0 prints; what the others print goes to stderr. If one fails, the
-    others are ended after a while, and `wait` gives its exit code.
+    `stdout` gives what rank 0 prints; what the others print goes to stderr. If a rank fails, the
+    others are ended a few seconds later, and `wait` returns the exit code of that rank.
     """
     if num_ranks < 1:
-        raise WeftError(f"lab: {num_ranks} ranks cannot run; num_ranks must be 1 or more.")
+        raise WeftError(f"lab: num_ranks must be 1 or more; got {num_ranks}.")
     wanted = LabLink.parse(link) if isinstance(link, str) else link
-    way, found = _way(wanted, require=require)
-    num_sides = 2 if found.bits_per_s and found.duplex == "full" else 1
-    address, port = _meeting_point(found)
+    way, granted = _way(wanted, require=require)
+    num_sides = 2 if granted.bits_per_s and granted.duplex == "full" else 1
+    address, port = _meeting_point(granted)
     side_of = [rank * num_sides // num_ranks for rank in range(num_ranks)]
     members = []
     for rank, side in enumerate(side_of):
@@ -168,11 +170,11 @@ def spawn_ranks(
         told |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         members.append(_member(side, told, quiet=rank > 0))
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-    return _launch(argv, found, way, members, env, **options)
+    return _launch(argv, granted, way, members, env, **options)
 
 
 def run(argv: Sequence[str], *, link: str | LabLink, require: bool = False) -> int:
-    """Run a command to its end in this terminal, passing signals on; its exit code."""
+    """Run a command in this terminal until it ends, and pass signals on; its exit code."""
     told = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     with start(argv, link=link, require=require) as command, _blocked(*told, signal.SIGCHLD):
         while sys.platform == "linux" and command.poll() is None:
@@ -188,7 +190,7 @@ def _way(wanted: LabLink, *, require: bool) -> tuple[Sequence[str], LabLink]:
     """The words in front of the command, and the link it really gets."""
     if sys.platform == "win32":
         raise MachineError(
-            "lab: a command cannot run here: its processes are ended by signals, which Windows "
+            "lab: commands cannot run here: the lab ends their processes by signals, which Windows "
             "does not have. Use Linux, or macOS for plain loopback.",
             rule="system",
         )
@@ -219,7 +221,7 @@ def _find_way(link: LabLink) -> tuple[Sequence[str], str]:
             _, said = probe._process.communicate()
             if probe.wait() == 0:
                 return way, ""
-        lines = said.strip().splitlines() or ["refused without a word"]
+        lines = said.strip().splitlines() or ["refused without a message"]
         why = lines[-1].replace("unshare: unshare failed:", "the kernel refuses namespaces:")
         reason = reason or why.removeprefix("lab: ").rstrip(".")
     return (), reason
@@ -236,7 +238,7 @@ def _launch(
     words = [str(word) for word in argv]
     if not words or not words[0]:
         cure = "Give one, such as: torchweft lab run --link 1gbit -- torchrun train.py"
-        raise WeftError(f"lab: no command. {cure}", rule="lab")
+        raise WeftError(f"lab: there is no command to run. {cure}", rule="lab")
     told = {**os.environ, **(env or {}), "WEFT_LINK": link.label}
     if sys.platform == "linux":
         joined = bool(link.bits_per_s) and link.duplex == "full"

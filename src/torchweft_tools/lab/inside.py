@@ -1,13 +1,13 @@
-"""The inside of the lab: makes the link, runs the command, ends when all of it has ended.
+"""The inside of the lab: makes the link, runs the command, and ends when all of it has ended.
 
-A file that is run by itself, with the standard library only; a pipe tells it what to do:
+This file runs by itself, with the standard library only. It reads a pipe:
 
     one line of JSON    bits_per_s, duplex, ip, tc, grace_s, argv, members (side, env, quiet)
-    each byte after     a signal for every process of the command
-    its end             the lab is gone, or wants an end: everything is killed
+    each further byte   a signal for every process of the command
+    end of file         the lab is gone or wants to stop: everything is killed
 
 Every process that the command starts is a descendant of this one, orphans too, so that none can
-get away. In a process namespace this is process 1, and the kernel sees to it as well.
+escape. In a process namespace this is process 1, and the kernel ends its descendants as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LinkError(Exception):
 
 
 def main() -> int:
-    """Do what the pipe says; the exit code of the command."""
+    """Run the command that the pipe describes; its exit code."""
     control = int(sys.argv[1])
     os.set_inheritable(control, False)
     line = os.fdopen(control, "rb", buffering=0, closefd=False).readline()
@@ -57,7 +57,7 @@ def main() -> int:
     os.set_blocking(ringer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(ringer)
-    early: set[int] = signal.sigpending()  # came before there was a command to take them
+    early: set[int] = signal.sigpending()  # arrived before the command was started
     if early:
         return 128 + int(min(early))
     try:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def make_link(spec: dict[str, Any]) -> list[int]:
-    """Limit the link; handles of the network namespaces of the sides, if there are two."""
+    """Limit the link; file descriptors of both sides' network namespaces, if there are two."""
     ip, tc, bits_per_s = spec["ip"], spec["tc"], spec["bits_per_s"]
     if not bits_per_s:
         return []
@@ -98,10 +98,10 @@ def limit(tc: str, interface: str, bits_per_s: int) -> None:
 
 
 def name_addresses() -> None:
-    """Give the link's addresses names, in an /etc/hosts of our own: inside is no name server.
+    """Name the link's addresses in an /etc/hosts of our own: there is no name server inside.
 
     Libraries look up this host's own name, and c10d warns about every address without one. Where
-    it cannot be done, they do so; nothing else depends on it.
+    the file cannot be mounted they warn; nothing else depends on it.
     """
     lines = [f"127.0.0.1 localhost {socket.gethostname()}", "::ffff:127.0.0.1 localhost"]
     for side in (0, 1):
@@ -119,12 +119,12 @@ def _tell(*words: str, keep: int | None = None) -> None:
     kept = () if keep is None else (keep,)
     done = subprocess.run(words, capture_output=True, text=True, check=False, pass_fds=kept)
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["failed without a word"])[-1]
+        why = (done.stderr.strip().splitlines() or ["failed without a message"])[-1]
         raise LinkError(f"{Path(words[0]).name} {words[1]}: {why}")
 
 
 def _system(name: str, *numbers: int) -> None:
-    """A system call that Python itself has only from 3.12 on."""
+    """A system call that Python itself offers only from 3.12 on."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*numbers):
         number = ctypes.get_errno()
         raise LinkError(f"{name}: {os.strerror(number)}")
@@ -196,7 +196,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_all() -> None:
-    """Kill whatever is left, until nothing is; what may not be killed is given up after 5 s."""
+    """Kill all descendants; give up after 5 s on those that cannot be killed."""
     latest = time.monotonic() + 5
     while send_all(signal.SIGKILL) and time.monotonic() < latest:
         list(reap())
@@ -205,17 +205,17 @@ def end_all() -> None:
 
 def send_all(number: int) -> int:
     """Send a signal to every descendant; how many there are."""
-    found = descendants()
-    for pid in found:
+    pids = descendants()
+    for pid in pids:
         try:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
             continue
-    return len(found)
+    return len(pids)
 
 
 def descendants() -> list[int]:
-    """All processes below this one, from /proc; without one, none are known."""
+    """All processes below this one, read from /proc; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -223,10 +223,10 @@ def descendants() -> list[int]:
         except OSError:
             continue  # it has ended meanwhile
         children.setdefault(int(facts[1]), []).append(int(file.parent.name))
-    found = [os.getpid()]
-    for pid in found:
-        found.extend(children.get(pid, ()))
-    return found[1:]
+    pids = [os.getpid()]
+    for pid in pids:
+        pids.extend(children.get(pid, ()))
+    return pids[1:]
 
 
 if __name__ == "__main__":

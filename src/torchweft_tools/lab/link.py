@@ -1,8 +1,8 @@
 """A link of the lab: its rate and its duplex, as text that reads back.
 
-Link.parse("2.5gbit").label               "2.5gbit half duplex"
-Link.parse("500mbit full").label          "500mbit full duplex"
-Link.parse("none").label                  "loopback (unlimited)"
+LabLink.parse("2.5gbit").label            "2.5gbit half duplex"
+LabLink.parse("500mbit full").label       "500mbit full duplex"
+LabLink.parse("none").label               "loopback (unlimited)"
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(mbit|gbit)(?: (half|full)(?: duplex)?
 
 @dataclass(frozen=True)
 class LabLink:
-    """What joins the ranks: bits in a second (0: plain loopback), and whether directions share."""
+    """What joins the ranks: bits per second (0: plain loopback), and whether directions share."""
 
     bits_per_s: int = 0
     duplex: str = "half"
@@ -35,19 +35,19 @@ class LabLink:
 
     @classmethod
     def parse(cls, text: str, duplex: str | None = None) -> LabLink:
-        """The link of a text such as "1gbit" or "1gbit full". Raises `MachineError` for another."""
+        """The link of a text such as "1gbit" or "1gbit full". Raises `MachineError`."""
         words = text.strip().lower()
         if words in ("none", "loopback", UNLIMITED):
             return cls(0, duplex or "half")
-        found = _TEXT.fullmatch(words)
-        if found is None:
-            raise MachineError(f"link: {clip(text)} is no rate. {_ALLOWED}")
-        bits = float(found[1]) * UNITS[found[2]]
+        match = _TEXT.fullmatch(words)
+        if match is None:
+            raise MachineError(f"link: {clip(text)} is not a rate. {_ALLOWED}")
+        bits = float(match[1]) * UNITS[match[2]]
         if not MIN_BITS_PER_S <= bits <= MAX_BITS_PER_S:
             raise MachineError(f"link: {clip(text)} is out of range. {_ALLOWED}")
-        if duplex and found[3] and duplex != found[3]:
-            raise MachineError(f"link: {clip(text)} is not {duplex} duplex.")
-        return cls(round(bits), duplex or found[3] or "half")
+        if duplex and match[3] and duplex != match[3]:
+            raise MachineError(f"link: {clip(text)} is not {duplex} duplex; leave one of them out.")
+        return cls(round(bits), duplex or match[3] or "half")
 
     @property
     def label(self) -> str:

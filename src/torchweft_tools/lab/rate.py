@@ -1,9 +1,9 @@
-"""The rate of the link that this process runs over, changed from inside of the lab.
+"""The rate of the link that this process runs over, changed from inside the lab.
 
 is_limited()          whether this process runs over a limited link
-set_rate("2gbit")     from now on its link, and nobody else's, has this rate
+set_rate("2gbit")     changes the rate of its link, and of no other
 
-Full duplex, each side limits what it sends: both have to set it.
+With full duplex, each side limits what it sends: both have to set the rate.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ def is_limited() -> bool:
 def set_rate(link: str | LabLink) -> None:
     """Give the link that this process runs over another rate.
 
-    Raises `MachineError` outside of a limited link, and for a link of another duplex.
+    Raises `MachineError` where the link is not limited, and for a link of another duplex.
     """
     own, wanted = _own(), LabLink.parse(link) if isinstance(link, str) else link
     if not own.bits_per_s:
-        raise MachineError("lab: this process runs over no limited link.", rule="lab")
+        raise MachineError(
+            "lab: the link of this process is not limited; start it by `torchweft lab run`.",
+            rule="lab",
+        )
     if not wanted.bits_per_s or wanted.duplex != own.duplex:
         raise MachineError(
             f"lab: a link of {own.label} cannot become {wanted.label}; start another command.",
@@ -37,7 +40,7 @@ def set_rate(link: str | LabLink) -> None:
     try:
         limit(_tool("tc") or "tc", JOINT if own.duplex == "full" else "lo", wanted.bits_per_s)
     except (LinkError, OSError) as error:
-        raise MachineError(f"lab: no other rate: {error}.", rule="lab") from error
+        raise MachineError(f"lab: the rate cannot be changed: {error}.", rule="lab") from error
     os.environ["WEFT_LINK"] = wanted.label
 
 

@@ -120,13 +120,13 @@ def draw_case(
     draw.shuffle(slowness)
     if ratio is None:
         ratio = math.exp(draw.uniform(math.log(RATIOS[0]), math.log(RATIOS[-1])))
-    found = case(work, slowness, ratio)
+    problem = case(work, slowness, ratio)
     if draw.random() < 1 / 3:
         seconds = tuple(
-            tuple(s * math.exp(draw.gauss(0, 0.3)) for s in row) for row in found.seconds
+            tuple(s * math.exp(draw.gauss(0, 0.3)) for s in row) for row in problem.seconds
         )
-        found = replace(found, seconds=seconds)
-    return found
+        problem = replace(problem, seconds=seconds)
+    return problem
 
 
 def _drawn(
@@ -165,17 +165,17 @@ def sst_trees(folder: Path, split: str = "dev") -> list[Tree]:
 
 def stg_optima(folder: Path) -> list[tuple[Path, int, int]]:
     """STG files with a proven optimum: (file, processors, makespan)."""
-    found = []
+    optima = []
     for table in sorted(folder.glob("stg*/*_OPT.csv")):
         try:
             rows = list(csv.reader(read_text(table, PlacementError, "table").splitlines()))
             # A row with a fourth column has a bound and a best length: not proven.
             for name, processors, makespan in [row for row in rows if len(row) == 3]:
                 if (path := table.parent / Path(name).name).exists():
-                    found.append((path, int(processors), int(makespan)))
+                    optima.append((path, int(processors), int(makespan)))
         except (csv.Error, ValueError) as cause:
             raise PlacementError(f"file: table {table}: {clip(cause)}.", rule="file") from None
-    return found
+    return optima
 
 
 def problems_in(folder: Path) -> Sequence[Problem]:

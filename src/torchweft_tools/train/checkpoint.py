@@ -1,8 +1,8 @@
-"""The checkpoint: a training run as files, so that one that was broken off can go on.
+"""The checkpoint: a training run as files, so that an interrupted run can be resumed.
 
-FOLDER/policy.safetensors      the policy as it is
+FOLDER/policy.safetensors      the current policy
 FOLDER/best.safetensors        the best policy so far, on the problems set aside
-FOLDER/optimizer.safetensors   what the optimizer remembers
+FOLDER/optimizer.safetensors   the state of the optimizer
 FOLDER/training.json           settings, steps done, the curve
 FOLDER/curve.svg               the curve as a picture
 """
@@ -28,7 +28,7 @@ OPTIMIZER, CURVE = "optimizer.safetensors", "curve.svg"
 
 
 def save_run(folder: Path, trainer: Trainer, curve: Sequence[Point]) -> None:
-    """Write the run as it stands; the file that names all others comes last.
+    """Write the current state of the run; the file that names all others comes last.
 
     Raises `WeftError` if the folder cannot be written.
     """
@@ -49,34 +49,34 @@ def save_run(folder: Path, trainer: Trainer, curve: Sequence[Point]) -> None:
 
 
 def load_run(folder: Path, trees: Sequence[Tree]) -> tuple[Trainer, list[Point]]:
-    """The run that a folder holds, with the trees that it was started with.
+    """The run that a folder holds; `trees` must be those that it was started with.
 
-    Raises `PlacementError` if it holds none, or was started with others.
+    Raises `PlacementError` if there is none, or if it was started with other trees.
     """
     read = Reader(read_json(folder / RUN, PlacementError, "training"), PlacementError, "training")
     if read.take("weft_training", int, None) != VERSION:
         raise read.fail(f"this is not a training run of version {VERSION}.")
-    found = Reader(read.take("settings", dict), PlacementError, "settings")
+    fields = Reader(read.take("settings", dict), PlacementError, "settings")
     settings = Settings(
-        seed=found.take("seed", int),
-        num_imitation=found.take("num_imitation", int),
-        num_steps=found.take("num_steps", int),
-        num_problems=found.take("num_problems", int),
-        num_tries=found.take("num_tries", int),
-        rate=found.take("rate", float),
+        seed=fields.take("seed", int),
+        num_imitation=fields.take("num_imitation", int),
+        num_steps=fields.take("num_steps", int),
+        num_problems=fields.take("num_problems", int),
+        num_tries=fields.take("num_tries", int),
+        rate=fields.take("rate", float),
     )
-    if (num_trees := found.take("num_trees", int)) != len(trees):
+    if (num_trees := fields.take("num_trees", int)) != len(trees):
         cure = f"the run draws from {num_trees} trees, not {len(trees)}; give the same --data."
-        raise found.fail(cure)
-    found.done()
+        raise fields.fail(cure)
+    fields.done()
     trainer = Trainer(replace(settings, trees=tuple(trees)), Policy.load(folder / POLICY))
     trainer.step = read.take("step", int)
     if not 0 <= trainer.step <= trainer.num_steps:
-        raise read.fail(f"it cannot be at step {clip(trainer.step)} of {trainer.num_steps}.")
+        raise read.fail(f"step must be from 0 to {trainer.num_steps}; got {clip(trainer.step)}.")
     try:
         curve = [Point(str(p[0]), int(p[1]), *map(float, p[2:])) for p in read.take("curve", list)]
         if not all(isfinite(number) for point in curve for number in point[1:]):
-            raise ValueError("a point of its curve is not a finite number")
+            raise ValueError("a point of its curve is not finite")
         remember(trainer, read_tensors(folder / OPTIMIZER, "optimizer")[0])
     except (OverflowError, TypeError, ValueError, LookupError) as cause:
         raise read.fail(f"it is damaged: {clip(cause)}.") from None

@@ -1,8 +1,8 @@
-"""The command `torchweft place train`: a policy learns, and goes on where it was broken off.
+"""The command `torchweft place train`: trains a policy, or resumes an interrupted training.
 
 torchweft place train -o run                          drawn problems alone
 torchweft place train -o run --data FOLDER            half of them trees of sst/train.txt
-torchweft place train -o run --resume                 go on with the run in the folder
+torchweft place train -o run --resume                 resume the run in the folder
 torchweft place train -o run --from-traces FOLDER     fine-tune a policy on served runs
 torchweft place plan --graph FILE --planner learned --policy run/best.safetensors
 """
@@ -46,21 +46,21 @@ def train_command(
         typer.Option("--data", envvar="WEFT_DATA", help="folder with sst/train.txt, for its trees"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**62, help="of all that is drawn [0]")
+        int | None, typer.Option("--seed", min=0, max=2**62, help="random seed [0]")
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option("--steps", min=1, help=f"[{NUM_STEPS}; on served runs: {NUM_TUNED}]"),
     ] = None,
     imitation: Annotated[
-        int | None, typer.Option("--imitation", min=0, help=f"steps before it [{NUM_IMITATION}]")
+        int | None, typer.Option("--imitation", min=0, help=f"imitation steps [{NUM_IMITATION}]")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run there")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the run in the folder")] = False,
     from_traces: Annotated[
         Path | None, typer.Option("--from-traces", help="fine-tune on the served runs of a folder")
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option("--policy", help="fine-tune this one, not the package's")
+        Path | None, typer.Option("--policy", help="fine-tune this policy, not the package's")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,8 +79,8 @@ def train_command(
     trees = _trees(data)
     if resume:
         if (seed, steps, imitation) != (None, None, None):
-            text = "--resume goes on with the run's own settings; leave --seed, --steps and"
-            raise PlacementError(f"train: {text} --imitation out.", rule="train")
+            text = "--resume keeps the settings of the run; leave out --seed, --steps and"
+            raise PlacementError(f"train: {text} --imitation.", rule="train")
         trainer, curve = load_run(output, trees)
     else:
         trainer, curve = _started(output, trees, seed, steps, imitation)
@@ -94,10 +94,10 @@ def _trees(data: Path | None) -> tuple[Tree, ...]:
     """The trees to train on; none without data. Raises `PlacementError` for data without them."""
     if data is None:
         return ()
-    if found := tuple(tree for tree in sst_trees(data, "train") if len(tree) <= MAX_TREE):
-        return found
+    if trees := tuple(tree for tree in sst_trees(data, "train") if len(tree) <= MAX_TREE):
+        return trees
     text = f"there are no trees in {data / 'sst' / 'train.txt'}"
-    cure = "--data (or WEFT_DATA) names a folder with that file; without it, problems are drawn"
+    cure = "--data (or WEFT_DATA) must name a folder with that file; leave it out to draw problems"
     raise PlacementError(f"data: {text}. {cure}.", rule="data")
 
 
@@ -112,7 +112,7 @@ def _started(
     from torchweft_tools.train.training import Settings, Trainer
 
     if (output / RUN).exists():
-        cure = "Go on with --resume, or take another folder."
+        cure = "Resume it with --resume, or choose another folder."
         raise PlacementError(f"train: there is a run in {output}. {cure}", rule="train")
     settings = Settings(
         seed=seed or 0,
@@ -124,7 +124,7 @@ def _started(
 
 
 def _train(output: Path, trainer: Trainer, curve: list[Point]) -> None:
-    """Do the steps that are left. What is there is saved at every point of the curve."""
+    """Do the remaining steps. The run is saved at every point of the curve."""
     from torchweft_tools.train.checkpoint import save_run
     from torchweft_tools.train.training import held_out
 
@@ -134,7 +134,7 @@ def _train(output: Path, trainer: Trainer, curve: list[Point]) -> None:
         yardstick = held_out(trainer.settings)
         if not curve:
             curve.append(yardstick.measure(trainer.policy, "start", 0))
-            save_run(output, trainer, curve)  # a folder that cannot be written is told at once
+            save_run(output, trainer, curve)  # fail now if the folder cannot be written
         while trainer.step < trainer.num_steps:
             stage = trainer.stage
             trainer.advance()
@@ -153,7 +153,7 @@ def _tune(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Stage 3. Every fifth run is set aside, to measure on; of fewer than five, none."""
+    """Stage 3. Every fifth run is set aside for measuring, if there are five or more."""
     from torchweft.placement.learn.learned import default_policy
     from torchweft.placement.learn.policy import Policy
     from torchweft.placement.learn.reinforce import one_thread
@@ -161,7 +161,7 @@ def _tune(
     from torchweft_tools.train.training import Yardstick, fine_tune
 
     if (output / BEST).exists() and not resume:
-        cure = "Go on from it with --resume, or take another folder."
+        cure = "Start from it with --resume, or choose another folder."
         raise PlacementError(f"train: there is a policy in {output}. {cure}", rule="train")
     began_s = time.perf_counter()
     problems = problems_in(folder)
@@ -188,8 +188,8 @@ def _told(output: Path, curve: Sequence[Point], took_s: float, as_json: bool) ->
 
     best = min(curve, key=lambda point: point.mean)
     if as_json:
-        found = {"folder": str(output), "steps": curve[-1].step, "seconds": took_s}
-        say_json({**found, "best": best._asdict(), "curve": [point._asdict() for point in curve]})
+        facts = {"folder": str(output), "steps": curve[-1].step, "seconds": took_s}
+        say_json({**facts, "best": best._asdict(), "curve": [point._asdict() for point in curve]})
         return
     for point in curve:
         say(f"{point.step:>6}  {point.stage:<14} {point.mean:.4f}  worst {point.worst:.3f}  "

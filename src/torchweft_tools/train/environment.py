@@ -111,10 +111,10 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
     def _look(self) -> Observation:
         """What there is to choose from; the space has a place for every pair there could be."""
         assert self.problem is not None, "there is a problem after a reset"
-        found, seen = self._blank(), self.rollout.look()
+        blank, seen = self._blank(), self.rollout.look()
         allowed = (seen.mask & with_room(self.room, seen, self.problem.num_devices))[0]
         num_candidates, num_devices = allowed.shape
         where: Ints = np.arange(num_candidates)[:, None] * self.max_devices + np.arange(num_devices)
-        found["facts"][where] = seen.facts[0]
+        blank["facts"][where] = seen.facts[0]
         self.mask[where] = allowed
-        return {"facts": found["facts"], "mask": self.mask.astype(np.int8)}
+        return {"facts": blank["facts"], "mask": self.mask.astype(np.int8)}

@@ -5,10 +5,10 @@
                       made more likely, the others less (REINFORCE with the problem's own mean)
     3. fine-tuning    the same on the user's own problems, with costs as they were measured
 
-Each step of the loop draws new problems from its own number, so a run that was broken off goes on
-where it was, and equal seeds give equal policies on one machine. No wall clock decides anything.
+Each step of the loop draws new problems from its own number, so an interrupted run can be resumed,
+and equal seeds give equal policies on one machine. No wall clock decides anything.
 
-After stage 2 a policy is kept that is best on problems set aside, which it never learns from.
+After stage 2, the policy that is best on held-out problems, which it never learns from, is kept.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torchweft_tools.formats.read_trees import Tree
 from torchweft_tools.train.cases import draw_case
 
 HELD_OUT = 1_000_000_007
-"""Added to the seed for problems that are set aside."""
+"""Added to the seed for held-out problems."""
 NUM_HELD_OUT = 160
 HELD_OUT_RATIOS = (0.3, 1.0, 3.0, 0.0)
 NUM_TAUGHT = 4
-"""So many of a step's problems are planned by the teacher, which takes long."""
+"""How many of a step's problems the teacher plans, which takes long."""
 
 
 LIMITS = {
@@ -58,7 +58,7 @@ LIMITS = {
 class Settings:
     """How to train. `num_imitation` and `num_steps` count steps of the loop in stages 1 and 2.
 
-    Raises `PlacementError` for numbers that no run can have.
+    Raises `PlacementError` for numbers out of range.
     """
 
     num_imitation: int
@@ -72,7 +72,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():
             number = getattr(self, name)
-            if not least <= number <= most:  # NaN is not, either
+            if not least <= number <= most:  # also true of NaN
                 text = f"{name} must be a number from {least} to {most}; got {clip(number)}."
                 raise PlacementError(f"train: {text}", rule="train")
 
@@ -223,7 +223,7 @@ def _wanted(rollout: Rollout, seen: Observed, teachers: Sequence[Placement]) -> 
 
 
 def moments(trainer: Trainer) -> dict[str, Tensor]:
-    """What the optimizer remembers, as tensors by name."""
+    """The state of the optimizer, as tensors by name."""
     state = trainer.optimizer.state_dict()["state"]
     return {
         f"{number}.{name}": torch.as_tensor(tensor).clone()
@@ -233,7 +233,7 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-    """Give the optimizer back what it remembered. Raises `ValueError` if that does not fit."""
+    """Restore the state of the optimizer. Raises `ValueError` if it does not fit the policy."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         number, _, name = key.partition(".")
@@ -243,10 +243,10 @@ def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
         number: {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
         for number, shape in enumerate(shapes if state else ())
     }
-    told = {at: {name: item.shape for name, item in found.items()} for at, found in state.items()}
+    told = {at: {name: item.shape for name, item in entry.items()} for at, entry in state.items()}
     if told != wanted or not all(
         item.dtype == torch.float32 and item.isfinite().all() for item in tensors.values()
     ):
-        raise ValueError("what the optimizer remembers does not fit the policy")
+        raise ValueError("the state of the optimizer does not fit the policy")
     whole = trainer.optimizer.state_dict()
     trainer.optimizer.load_state_dict({**whole, "state": state})

@@ -1,7 +1,7 @@
-"""Files and messages to damage: one small right example of every format, and how it is read.
+"""Files and messages to damage: one small valid example of every format, and how it is read.
 
-A `Format` writes its example into a folder, and reads a file there: that raises our error, or gives
-what is written and read back as itself.
+A `Format` reads a file: that raises our error, or gives a value that is equal once it has been
+written and read back.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def formats() -> tuple[Format, ...]:
     problem = read_problem_of(local)
     placement = plan(problem, "heft")
     served = served_data(local, table, trace)
-    found = [
+    pure = [
         Format("graph", _json(graph_data(graph)), _graph),
         Format("graph of aliases", _json(graph_data(chain(200))), _graph),
         Format("plan", str(written).encode(), lambda path: _plan(path, graph)),
@@ -114,7 +114,7 @@ def formats() -> tuple[Format, ...]:
         Format("STG", STG.encode(), _problem),
         Format("trees", TREES.encode(), _problem),
     ]
-    return (*found, *_with_torch())
+    return (*pure, *_with_torch())
 
 
 def chain(count: int) -> Graph:
@@ -143,8 +143,8 @@ def _json(data: object) -> bytes:
     return json.dumps(data).encode()
 
 
-def _same(found: object, again: object) -> None:
-    assert found == again, "what was read is not what is read back"
+def _same(again: object, value: object) -> None:
+    assert again == value, "a value changed when it was written and read back"
 
 
 def _graph(path: Path) -> None:
@@ -157,9 +157,9 @@ def _graph(path: Path) -> None:
 
 
 def _plan(path: Path, graph: Graph) -> None:
-    found = Plan.load(path)
-    _same(Plan.parse(str(found)), found)
-    bound = found.bind(graph)
+    loaded = Plan.load(path)
+    _same(Plan.parse(str(loaded)), loaded)
+    bound = loaded.bind(graph)
     if not findings(bound):
         simulate(bound, CONTEXT, cpu()).to_text()
 
@@ -203,9 +203,9 @@ def _served(path: Path) -> None:
 
 
 def _problem(path: Path) -> None:
-    found = read_problem(path, ProblemOptions(machine=PAIR, context=CONTEXT))
-    if found.num_ops < 100:
-        placement = plan(found, "heft")
+    problem = read_problem(path, ProblemOptions(machine=PAIR, context=CONTEXT))
+    if problem.num_ops < 100:
+        placement = plan(problem, "heft")
         _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
 
 
@@ -262,7 +262,7 @@ def _cell(path: Path) -> None:
     cell = Cell.from_data(_read_json(path))
     _same(Cell.from_data(json.loads(json.dumps(cell.to_data()))).to_data(), cell.to_data())
     prepare, run = cell.functions
-    with torch.no_grad(), reading("run of a cell"):  # a worker tells of it, and goes on
+    with torch.no_grad(), reading("run of a cell"):  # a worker reports the error, and goes on
         run("cpu", prepare("cpu", *[torch.ones(2)] * len(cell.weights)), torch.ones(3, 2))
 
 
@@ -286,10 +286,10 @@ def _recorded(path: Path) -> None:
     from torchweft.run.workers.store import RowStore
 
     cell, numbers = Cell.from_data(CELL), torch.tensor([2, 0, 3, 1])
-    found = RecordedRun(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, RowStore())
-    for group in found.groups:
-        found.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
-    found.answers()
+    recorded = RecordedRun(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, RowStore())
+    for group in recorded.groups:
+        recorded.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
+    recorded.answers()
 
 
 def _message() -> bytes:

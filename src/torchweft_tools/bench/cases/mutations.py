@@ -24,17 +24,17 @@ Mutation = Callable[[Random, Plan], Plan | None]
 def mutate(
     rng: Random, plans: Sequence[Plan], mutation: Mutation, *, draws: int = 6
 ) -> list[Plan] | None:
-    """The plans with one of them changed, unsafe if one of a few draws is; None if none applies."""
-    found = None
+    """The plans with one of them changed, unsafe if any of the draws is; None if none applies."""
+    mutated = None
     for _ in range(draws):
         rank = rng.randrange(len(plans))
         changed = mutation(rng, plans[rank])
         if changed is None:
             continue
-        found = [changed if number == rank else plan for number, plan in enumerate(plans)]
-        if not by_closure(found):
-            return found
-    return found
+        mutated = [changed if number == rank else plan for number, plan in enumerate(plans)]
+        if not by_closure(mutated):
+            return mutated
+    return mutated
 
 
 def drop_wait(rng: Random, plan: Plan) -> Plan | None:
@@ -148,8 +148,8 @@ _ACTING = ("split", "run", "copy", "merge", "free", "issue", "complete")
 
 
 def _some(rng: Random, plan: Plan, *kinds: str) -> int | None:
-    found = [at for at, step in enumerate(plan.steps) if step.kind in kinds]
-    return rng.choice(found) if found else None
+    places = [at for at, step in enumerate(plan.steps) if step.kind in kinds]
+    return rng.choice(places) if places else None
 
 
 def _drop(plan: Plan, at: int | None) -> Plan | None:

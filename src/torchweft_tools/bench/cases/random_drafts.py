@@ -1,11 +1,11 @@
-"""The random draft: the steps of a plan in program order, each on a device, and safe as they stand.
+"""The random draft: the steps of a plan in program order, each on a device, safe in that order.
 
     Graph --draft--> Draft: split x, op0[0], op0[1], copy v0[0] to gpu0, op1[0], ..., merge y
 
 Ranges, devices, places, copies and frees are decided here; lanes, order and waits come later
-(`random_plans`). A draft is a plan with one lane a device, so the oracle's `read` can tell what
-each of its steps touches. Some draws lead nowhere (a cell that is needed in one piece but lies on
-two devices): these raise `ImpossibleError` and are drawn again.
+(`random_plans`). A draft is a plan with one lane per device, so the oracle's `read` can tell what
+each of its steps touches. Some draws cannot be completed (a cell that is needed in one piece but
+lies on two devices): these raise `ImpossibleError` and are drawn again.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class PlanDraft:
 
 def random_ranges(rng: Random, graph: Graph, num_parts: int) -> Ranges:
     """Each op's parts, in runs of adjacent parts; None means all of them."""
-    found: Ranges = {}
+    ranges: Ranges = {}
     share = rng.choice((0.0, 0.25, 0.5, 1.0))
     for op in graph.ops:
-        found[op.name] = [None]
+        ranges[op.name] = [None]
         if not op.whole and num_parts > 1:
             cuts = [part for part in range(1, num_parts) if rng.random() >= share * 0.6]
             borders = [0, *cuts, num_parts]
             pairs = list(pairwise(borders))
-            found[op.name] = [*pairs] if len(pairs) > 1 else [None]
-    return found
+            ranges[op.name] = [*pairs] if len(pairs) > 1 else [None]
+    return ranges
 
 
 class Drafter:
@@ -88,11 +88,11 @@ class Drafter:
     def spots(self, name: str, parts: Range | None) -> list[OracleSpot]:
         if parts is None or self.graph.value[name].batch is None:
             return spots(self.graph, self.num_parts, name, None)
-        found = [spots(self.graph, self.num_parts, name, part) for part in range(*parts)]
-        return list(dict.fromkeys(spot for some in found for spot in some))
+        by_part = [spots(self.graph, self.num_parts, name, part) for part in range(*parts)]
+        return list(dict.fromkeys(spot for some in by_part for spot in some))
 
     def run(self) -> PlanDraft:
-        """The draft. Raises `ImpossibleError` if the dice fell badly."""
+        """The draft. Raises `ImpossibleError` if the draw cannot be completed."""
         for op in self.graph.ops:
             device = None
             for parts in self.ranges[op.name]:
@@ -276,7 +276,7 @@ class Drafter:
                     cells = [spot.cell for spot in self.spots(name, parts)]
                     last_use = max(touched[device, name].get(cell, -1) for cell in cells)
                     behind.append((last_use, Step("free", device, (name,), parts)))
-        for at, step in sorted(behind, key=lambda found: -found[0]):
+        for at, step in sorted(behind, key=lambda pair: -pair[0]):
             self.draft.steps.insert(at + 1, step)
 
     def add_offsets(self) -> None:
@@ -302,9 +302,9 @@ class Drafter:
         batched = self.graph.value[place.value].batch is not None
         buffer = f"{UNITS[batched][0]}.{self.homes[OracleSpot(place.value, 0)]}"
         for _ in range(4):
-            found = Place(place.value, buffer, self.rng.randrange(5))
-            if not any(self.clash(found, other, lives) for other in self.draft.places):
-                return found
+            shared = Place(place.value, buffer, self.rng.randrange(5))
+            if not any(self.clash(shared, other, lives) for other in self.draft.places):
+                return shared
         return place
 
     def clash(self, one: Place, two: Place, lives: dict[tuple[str, int], tuple[int, int]]) -> bool:

@@ -1,10 +1,10 @@
-"""The random plan: a safe draft, dealt to lanes in a random order, with the waits that it needs.
+"""The random plan: a safe draft, dealt to lanes in a random order, with the necessary waits.
 
     Graph --draft--> steps in program order --deal--> any order that keeps conflicts, on any lane
                                                       that takes it, with a wait where lanes meet
 
-Nothing is taken from `lower`: which steps conflict is asked of the oracle's reading of the draft,
-pair by pair. Waits are either just enough or more than enough. A seed names a plan.
+Nothing is taken from `lower`: the oracle's reading of the draft tells, pair by pair, which steps
+conflict. There are just enough waits, or more than enough. A seed determines a plan.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def random_plan(
     for number in range(MAX_DRAWS):
         lanes = random_lanes(rng, graph, 1 if number > MAX_DRAWS // 2 else rng.choice((1, 1, 2)))
         try:
-            found = dict(ranges or {})
+            all_ranges = dict(ranges or {})
             for name, parts in random_ranges(rng, graph, cut.num_parts).items():
-                found.setdefault(name, parts)
-            draft = Drafter(rng, graph, cut, _takers(lanes, graph), found).run()
+                all_ranges.setdefault(name, parts)
+            draft = Drafter(rng, graph, cut, _takers(lanes, graph), all_ranges).run()
             return _Deal(rng, draft, lanes, talked or []).plan()
         except ImpossibleError:
             continue
@@ -107,12 +107,12 @@ def random_lanes(rng: Random, graph: Graph, num_devices: int) -> tuple[Lane, ...
 
 def _takers(lanes: Sequence[Lane], graph: Graph) -> dict[str, set[str]]:
     """For each device, that of the first lane first, the ops that one of its lanes takes."""
-    found: dict[str, set[str]] = {lane.device: set() for lane in lanes}
+    takers: dict[str, set[str]] = {lane.device: set() for lane in lanes}
     for lane in lanes:
         for op in graph.ops:
             if op.uses in lane.uses and (lane.via is None or op.two_phase):
-                found[lane.device].add(op.name)
-    return found
+                takers[lane.device].add(op.name)
+    return takers
 
 
 @dataclass
@@ -155,20 +155,20 @@ class _Deal:
     def shuffled(self) -> list[int]:
         """The draft's steps in a random order that keeps all conflicts."""
         chaos = self.rng.choice((0.0, 0.3, 0.7, 1.0))
-        left, found = list(range(len(self.actions))), list[int]()
+        left, order = list(range(len(self.actions))), list[int]()
         while left:
-            done = set(found)
+            done = set(order)
             ready = [at for at in left if not (self.before[at] | self.order[at]) - done]
             if not ready:
                 raise ImpossibleError
-            found.append(self.rng.choice(ready) if self.rng.random() < chaos else ready[0])
-            left.remove(found[-1])
-        for number, late in enumerate(found):
+            order.append(self.rng.choice(ready) if self.rng.random() < chaos else ready[0])
+            left.remove(order[-1])
+        for number, late in enumerate(order):
             keys = {talk.key for talk in self.actions[late].talks}
-            for early in found[:number]:
+            for early in order[:number]:
                 if keys & {talk.key for talk in self.actions[early].talks}:
                     self.starts[late].add(early)
-        return found
+        return order
 
     def plan(self) -> Plan:
         nodes = self.with_phases(self.grouped(self.shuffled()))
@@ -245,7 +245,7 @@ class _Deal:
 
     def with_phases(self, nodes: list[_Node]) -> list[_Node]:
         """Every node on a lane; two-phase ops on a hosted lane become an issue and a complete."""
-        found: list[_Node] = []
+        dealt: list[_Node] = []
         for node in nodes:
             device, names, kind = node.step.lane, node.step.names, node.step.kind
             ops = names if kind == "run" else ()
@@ -253,17 +253,17 @@ class _Deal:
             if hosted and (not threads or self.rng.random() < 0.6):
                 lane = self.rng.choice(hosted)
                 issue = node.step._replace(kind="issue", lane=lane.via or "", on=lane.name)
-                found.append(_Node(issue, node.items, [], node.before, node.starts))
+                dealt.append(_Node(issue, node.items, [], node.before, node.starts))
                 continue
             if not threads:
                 raise ImpossibleError
             node.step = node.step._replace(lane=self.rng.choice(threads))
             if kind == "run" and self.rng.random() < 0.05 and self.may_be_kernel(names):
                 node.step = node.step._replace(by="fused")
-            found.append(node)
-        for issue_node in [node for node in found if node.step.kind == "issue"]:
-            self.insert_complete(found, issue_node)
-        return found
+            dealt.append(node)
+        for issue_node in [node for node in dealt if node.step.kind == "issue"]:
+            self.insert_complete(dealt, issue_node)
+        return dealt
 
     def hosted(self, device: str, ops: Sequence[str]) -> list[Lane]:
         if not ops or not all(self.graph.op[name].two_phase for name in ops):

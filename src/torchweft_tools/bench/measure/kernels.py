@@ -1,13 +1,13 @@
-"""Copies inside of Inductor's kernels, read off the code that it wrote.
+"""Copies inside Inductor's kernels, read from the code that it wrote.
 
     extern_kernels.mm(arg0_1, arg1_1, out=buf0)                  the product is made elsewhere,
     cpp_fused_copy__0(buf0, arg2_1, ks0)                         and a kernel
         auto tmp0 = ...::loadu(in_ptr0 + ...);                   loads it
         tmp0.store(out_ptr0 + ...);                              and stores it where it belongs
 
-A store is *bare* if what it stores is what was loaded. A body that was told where to write hides a
-copy if it has more bare stores into slices than its plain form has at all: a `clone` or a `cat` of
-the model's copies in every form.
+A store is *bare* if it stores what was loaded, unchanged. A body that writes to a given place hides
+a copy if it has more bare stores into slices than its plain form has in all: a `clone` or a `cat`
+of the model copies in every form.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STORED = re.compile(r"(?:(tmp\d+)\.store\((\w+) |(\w+)\[.*\] = (tmp\d+);)")
 
 def bare_stores(source: str) -> list[str]:
     """The tensors, by Inductor's names, that kernels store to without computing anything."""
-    found = []
+    stores = []
     for name, code in KERNEL.findall(source):
         pointers = POINTER.findall(HEAD.findall(code)[0])
         for given in re.findall(rf"^ +{name}\((.*)\)$", source, re.M):
             by_pointer = dict(zip(pointers, given.split(", "), strict=False))
-            found += [by_pointer[pointer] for pointer in _bare(code) if pointer in by_pointer]
-    return found
+            stores += [by_pointer[pointer] for pointer in _bare(code) if pointer in by_pointer]
+    return stores
 
 
 def _bare(code: str) -> list[str]:
-    """The pointers of a kernel that are stored to and only by bare stores."""
+    """The pointers of a kernel that only bare stores write to."""
     made: dict[str, bool] = {}
     bare: dict[str, bool] = {}
     for line in code.splitlines():
@@ -61,13 +61,13 @@ def plain_copies(session: Session) -> Known:
 
 
 def hidden_copies(session: Session, known: Known) -> list[str]:
-    """The ops whose kernels copy what they were told to make in place."""
-    found = []
+    """The ops whose kernels copy what they should make in place."""
+    copies = []
     for key, form, source in _sources(session, in_place=True):
         slices = [name for name in bare_stores(source) if name.startswith("arg")]
         if len(slices) > known.get(key, 0):
-            found.append(f"{form.name}: Inductor copies inside, to {', '.join(slices)}")
-    return list(dict.fromkeys(found))
+            copies.append(f"{form.name}: Inductor copies inside, to {', '.join(slices)}")
+    return list(dict.fromkeys(copies))
 
 
 def _sources(session: Session, *, in_place: bool) -> list[tuple[tuple[int, str], Structure, str]]:

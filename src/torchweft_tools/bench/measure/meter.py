@@ -4,12 +4,12 @@
         model(x)
     meter.copied_bytes, meter.peak_bytes
 
-Every operator that torch runs in this thread passes by, whoever called it. A copy ends in one of a
-few operators. A storage counts from the operator that makes it until it dies; those that an
-operator reads before any has made them (inputs, weights) were there before and never count.
+The mode sees every operator that torch runs in this thread, whoever called it. A copy ends in one
+of a few operators. A storage counts from the operator that makes it until it is freed; storages
+that an operator reads before any has made them (inputs, weights) existed before and never count.
 
-Compiled kernels pass by unseen, and so does what is allocated for them. `Allocations` takes live
-bytes from torch's allocator, by its profiler: scratch inside operators counts too then.
+The mode does not see compiled kernels, nor what is allocated for them. `Allocations` takes live
+bytes from torch's allocator, through its profiler; these include scratch inside operators.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What was compiled runs as ever while it is metered."""
+        """Compiled code runs as usual while it is metered."""
         return True
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Allocations:
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """When and how many bytes were given (or, below zero, taken back)."""
+    """When and how many bytes were allocated (or, if negative, freed)."""
     for event in events:
         if event.tag == _EventType.Allocation:
             yield event.start_time_ns, event.extra_fields.alloc_size

@@ -3,7 +3,7 @@
     faster, control = measure(baseline, candidate)      faster.median: how many times as fast
 
 Each round runs the baseline, the candidate, and the baseline again; the ratio of the two baselines
-is the A/A control: what this machine calls a difference where there is none.
+is the A/A control: the difference that this machine shows where there is none.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def ratio(values: Sequence[float]) -> Ratio:
 
 def ratio_columns(name: str, over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """The ratio of two programs, round by round, as columns of a row: median, low and high."""
-    found = ratio([first / second for first, second in zip(over, under, strict=True)])
-    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
+    pairs = ratio([first / second for first, second in zip(over, under, strict=True)])
+    return {name: pairs.median, f"{name}_low": pairs.low, f"{name}_high": pairs.high}
 
 
 def measure(
@@ -62,7 +62,7 @@ def measure(
         first_s = _time_s(baseline)
         candidate_s = _time_s(candidate)
         again_s = _time_s(baseline)
-        # The candidate stands between two baselines; take the nearer one in turn.
+        # The candidate runs between two baselines; compare with each of them in turn.
         faster.append((first_s if number % 2 else again_s) / candidate_s)
         control.append(first_s / again_s)
     return ratio(faster), ratio(control)

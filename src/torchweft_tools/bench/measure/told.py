@@ -1,9 +1,9 @@
-"""What ranks of a bench tell: lines of JSON on rank 0's output come in, results go out.
+"""What ranks of a bench report: lines of JSON on rank 0's output come in, results go out.
 
     rank:   say("progress", [3, 40]); say("result", {...})
     bench:  for result in listen(command, "overlap", on_progress): ...
 
-Other lines (libraries talk much) are passed over.
+Other lines, which libraries print, are skipped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Progress = Callable[[int, int], None]
 
 
 def say(kind: str, value: Any) -> None:
-    """Tell the bench; only one rank may."""
+    """Report a value to the bench; only one rank may."""
     sys.stdout.write(MARK + json.dumps({kind: value}) + "\n")
     sys.stdout.flush()
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End the process with the block: engines that still run would hold it up, also if it fails."""
+    """End the process with the block, even if it fails: running engines would keep it alive."""
     code = 1
     try:
         yield
@@ -45,17 +45,17 @@ def leaving() -> Iterator[None]:
 
 
 def listen(command: Command, bench: str, on_progress: Progress) -> Iterator[dict[str, Any]]:
-    """The results of a running command. Raises `WeftError` if it fails before it has told all."""
+    """The results of a running command. Raises `WeftError` if the command fails."""
     for line in command.stdout:
         if not line.startswith(MARK):
             continue
-        told = json.loads(line.removeprefix(MARK))
-        if "progress" in told:
-            on_progress(*told["progress"])
-        if "result" in told:
-            yield told["result"]
+        message = json.loads(line.removeprefix(MARK))
+        if "progress" in message:
+            on_progress(*message["progress"])
+        if "result" in message:
+            yield message["result"]
     if code := command.wait():
-        raise WeftError(f"bench {bench}: the ranks ended with code {code}, not all was told.")
+        raise WeftError(f"bench {bench}: the ranks ended with code {code}; results are missing.")
 
 
 def part_of(progress: Progress | None, number: int, count: int) -> Progress:

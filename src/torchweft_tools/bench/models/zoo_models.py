@@ -1,23 +1,16 @@
 """The zoo: tiny random models of many architectures, each one line, with inputs to call them.
 
-    python -m torchweft_tools.bench.models.zoo_models [names...]  # run whole and in parts, compare
-
 A transformers line is (config class, model class, sizes); another architecture is another line.
 Weights are drawn wide, so that a wrong mask or a swapped row shows in the outputs.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
-
-from torchweft_tools.tracer import Tracer
 
 ROWS = 5
 TOKENS = 7
@@ -33,22 +26,6 @@ class ZooModel:
     build: Callable[[], torch.nn.Module]
     inputs: Callable[[], Inputs]
     batch: int | str | tuple[str, ...] | None = None
-
-
-@dataclass
-class ZooCheck:
-    """What came out of one model."""
-
-    name: str
-    captured: bool = False
-    whole_equal: bool = False
-    split_equal: bool = False
-    row_share: float = 0.0
-    num_graphs: int = 0
-    num_ops: int = 0
-    reasons: list[str] = field(default_factory=list)
-    error: str = ""
-    seconds: float = 0.0
 
 
 SMALL = {
@@ -230,69 +207,6 @@ MODELS: tuple[ZooModel, ...] = (
 )
 
 
-def unequal(rows: int) -> tuple[int, ...]:
-    """Borders of unequal parts."""
-    return (0, 1, rows) if rows < 4 else (0, 1, rows // 2 + 1, rows)
-
-
-def check(model: ZooModel, *, split: Callable[[int], tuple[int, ...]] = unequal) -> ZooCheck:
-    """Capture one model, run it whole and in parts by the reference, compare with eager."""
-    found, start = ZooCheck(model.name), time.perf_counter()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    try:
-        module, inputs = model.build().eval(), model.inputs()
-        tracer = Tracer(batch=model.batch)
-        want = _run(module, inputs)
-        compiled = tracer.compile(module)
-        whole = _run(compiled, inputs)
-        found.captured = bool(tracer.captures)
-        found.whole_equal = _distance(whole, want) == 0.0
-        tracer.cut = split
-        parts = _run(compiled, inputs)
-        found.split_equal = _distance(parts, want) < 1e-4
-        _describe(found, tracer)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        found.error = f"{type(error).__name__}: {lines[0][:300]}"
-    found.seconds = time.perf_counter() - start
-    return found
-
-
-def _run(model: Callable[..., Any], inputs: Inputs) -> Any:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        return model(**inputs)
-
-
-def _describe(found: ZooCheck, tracer: Tracer) -> None:
-    graphs = tracer.captures
-    found.num_graphs = len(graphs)
-    found.num_ops = sum(len(captured.graph.ops) for captured in graphs)
-    weights = [sum(captured.num_calls.values()) for captured in graphs]
-    shares = [captured.row_share * weight for captured, weight in zip(graphs, weights, strict=True)]
-    found.row_share = sum(shares) / max(1, sum(weights))
-    found.reasons = [
-        f"{name} [{captured.num_calls[name]}]: {why}"
-        for captured in graphs
-        for name, why in captured.reasons.items()
-    ]
-
-
-def _distance(got: Any, want: Any) -> float:
-    """The largest difference, relative to the largest entry; infinite where shapes differ."""
-    left = [leaf for leaf in tree_leaves(outputs_of(got)) if isinstance(leaf, torch.Tensor)]
-    right = [leaf for leaf in tree_leaves(outputs_of(want)) if isinstance(leaf, torch.Tensor)]
-    if [leaf.shape for leaf in left] != [leaf.shape for leaf in right] or not left:
-        return float("inf")
-    worst = 0.0
-    for a, b in zip(left, right, strict=True):
-        if not torch.equal(a, b):
-            scale = float(b.double().abs().max()) + 1e-9
-            worst = max(worst, float((a.double() - b.double()).abs().max()) / scale, 1e-12)
-    return worst
-
-
 def outputs_of(value: Any) -> Any:
     """Outputs as nested lists: mappings and caches become what they hold."""
     if isinstance(value, torch.Tensor) or value is None:
@@ -306,24 +220,3 @@ def outputs_of(value: Any) -> Any:
             [getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in value.layers
         ]
     return None
-
-
-def main(names: list[str]) -> None:
-    """Print one row a model, then why ops are not row-wise."""
-    for model in MODELS:
-        if names and model.name not in names:
-            continue
-        found = check(model)
-        sys.stdout.write(
-            f"{found.name:<12} captured {found.captured!s:<5} whole {found.whole_equal!s:<5} "
-            f"split {found.split_equal!s:<5} share {found.row_share:.2f} "
-            f"graphs {found.num_graphs} ops {found.num_ops:<3} {found.seconds:.1f} s "
-            f"{found.error}\n"
-        )
-        for reason in found.reasons:
-            sys.stdout.write(f"      {reason}\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,8 +3,8 @@
     plans of all ranks --read--> readings --search (all interleavings) or close (closure)--> verdict
 
 Small plans are judged by trying every interleaving of their lanes, larger ones by the closure of
-their events; on small plans both must agree (`tests/pure/test_oracle.py`). One plan is one rank
-alone, its peers taken for granted.
+their events; on small plans both must agree (`tests/pure/test_oracle.py`). A single plan is judged
+alone, as if its peers did what it needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_STATES = 20_000
 
 
 def is_safe(plans: Sequence[Plan], *, max_states: int = MAX_STATES) -> tuple[bool, str]:
-    """Whether plans (one a rank) are safe together, and a short reason if they are not."""
+    """Whether plans (one per rank) are safe together, and a short reason if they are not."""
     verdict, reason, _ = judge(plans, max_states=max_states)
     return verdict, reason
 

@@ -1,12 +1,12 @@
 """The closure: for each event (the start or the end of a step) all events that come before it.
 
-1. Run the plans once, each lane as far as it can go: this finds a deadlock, or an order of all
-   events and, with it, which collective of one rank met which of another.
+1. Run the plans once, each lane as far as it can go: this shows a deadlock, or gives an order of
+   all events and, with it, which collective of one rank met which of another.
 2. From the events before an event, in that order, follow the set of all that precede it.
 3. Conflicting actions must be ordered, end before start; collectives of one communicator on one
    rank start before start. If they are, every other run meets the same partners: the first
    event that differed would be a start that overtakes one which precedes it.
-4. So all orders have the same effect; perform the actions in the order found and look.
+4. So all orders have the same effect; perform the actions in the order of the first run and look.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ class _FirstRun:
 
         A partner that has not arrived yet is an event that never happens.
         """
-        reading, found = self.readings[rank], []
+        reading, events = self.readings[rank], []
         target = reading.waits.get(at, reading.issues.get(at))
         if target is not None:
-            found.append((rank, target, True))
+            events.append((rank, target, True))
         action = self.ends.get((rank, at))
         if action is None or len(self.readings) == 1:
-            return found
+            return events
         if any(id(talk) not in self.number for talk in action.talks):
-            return [*found, (rank, -1, True)]
-        return found + [self.partner(rank, talk, m) for talk in action.talks for m in talk.members]
+            return [*events, (rank, -1, True)]
+        return events + [self.partner(rank, talk, m) for talk in action.talks for m in talk.members]
 
     def partner(self, rank: int, talk: OracleTalk, member: int) -> Event:
         if rank not in talk.members:
-            raise UnsafeError(f"{talk.key}: rank {rank} is no member")
+            raise UnsafeError(f"{talk.key}: rank {rank} is not a member")
         theirs = self.arrivals.get((member, talk.key), [])
         if len(theirs) <= self.number[id(talk)]:
             return member, -1, True
@@ -138,7 +138,7 @@ class _Before:
 
 
 def _precede(first_run: _FirstRun, order: list[Event]) -> _Before:
-    """The relation "comes before in every run", as one bit set an event."""
+    """The relation "comes before in every run", as one bit set per event."""
     numbers = {event: number for number, event in enumerate(order)}
     previous = {}
     for lane in first_run.lanes:
@@ -150,10 +150,10 @@ def _precede(first_run: _FirstRun, order: list[Event]) -> _Before:
             direct = [(rank, at, False), *first_run.needs(rank, at)]
         else:
             direct = [previous[rank, at]] if (rank, at) in previous else []
-        found = 0
+        bits = 0
         for event in direct:
-            found |= sets[numbers[event]] | 1 << numbers[event]
-        sets.append(found)
+            bits |= sets[numbers[event]] | 1 << numbers[event]
+        sets.append(bits)
     return _Before(numbers, sets)
 
 
@@ -163,11 +163,11 @@ def _conflicts(reading: Reading) -> dict[tuple[Action, Action], None]:
     for action in reading.actions:
         for cell in action.touches:
             touching.setdefault(cell, []).append(action)
-    found: dict[tuple[Action, Action], None] = {}
+    pairs: dict[tuple[Action, Action], None] = {}
     for action in reading.actions:
         for cell in action.writes:
             for near in (cell, *reading.overlaps.get(cell, ())):
                 for other in touching.get(near, ()):
                     if other is not action:
-                        found[action, other] = None
-    return found
+                        pairs[action, other] = None
+    return pairs

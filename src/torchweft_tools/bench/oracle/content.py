@@ -1,4 +1,4 @@
-"""The `Content`: what stands in every cell of every location while a plan runs.
+"""The `Content`: what every cell of every location holds while a plan runs.
 
 A cell of a location is a tuple: ("caller", x, 0), ("loose", device, v, 1), ("place", v, 0),
 ("made", device, v, 0) for a loose piece that must still be copied into its place, and the handles
@@ -57,13 +57,13 @@ class Action:
     @cached_property
     def writes(self) -> dict[Cell, None]:
         """The cells that it changes, in a fixed order."""
-        found: dict[Cell, None] = {}
+        cells: dict[Cell, None] = {}
         for move in self.moves:
             if move.kind in ("raise", "make", "clear"):
-                found.update(dict.fromkeys(move.cells))
+                cells.update(dict.fromkeys(move.cells))
             elif move.kind == "copy":
-                found[move.cells[1]] = None
-        return found
+                cells[move.cells[1]] = None
+        return cells
 
     @cached_property
     def touches(self) -> dict[Cell, None]:
@@ -89,12 +89,12 @@ def perform(action: Action, content: Content, overlaps: Overlaps) -> None:
     """Do the moves of an action in place. Raises `UnsafeError` where one is impossible."""
     for kind, cells, piece, version in action.moves:
         if kind == "see":
-            found = content.get(cells[0])
-            if found is None:
+            held = content.get(cells[0])
+            if held is None:
                 raise UnsafeError(f"{action.label}: nothing is in {cells[0]}")
-            if version is not None and found[1] != version:
+            if version is not None and held[1] != version:
                 raise UnsafeError(
-                    f"{action.label}: {cells[0]} has version {found[1]}, not {version}"
+                    f"{action.label}: {cells[0]} has version {held[1]}, not {version}"
                 )
         elif kind == "together":
             pieces = {content[cell][0] if cell in content else None for cell in cells}
@@ -109,12 +109,12 @@ def perform(action: Action, content: Content, overlaps: Overlaps) -> None:
 
 def _write(action: Action, content: Content, overlaps: Overlaps, move: Move) -> None:
     target = move.cells[-1]
-    found = content.get(target)
+    held = content.get(target)
     if move.kind == "raise":
-        assert found is not None, "an action sees what it raises"
-        content[target] = (found[0], found[1] + 1)
+        assert held is not None, "an action sees what it raises"
+        content[target] = (held[0], held[1] + 1)
     else:
-        if found is not None:
+        if held is not None:
             raise UnsafeError(f"{action.label}: {target} is full already")
         version = content[move.cells[0]][1] if move.kind == "copy" else move.version
         assert version is not None, "what is made has a version"

@@ -3,13 +3,13 @@
 A state says for each lane of each rank how far it is: `2 * steps ended + 1 if one is running`.
 From each state every event that can happen is tried:
 
-    begin the next step of a lane     always; if its bytes are in another's hands, that is a race
+    begin the next step of a lane     always; if another step holds its bytes, that is a race
     end the running step of a lane    a wait: its target has ended; a complete: its issue has ended;
                                       a collective: the k-th of this rank has begun on all members
 
-The effects of an action are performed at its begin and its bytes stay in its hands until its end,
-so what it reads or writes can be seen by nobody else in between. States are remembered: one that is
-reached on two ways with different content, or with another order of collectives, is a race too.
+The effects of an action happen when it begins, and it holds its bytes until it ends, so no other
+step sees what it reads or writes in between. States are remembered: one that is reached in two ways
+with different contents, or with another order of collectives, is a race too.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class _StateSearch:
             nexts = self.nexts(moment)
             if not nexts:
                 self.check_end(moment)
-            for found in nexts:
-                before = seen.get(found.positions)
+            for later in nexts:
+                before = seen.get(later.positions)
                 if before is None:
-                    seen[found.positions] = found
-                    todo.append(found)
-                elif before != found:
+                    seen[later.positions] = later
+                    todo.append(later)
+                elif before != later:
                     raise UnsafeError("the order of two steps is left to chance, and it matters")
             if len(seen) > max_states:
                 raise TooManyError
@@ -103,7 +103,7 @@ class _StateSearch:
 
     def nexts(self, moment: _Moment) -> list[_Moment]:
         """The moments after one more event."""
-        found = []
+        moments = []
         for number, thread in enumerate(self.threads):
             position = moment.positions[number]
             if position == 2 * len(thread):
@@ -111,10 +111,10 @@ class _StateSearch:
             rank, at = thread[position // 2]
             later = (*moment.positions[:number], position + 1, *moment.positions[number + 1 :])
             if position % 2 == 0:
-                found.append(self.begin(moment, rank, at, later))
+                moments.append(self.begin(moment, rank, at, later))
             elif self.may_end(moment, rank, at):
-                found.append(_Moment(later, moment.contents, moment.arrivals))
-        return found
+                moments.append(_Moment(later, moment.contents, moment.arrivals))
+        return moments
 
     def has_ended(self, positions: Positions, rank: int, at: int) -> bool:
         thread, position = self.where[rank, at]
@@ -151,7 +151,7 @@ class _StateSearch:
         mine = arrivals.get((rank, talk.key), ())
         if len(self.readings) > 1:
             if rank not in talk.members:
-                raise UnsafeError(f"{label}: rank {rank} is no member")
+                raise UnsafeError(f"{label}: rank {rank} is not a member")
             for member in talk.members:
                 theirs = arrivals.get((member, talk.key), ())
                 if len(theirs) > len(mine) and theirs[len(mine)][1].facts != talk.facts:

@@ -75,7 +75,7 @@ def _mostly(num_parts: int, rows: dict[int, int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def units_of(total: Size, unit: Size) -> int | None:
-    """How many units a value of `total` bytes takes; None if it is none, or no whole number."""
+    """How many units a value of `total` bytes takes; None if that is 0 or not a whole number."""
     if not unit.terms or len(unit.terms) != len(total.terms):
         return None
     count = total.terms[0][1] // unit.terms[0][1]

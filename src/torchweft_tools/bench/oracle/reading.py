@@ -1,9 +1,9 @@
 """The `Reading`: one rank's plan as actions on cells, taken word by word from docs/plans.md.
 
     Plan --read--> Reading: actions, what each wait waits for, which places overlap,
-                            what stands in the caller's bytes first, what must stand where at last
+                            what the caller's bytes hold first, what every cell must hold at last
 
-A reading says nothing of order; the two judges (`interleavings`, `closure`) add that.
+A reading says nothing about order; the two judges (`interleavings`, `closure`) add that.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Reading:
     def check_last(self, content: Content) -> None:
         """Raise `UnsafeError` unless every output and mutated input has its final version."""
         for cell, version in self.last:
-            found = content.get(cell)
-            if found is None or found[1] != version:
-                raise UnsafeError(f"in the end {cell} holds {found}, not version {version}")
+            held = content.get(cell)
+            if held is None or held[1] != version:
+                raise UnsafeError(f"in the end {cell} holds {held}, not version {version}")
 
 
 def read(plan: Plan, rank: int = 0, num_ranks: int = 1) -> Reading:
@@ -88,11 +88,11 @@ class _PlanReader:
         return self.plan.lane[lane].device
 
     def device_of_place(self, name: str) -> str:
-        """A place alone is where the first step stands that makes its value."""
-        buffer = next(place.buffer for place in self.plan.places if place.value == name)
-        for found in self.plan.buffers:
-            if found.name == buffer:
-                return found.device
+        """The device of a buffer, or of the first step that makes the value of a lone place."""
+        name_of_buffer = next(place.buffer for place in self.plan.places if place.value == name)
+        for buffer in self.plan.buffers:
+            if buffer.name == name_of_buffer:
+                return buffer.device
         maker = self.graph.maker[name].name
         return next(device for (op, _), device in self.ran_on.items() if op == maker)
 
@@ -258,7 +258,7 @@ class _PlanReader:
     # All together.
 
     def talks(self, step: Step) -> list[OracleTalk]:
-        found = []
+        talks = []
         for name in step.names if step.kind in ("run", "issue") else ():
             op = self.graph.op[name]
             if (talk := op.collective) is None:
@@ -268,11 +268,11 @@ class _PlanReader:
             if talk.peer is not None:
                 here = self.rank if self.num_ranks > 1 else -1
                 ends = (here, talk.peer) if talk.kind == "send" else (talk.peer, here)
-                found.append(OracleTalk((talk.communicator, *ends), ends, facts))
+                talks.append(OracleTalk((talk.communicator, *ends), ends, facts))
             else:
                 members = self.graph.members(talk.communicator, self.num_ranks)
-                found.append(OracleTalk((talk.communicator,), members, (talk.kind, *facts)))
-        return found
+                talks.append(OracleTalk((talk.communicator,), members, (talk.kind, *facts)))
+        return talks
 
     def reading(self) -> Reading:
         actions, waits, issues = [], {}, {}
@@ -305,18 +305,18 @@ class _PlanReader:
     def last(self) -> list[tuple[Cell, int]]:
         """The cells that must have a final version when all lanes have ended."""
         merged = {s.names[0]: self.device(s) for s in self.plan.steps if s.kind == "merge"}
-        found: list[tuple[Cell, int]] = []
+        finals: list[tuple[Cell, int]] = []
         for name in self.graph.outputs:
             device = merged.get(name, self.home)
             if name not in merged and name in self.graph.maker:
                 op = self.graph.maker[name]
                 device = self.ran_on[op.name, None if op.whole else self.plan.num_parts - 1]
             cells = self.cells(device, name, self.reference.parts_of(name))
-            found += [(cell, self.reference.final[spot]) for cell, spot in cells.items()]
+            finals += [(cell, self.reference.final[spot]) for cell, spot in cells.items()]
         for root in self.graph.mutated & set(self.graph.inputs):
             for spot in self.reference.spots(root, None):
-                found.append((("caller", root, spot.cell), self.reference.final[spot]))
-        return found
+                finals.append((("caller", root, spot.cell), self.reference.final[spot]))
+        return finals
 
     def overlaps(self) -> Overlaps:
         """For each placed cell the cells of other values that share bytes with it."""
@@ -333,16 +333,16 @@ class _PlanReader:
             for spot in self.reference.spots(place.value, None):
                 span = OracleSpan(place.offset, units, spot.cell if leading else None)
                 spans["place", place.value, spot.cell] = (place.buffer, span)
-        found: dict[Cell, list[Cell]] = {}
+        sharing: dict[Cell, list[Cell]] = {}
         for (one, (buffer, span)), (two, (other, near)) in combinations(spans.items(), 2):
             if buffer == other and one[1] != two[1] and overlap(span, near, self.plan.num_parts):
-                found.setdefault(one, []).append(two)
-                found.setdefault(two, []).append(one)
-        return {cell: tuple(others) for cell, others in found.items()}
+                sharing.setdefault(one, []).append(two)
+                sharing.setdefault(two, []).append(one)
+        return {cell: tuple(others) for cell, others in sharing.items()}
 
 
 def _check_alone(action: Action, overlaps: Overlaps) -> None:
-    """One step that writes bytes which it touches under another name destroys them in its hands."""
+    """A step must not write bytes that it also touches under another name."""
     for cell in action.writes if overlaps else ():
         if any(near in action.touches for near in overlaps.get(cell, ())):
             raise UnsafeError(f"{action.label}: it writes {cell} over bytes that it touches itself")

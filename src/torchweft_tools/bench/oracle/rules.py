@@ -39,7 +39,7 @@ def _check_range(plan: Plan, step: Step, has_batch: bool) -> None:
         return
     start, stop = step.parts
     if not has_batch or not 0 <= start < stop <= plan.num_parts or stop - start == plan.num_parts:
-        raise UnsafeError(f"{step.label}: this range cannot be")
+        raise UnsafeError(f"{step.label}: this range of parts is not possible")
 
 
 def _check_ops(plan: Plan, step: Step) -> None:
@@ -59,7 +59,7 @@ def _check_ops(plan: Plan, step: Step) -> None:
     if step.kind != "complete" and not any(op.uses in lane.uses for op in ops):
         raise UnsafeError(f"{step.label}: lane {lane.name} does not take it")
     if step.kind != "run" and not any(op.two_phase for op in ops):
-        raise UnsafeError(f"{step.label}: has not two phases")
+        raise UnsafeError(f"{step.label}: it does not have two phases")
 
 
 def _check_value(plan: Plan, step: Step) -> None:
@@ -77,7 +77,7 @@ def _check_value(plan: Plan, step: Step) -> None:
         "copy": step.on in devices - {device} if step.on else is_root and _has_place(plan, name),
     }[step.kind]
     if not good or (step.kind in ("split", "merge") and (plan.num_parts == 1 or step.parts)):
-        raise UnsafeError(f"{step.label}: this {step.kind} cannot be")
+        raise UnsafeError(f"{step.label}: this {step.kind} is not possible")
 
 
 def _has_place(plan: Plan, name: str) -> bool:
@@ -91,9 +91,9 @@ def _check_places(plan: Plan) -> None:
         value = plan.graph.value.get(place.value)
         known = place.buffer is None or place.buffer in buffers
         if value is None or value.alias_of or place.value in plan.graph.inputs or not known:
-            raise UnsafeError(f"place {place.value}: this place cannot be")
+            raise UnsafeError(f"place {place.value}: this place is not possible")
         if counts[place.value] > 1:
-            raise UnsafeError(f"place {place.value}: it has two")
+            raise UnsafeError(f"place {place.value}: the value has two places")
 
 
 def _check_coverage(plan: Plan) -> None:

@@ -24,12 +24,12 @@ class Trees:
         import numpy
 
         self.dynet, self.model = dynet, dynet.ParameterCollection()
-        arrays = {name: numpy.array(found, dtype="float32") for name, found in weights.items()}
+        arrays = {name: numpy.array(rows, dtype="float32") for name, rows in weights.items()}
         self.words = self.model.lookup_parameters_from_numpy(arrays.pop("embedding.weight"))
         for gate in ("i", "lf", "rf", "u"):  # DyNet adds one bias: both of ours together
             left, right = (f"composer.{gate}{side}.bias" for side in ("lh", "rh"))
             arrays[f"composer.{gate}.bias"] = arrays.pop(left) + arrays.pop(right)
-        self.w = {name: self.model.parameters_from_numpy(found) for name, found in arrays.items()}
+        self.w = {name: self.model.parameters_from_numpy(array) for name, array in arrays.items()}
 
     def affine(self, name: str, x: Any) -> Any:
         return self.dynet.affine_transform([self.w[f"{name}.bias"], self.w[f"{name}.weight"], x])
@@ -59,13 +59,13 @@ class Trees:
     def run(self, trees: list[Any]) -> list[list[Any]]:
         """The outputs of all nodes of all trees, computed together."""
         self.dynet.renew_cg()
-        found = []
+        by_tree = []
         for tree in trees:
             outputs: list[Any] = []
             self.visit(tree, outputs)
-            found.append(outputs)
-        self.dynet.forward([each for outputs in found for each in outputs])
-        return found
+            by_tree.append(outputs)
+        self.dynet.forward([each for outputs in by_tree for each in outputs])
+        return by_tree
 
 
 def main(path: str) -> None:

@@ -52,14 +52,14 @@ class Bandit(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Values [tree, op, device]."""
-        found: Tensor = self.net(states.flatten(-2))
-        return found.view(*found.shape[:-1], MAX_OPS, self.num_devices)
+        values: Tensor = self.net(states.flatten(-2))
+        return values.view(*values.shape[:-1], MAX_OPS, self.num_devices)
 
     def choose(self, problem: Problem, *, epsilon: float = 0.0) -> tuple[list[int], Tensor, Tensor]:
         """A device for every op; with the state and the choice as tensors for the replay."""
         if problem.num_devices != self.num_devices:
             text = f"this bandit was made for {self.num_devices} devices"
-            raise PlacementError(f"dynpartition: {text}, not {problem.num_devices}.")
+            raise PlacementError(f"dynpartition: {text}; got {problem.num_devices}.")
         order = in_order(problem)
         state = encode(problem, order)
         with torch.no_grad():
@@ -126,13 +126,15 @@ def train(
 def in_order(problem: Problem) -> list[int]:
     """The ops of a tree in in-order: the first half of what an op reads, the op, the rest.
 
-    Raises `PlacementError` if the problem is no tree, or has more than 128 ops.
+    Raises `PlacementError` if the problem is not a tree, or has more than 128 ops.
     """
     roots = [op for op, succs in enumerate(problem.succs) if not succs]
     if len(roots) != 1 or any(len(succs) > 1 for succs in problem.succs):
-        raise PlacementError(f"dynpartition: problem {problem.name!r} is no tree.")
+        raise PlacementError(f"dynpartition: problem {problem.name!r} is not a tree.")
     if problem.num_ops > MAX_OPS:
-        raise PlacementError(f"dynpartition: a tree has at most {MAX_OPS} ops here.")
+        raise PlacementError(
+            f"dynpartition: a tree may have at most {MAX_OPS} ops; got {problem.num_ops}."
+        )
     order: list[int] = []
     stack: list[tuple[int, bool]] = [(roots[0], False)]
     while stack:
@@ -164,9 +166,9 @@ def encode(problem: Problem, order: Sequence[int]) -> Tensor:
         )
         for op in order
     ]
-    found = torch.zeros(MAX_OPS, WIDTH)
-    found[: len(rows)] = _sinusoids(torch.tensor(rows, dtype=torch.float32)).mean(1)
-    return found
+    state = torch.zeros(MAX_OPS, WIDTH)
+    state[: len(rows)] = _sinusoids(torch.tensor(rows, dtype=torch.float32)).mean(1)
+    return state
 
 
 def _sinusoids(numbers: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     python -m torchweft_tools.bench.players.boundary_vllm '{"links": ["1gbit half duplex"], ...}'
 
 Both have two ranks on gloo and the prefill workload of the hosts bench. Each run begins when all
-workers sleep: those of the other engine would look out for work on the cores of this one.
+workers sleep: those of the other engine would otherwise poll for work on the same cores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(text: str) -> None:
 
 
 def measure(spec: Mapping[str, Any], engines: Mapping[str, LLM]) -> dict[str, Any]:
-    """What the race found over one link; `diffs` counts tokens that are others than stock's."""
+    """The result of the race over one link; `diffs` counts requests with other tokens."""
     asked = requests({**spec, "workload": "prefill"})
     link = spec["links"][0] if lab.is_limited() else lab.LabLink().label
     wanted: list[list[int]] = []
@@ -67,9 +67,9 @@ def measure(spec: Mapping[str, Any], engines: Mapping[str, LLM]) -> dict[str, An
             where, parts = RUNS[name]
             engines[where].collective_rpc(take, args=(parts,))
             time.sleep(REST_S)
-            taken_s, found = timed(engines[where], asked)
-            wanted = wanted or found
-            diffs[name] += sum(a != b for a, b in zip(wanted, found, strict=True))
+            taken_s, tokens = timed(engines[where], asked)
+            wanted = wanted or tokens
+            diffs[name] += sum(a != b for a, b in zip(wanted, tokens, strict=True))
             if number > 1:
                 times[name].append(taken_s)
         say("progress", [number + 1, spec["num_pairs"] + 2])
@@ -86,7 +86,7 @@ def measure(spec: Mapping[str, Any], engines: Mapping[str, LLM]) -> dict[str, An
 
 
 def take(worker: Any, parts: int) -> None:
-    """In a worker: all steps in so many parts from now on, or vLLM's own way."""
+    """In a worker: from now on run all steps in this many parts, or vLLM's own way if 0."""
     phases = worker.vllm_config.weft.phases
     wanted = overlap(parts=parts) if parts else None
     phases.trials = {

@@ -4,9 +4,9 @@
     dynpartition                        its bandit names a device for every node of a tree; nodes
                                         run one by one, unbatched, as in its own execution
 
-Each planner places an input once, and has prices of its own, which follow what it runs: as if it
-served alone. Planners take turns, run by run. After some runs to warm up, the simulator says
-how long the next ones will take, with the prices of that moment; then they run:
+Each planner places an input once, and has its own prices, which follow its own runs, as if it
+served alone. Planners take turns, run by run. After some runs to warm up, the simulator predicts
+how long the next ones will take, at the prices of that moment; then they run:
 
     simulator_error     |simulated - measured| / measured, measured being the median of these runs
     error_of_one_run    the same against every single run
@@ -49,7 +49,7 @@ NUM_EPISODES, NUM_WARM, NUM_RUNS = 400, 8, 15
 
 @dataclass(eq=False)
 class Runs:
-    """How a planner runs inputs, with prices of its own, and what was seen of it."""
+    """How a planner runs inputs, with prices of its own, and what was measured."""
 
     way: Callable[[Sequence[Input]], list[Tensor]]
     prices: Prices
@@ -60,7 +60,7 @@ class Runs:
     apart: float = 0.0
 
     def simulate(self, placer: Placer) -> None:
-        """What the prices of now say of the next runs of the input that ran last."""
+        """Predict, at current prices, the next runs of the input that ran last."""
         assert self.job is not None and self.job.plan is not None, "it was placed"
         placer.executor.prices = self.prices
         self.simulated_s.append(placer.simulate(self.job.plan, self.job).makespan_s)
@@ -71,11 +71,11 @@ class Runs:
         placer, _ = dynamic._workers()
         placer.executor.prices = self.prices
         began_s = time.perf_counter()
-        found = self.way(given)
+        outputs = self.way(given)
         self.call_s.append(time.perf_counter() - began_s)
         self.job = dynamic.job
         assert self.job is not None, "a placed call has a job"
-        gaps = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+        gaps = [float((a - b).abs().max()) for a, b in zip(outputs, wanted, strict=True)]
         self.apart = max(self.apart, *gaps)
         return self.job.ended_s - self.job.began_s
 
@@ -231,10 +231,10 @@ class ByNodes:
                 device_of[name] = self.pool.names[devices[number]]
 
         def planner(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
-            found = [
+            chosen = [
                 problem.devices.index(device_of[name]) if name in device_of else allowed[0]
                 for name, allowed in zip(problem.ops, problem.allowed, strict=True)
             ]
-            return placed(problem, found, range(problem.num_ops))
+            return placed(problem, chosen, range(problem.num_ops))
 
         return planner

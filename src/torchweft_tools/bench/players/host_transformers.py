@@ -71,7 +71,7 @@ def main(text: str) -> None:
 def measure(
     spec: Mapping[str, Any], stock: Any, woven: Any, side: dist.ProcessGroup
 ) -> Iterator[dict[str, Any]]:
-    """What the race found, link by link."""
+    """The results of the race, link by link."""
     trials: Trials = woven._compiled_call_impl.trials
     plain, mine = _call(stock, spec), _call(woven, spec)
     rows, length = PROMPTS[spec["size"]]
@@ -90,9 +90,9 @@ def measure(
             lab.set_rate(link)
         trials.forget()
         for _ in range(trials.num_calls + 1):
-            found = mine()
+            output = mine()
         step()
-        verdict = compare(plain(), found)
+        verdict = compare(plain(), output)
         compiled = num_graphs()
         times = race(
             {"stock": plain, "again": plain, "weft": mine},

@@ -51,7 +51,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 MAX_WARM_RUNS = 30
 REST_S = 1.2
-"""Workers of vLLM look out for work for a second, on their core, before they sleep."""
+"""Workers of vLLM poll for work for a second, on their core, before they sleep."""
 Request = tuple[int, list[int], int]
 """The step at which it arrives, its prompt, how many new tokens it wants."""
 
@@ -84,7 +84,7 @@ def main(text: str) -> None:
 
 def engine(folder: str, **more: Any) -> LLM:
     """An engine with two ranks."""
-    options = {"worker_cls": f"{__spec__.name}.Worker", **more}
+    options = {"worker_cls": f"{__spec__.name}.{TimedWorker.__name__}", **more}
     return LLM(
         folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
         tensor_parallel_size=2, max_num_batched_tokens=1024, max_num_seqs=32,
@@ -101,7 +101,7 @@ def save(spec: Mapping[str, Any], folder: str) -> None:
 
 
 def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict[str, Any]]:
-    """What the race found, link by link."""
+    """The results of the race, link by link."""
     asked = requests(spec)
     links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
     order, done, total = Random(spec["seed"]), 0, len(links) * (spec["num_pairs"] + 1)
@@ -110,9 +110,9 @@ def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict
             lab.set_rate(link)
         theirs = serve(compiled, asked)
         time.sleep(REST_S)
-        found, chosen = settle(woven, asked)
+        wanted, chosen = settle(woven, asked)
         woven.collective_rpc(choose, args=("stock",))
-        equal = serve(woven, asked) == found
+        equal = serve(woven, asked) == wanted
         times: dict[str, list[float]] = {"stock": [], "again": [], "weft": [], "compiled": []}
         for _ in range(spec["num_pairs"]):
             for name in order.sample(list(times), len(times)):
@@ -123,7 +123,7 @@ def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict
                     continue
                 woven.collective_rpc(choose, args=("weft" if name == "weft" else "stock",))
                 taken_s, tokens = timed(woven, asked)
-                equal = equal and tokens == found
+                equal = equal and tokens == wanted
                 times[name].append(taken_s)
             done += 1
             say("progress", [done, total])
@@ -138,34 +138,34 @@ def measure(spec: Mapping[str, Any], woven: LLM, compiled: LLM) -> Iterator[dict
             "notes": {
                 "fallbacks": woven.collective_rpc("weft_report")[0]["fallbacks"],
                 "compiled_by": compiled.llm_engine.vllm_config.compilation_config.backend,
-                "compiled_equal": theirs == found,
+                "compiled_equal": theirs == wanted,
             },
         }
 
 
 def settle(woven: LLM, asked: list[Request]) -> tuple[list[list[int]], dict[str, str]]:
-    """Let an engine make its choices anew: all new tokens, and what was chosen."""
+    """Let an engine choose its strategies again: all new tokens, and the choices."""
     woven.collective_rpc(choose, args=("again",))
     chosen: dict[str, str] = {}
     for _ in range(MAX_WARM_RUNS):
-        found = serve(woven, asked)
+        tokens = serve(woven, asked)
         before, chosen = chosen, woven.collective_rpc("weft_report")[0]["chosen"]
         if chosen == before and chosen and not woven.collective_rpc(is_open)[0]:
             break
-    return found, chosen
+    return tokens, chosen
 
 
 def timed(llm: LLM, asked: list[Request]) -> tuple[float, list[list[int]]]:
     """One run: how long it took, and all new tokens."""
     start = time.perf_counter()
-    found = serve(llm, asked)
-    return time.perf_counter() - start, found
+    tokens = serve(llm, asked)
+    return time.perf_counter() - start, tokens
 
 
 def serve(llm: LLM, asked: list[Request]) -> list[list[int]]:
-    """One run: requests arrive at their steps; all new tokens."""
-    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
-    while len(found) < len(asked):
+    """One run, in which requests arrive at their steps; all new tokens."""
+    engine, tokens, step = llm.llm_engine, dict[str, list[int]](), 0
+    while len(tokens) < len(asked):
         for number, (arrival, prompt, new) in enumerate(asked):
             if arrival == step:
                 params = SamplingParams(
@@ -174,15 +174,15 @@ def serve(llm: LLM, asked: list[Request]) -> list[list[int]]:
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         for output in engine.step():
             if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
         step += 1
-    return [found[str(number)] for number in range(len(asked))]
+    return [tokens[str(number)] for number in range(len(asked))]
 
 
 def requests(spec: Mapping[str, Any]) -> list[Request]:
     """The requests of a run, drawn alike each time."""
     draw, tiny = Random(spec["seed"]), spec["size"] == "tiny"
-    found: list[Request] = []
+    drawn: list[Request] = []
     for number in range(4 if spec["workload"] == "prefill" else 10):
         if spec["workload"] == "prefill":
             length, new, arrival = (32 if tiny else 256), 1, 0
@@ -190,28 +190,28 @@ def requests(spec: Mapping[str, Any]) -> list[Request]:
             length = max(4, min(512, int(draw.lognormvariate(3.0 if tiny else 4.5, 0.8))))
             new = max(2, min(24, int(draw.lognormvariate(1.0 if tiny else 2.0, 0.6))))
             arrival = number // 2
-        found.append((arrival, [draw.randrange(3, 2000) for _ in range(length)], new))
-    return found
+        drawn.append((arrival, [draw.randrange(3, 2000) for _ in range(length)], new))
+    return drawn
 
 
 def choose(worker: Any, way: str) -> None:
-    """In a worker: run vLLM's own way, what was found to be fastest, or find out again."""
+    """In a worker: run vLLM's own way, or what was fastest, or search again for the fastest."""
     phases = worker.vllm_config.weft.phases
-    if not hasattr(phases, "found"):
-        phases.found = phases.trials
+    if not hasattr(phases, "searched"):
+        phases.searched = phases.trials
         phases.own = {
             phase: Trials(phases.session, (None,), num_rounds=1) for phase in phases.trials
         }
     if way == "again":
-        for trials in phases.found.values():
+        for trials in phases.searched.values():
             trials.forget()
-    phases.trials = phases.own if way == "stock" else phases.found
+    phases.trials = phases.own if way == "stock" else phases.searched
 
 
 def is_open(worker: Any) -> bool:
     """In a worker: whether a kind of step has been seen and not yet decided."""
-    found = worker.vllm_config.weft.phases.found.values()
-    return any(set(trials.times) - set(trials.chosen) for trials in found)
+    searched = worker.vllm_config.weft.phases.searched.values()
+    return any(set(trials.times) - set(trials.chosen) for trials in searched)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 2. For each link, a short race of all chooses the finalists; a long race of these gives the times.
 3. Copies are counted from outside, by torch's profiler, in one call of each finalist of weft.
 
-Rank 0 tells (`told`): progress, and the result of each link.
+Rank 0 reports (`told`) the progress, and the result of each link.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from math import prod
 from random import Random
 from typing import Any
 
@@ -84,7 +85,7 @@ def main(text: str) -> None:
 
 
 def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """What the races of one case found, link by link."""
+    """The results of the races of one case, link by link."""
     arena = make_arena(spec)
     table = TABLES[spec.get("table", "race")]
     chosen = [each for each in table if spec["names"] is None or each.name in spec["names"]]
@@ -152,7 +153,7 @@ def _over_link(
         "times": times,
         "first": first,
         "fallbacks": {
-            name: told for name, call in entered.calls.items() if (told := fallbacks_of(call))
+            name: reasons for name, call in entered.calls.items() if (reasons := fallbacks_of(call))
         },
         "copied_bytes": copied,
         "num_calls": num_calls,
@@ -207,7 +208,7 @@ def enter(
 def _warm(
     candidate: Candidate, arena: Arena, own: Tensor, side: dist.ProcessGroup
 ) -> tuple[Call | None, str]:
-    """The call after its first calls, or why there is none; all ranks say the same."""
+    """The call after its first calls, or why there is none; the same on all ranks."""
     call, reason = None, ""
     try:
         call = candidate.build(arena)
@@ -267,27 +268,20 @@ def copied_bytes(run: Run) -> int:
         experimental_config=everywhere,
     ) as profile:
         size = run().element_size()
-    found = 0
+    num_bytes = 0
     for event in profile.events() or ():
         if event.name == "aten::copy_":
-            found += size * _count(event.input_shapes[0])
+            num_bytes += size * prod(event.input_shapes[0])
         elif event.name == "aten::cat":
-            found += size * sum(_count(shape) for shape in event.input_shapes[0])
-    return found
-
-
-def _count(shape: Any) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
+            num_bytes += size * sum(map(prod, event.input_shapes[0]))
+    return num_bytes
 
 
 def all_max(value: float, side: dist.ProcessGroup) -> float:
-    """The largest of all ranks' values; NaN counts as endless."""
-    found = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=side)
-    return found.item()
+    """The largest of all ranks' values; NaN counts as infinite."""
+    largest = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=side)
+    return largest.item()
 
 
 def _story(error: Exception) -> str:
@@ -307,7 +301,7 @@ def pin(rank: int) -> None:
 
 
 def quiet() -> None:
-    """Libraries of the peers talk much; what matters comes out as `absent`."""
+    """Silence the libraries of the peers; what matters is in `absent`."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

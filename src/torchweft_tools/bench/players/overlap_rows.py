@@ -1,7 +1,7 @@
 """A row of the overlap bench: the timings of one model over one link come in, its figures go out.
 
     ideal_s  = max(compute_s, comm_s)                        no order of the work can beat it
-    health   = sequential_s / (compute_s + comm_s)           above 1.10 the baseline itself was ill
+    health   = sequential_s / (compute_s + comm_s)           above 1.10 the baseline is not valid
     speedup  = sequential / weft, vs_peer = best peer / weft     medians of pairwise ratios
 
 `eager_vs_peer` is the best peer against weft with the kernels that the sequential model uses: what
@@ -24,7 +24,7 @@ from torchweft_tools.bench.measure.pairs import ratio_columns
 MAX_HEALTH = 1.10
 MAX_DIFF = 1e-5
 NUM_FINALISTS = 2
-NEAR = 1.08  # who is slower than the best by more than this in the first race is out
+NEAR = 1.08  # candidates slower than the best by more than this leave after the first race
 HEADLINE = ("dense", "prefill")
 FIXED = ("sequential", "sequential_again", "compute", "comm", "control")
 Times = Mapping[str, Sequence[float]]
@@ -97,8 +97,9 @@ def _equal_kernels(times: Times, kinds: Mapping[str, str]) -> Row:
     """The expert's loop against weft where both multiply by oneDNN."""
     by_hand = _fastest(times, (name for name in times if kinds[name] == "kernels"))
     weft = _fastest(times, (name for name in times if "weft_onednn" in name))
-    found = _ratio("onednn_vs_peer", times, by_hand[0], weft[0]) if by_hand and weft else {}
-    return found or dict.fromkeys(("onednn_vs_peer", "onednn_vs_peer_low", "onednn_vs_peer_high"))
+    if by_hand and weft:
+        return _ratio("onednn_vs_peer", times, by_hand[0], weft[0])
+    return dict.fromkeys(("onednn_vs_peer", "onednn_vs_peer_low", "onednn_vs_peer_high"))
 
 
 def explanation(health: float, times: Times) -> str:
@@ -118,7 +119,7 @@ def explanation(health: float, times: Times) -> str:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """What the rows say together; ill rows are counted and left out."""
+    """The figures over all rows; rows with a bad baseline are counted and left out."""
     healthy = [each for each in rows if each["health"] <= MAX_HEALTH]
     headline = [each for each in healthy if (each["model"], each["phase"]) == HEADLINE]
     spreads = [abs(each[name] - 1) for each in rows for name in ("aa_low", "aa_high")]

@@ -1,4 +1,4 @@
-"""The recovery bench: one device becomes half as fast; what 500 served inputs win back of the loss.
+"""The recovery bench: one device becomes half as fast; how much of it 500 served inputs win back.
 
     frozen          the placements of before the drift, under the costs of after it
     table           the cost table follows, the policy stays as it was before the drift
@@ -10,10 +10,10 @@
     recovered = (frozen - arm) / (frozen - best)
 
 Without a table that follows, a policy has nothing to learn from: replayed inputs would cost what
-they did before. So there is no arm of learning alone. `simulated` has no clock and no workers: the
+they did before. So no arm learns without the table. `simulated` has no clock and no workers: the
 same seed gives the same numbers. `served` runs on two real workers, one of them throttled
 (emulated), the other throttled while it serves. There every arm places each measured request once,
-after the last served input, and arms take turns, so that a noisy machine hits all alike.
+after the last served input, and arms take turns, so that noise hits all of them alike.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ Progress = Callable[[int, int], None]
 
 
 def no_progress(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the progress."""
 
 
 @dataclass(eq=False)
 class FrozenPlanner:
-    """A planner that places each problem once, and as it did then whenever it comes again."""
+    """A planner that places each problem once, and repeats that placement from then on."""
 
     planner: Planner
-    found: dict[Any, Placement] = field(default_factory=dict)
+    placements: dict[Any, Placement] = field(default_factory=dict)
 
     def __call__(self, problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
         """The placement of the first time, under the costs of this time."""
         key = problem.ops, problem.edges
-        if key not in self.found:
-            self.found[key] = self.planner(problem, deadline_s=deadline_s, seed=seed)
-        return replay(problem, self.found[key])
+        if key not in self.placements:
+            self.placements[key] = self.planner(problem, deadline_s=deadline_s, seed=seed)
+        return replay(problem, self.placements[key])
 
 
 def policy_of(path: str) -> Policy:
@@ -85,7 +85,7 @@ def policy_of(path: str) -> Policy:
 
 
 def long_search(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
-    """As good a placement as some time can buy."""
+    """The best placement that a long search finds."""
     return plan(problem, "portfolio", deadline_s=SEARCH_S, seed=seed)
 
 
@@ -184,7 +184,7 @@ def simulated(
 
     def total_s(placements: Iterable[Placement]) -> float:
         pairs = zip(held_out, placements, strict=True)
-        return sum(replay(world.true(first), found).score_s for first, found in pairs)
+        return sum(replay(world.true(first), placement).score_s for first, placement in pairs)
 
     seconds = {"frozen": total_s(frozen)}
     seconds["best"] = total_s(annealing(world.true(p), seed=seed) for p in held_out)
@@ -268,13 +268,13 @@ def in_turns(
     run: Callable[[Any, Planner], float], repeats: int,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of each arm for each request, the median of several runs; arms take turns."""
-    found = {arm: [list[float]() for _ in requests] for arm in arms}
+    times = {arm: [list[float]() for _ in requests] for arm in arms}
     for number in range(1 + repeats):
         for at, request in enumerate(requests):
             for arm, planner in arms.items():
                 seconds = run(request, planner)
-                found[arm][at] += [seconds] if number else []  # the first time it is placed
-    return {arm: [*map(statistics.median, rows)] for arm, rows in found.items()}
+                times[arm][at] += [seconds] if number else []  # the first time it is placed
+    return {arm: [*map(statistics.median, rows)] for arm, rows in times.items()}
 
 
 def intervals(seconds: Mapping[str, Sequence[float]], seed: int) -> dict[str, list[float]]:
@@ -288,7 +288,7 @@ def intervals(seconds: Mapping[str, Sequence[float]], seed: int) -> dict[str, li
         sums = {arm: sum(rows[at] for at in drawn) for arm, rows in seconds.items()}
         for arm, share in recovered(sums).items():
             shares.setdefault(arm, []).extend([] if share is None else [share])
-    edges = {arm: sorted(found) for arm, found in shares.items() if found}
+    edges = {arm: sorted(each) for arm, each in shares.items() if each}
     return {arm: [s[len(s) // 40], s[-1 - len(s) // 40]] for arm, s in edges.items()}
 
 

@@ -84,9 +84,9 @@ def read_graph(name: str, text: str, *, batched: bool) -> Graph:
     ops: list[Op] = []
     aliases: dict[str, str | None] = {}
     for line in text.strip().splitlines():
-        found = _OP.fullmatch(line.strip())
-        assert found is not None, f"cannot read the op {line.strip()!r}"
-        label, reads, makes, mutates, kind, communicator, peer, two_phase = found.groups()
+        match = _OP.fullmatch(line.strip())
+        assert match is not None, f"cannot read the op {line.strip()!r}"
+        label, reads, makes, mutates, kind, communicator, peer, two_phase = match.groups()
         made = [item.partition("=") for item in _names(makes)]
         aliases |= {value: alias or None for value, _, alias in made}
         ops.append(
