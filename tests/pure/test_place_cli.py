@@ -138,7 +138,7 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
         ("place plan --graph tree.txt --devices 0", "numbers above 0"),
         ("place plan --graph tree.txt --ratio -1", "must be a number from 0"),
         ("place plan --graph tree.txt --objective speed", "unknown objective"),
-        ("place plan --graph tree.txt --machine machine.json --devices 2", "do not go together"),
+        ("place plan --graph tree.txt --machine machine.json --devices 2", "not both"),
         ("place plan --graph graph.json", "give --machine"),
         ("place plan --graph tree.txt --tree 7", "no tree number 7"),
         ("place plan --graph graph.json --machine machine.json --tree 1", "has no trees"),
