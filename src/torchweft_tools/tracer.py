@@ -30,7 +30,7 @@ from torchweft.plan.graph import Op
 
 @dataclass
 class Tracer:
-    """Captures, and runs what was captured by the reference."""
+    """Captures graphs, and runs them by the reference."""
 
     rules: Sequence[MarkRule] = ()
     batch: int | str | Sequence[str] | None = None
@@ -107,7 +107,7 @@ class _ReferenceRun:
         return env
 
     def whole(self, name: str) -> Any:
-        """A value over all rows; parts are joined once and for all."""
+        """A value over all rows; its parts are joined once."""
         if name in self.parts:
             batch = self.graph.value[name].batch
             assert batch is not None, "only values with a batch are made in parts"

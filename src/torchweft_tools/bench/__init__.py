@@ -1,4 +1,6 @@
-"""Benches: how good Weft's own parts are, measured against something simpler than they are.
+"""Benches: each measures a part of Weft against something simpler, and is a module with a `run`.
 
-`oracle` judges plans by brute force, `random_plans` makes plans to judge, `verify` compares.
+measure/   timing, counting, options       cases/     what benches draw or list
+models/    models that benches run         players/   the processes that they start
+oracle/    plans judged by brute force     peers/     programs that Weft races against
 """

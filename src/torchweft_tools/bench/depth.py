@@ -135,10 +135,10 @@ def _look(inner: str, depth: int, num_pairs: int) -> DepthRow:
         row.full_graph_s = min(row.full_graph_s, full_graph_s)
         row.weft_s = min(row.weft_s, weft_s)
     tokens = _tokens()
-    told = report(model)
-    row.ops = sum(piece.num_ops for piece in told.pieces)
-    row.inner_compilations = sum(piece.num_compiled for piece in told.pieces)
-    row.unblocked = told.unblocked
+    model_report = report(model)
+    row.ops = sum(piece.num_ops for piece in model_report.pieces)
+    row.inner_compilations = sum(piece.num_compiled for piece in model_report.pieces)
+    row.unblocked = model_report.unblocked
     row.max_abs_diff = float((model(tokens) - stock(tokens)).abs().max())
     if num_pairs:
         faster, control = measure(lambda: stock(tokens), lambda: model(tokens), num_pairs=num_pairs)

@@ -43,6 +43,7 @@ from torchweft.serve.session import Session
 from torchweft_tools.bench.measure.kernels import Known, hidden_copies, plain_copies
 from torchweft_tools.bench.measure.meter import Allocations, Meter
 from torchweft_tools.bench.measure.options import chosen
+from torchweft_tools.bench.measure.told import brief
 from torchweft_tools.bench.models.zoo_models import MODELS, ROWS, ZooModel, outputs_of
 
 PARTS = (2, 4)
@@ -95,7 +96,7 @@ def run(
     ranked = [name for name in wanted if name in RANKED]
     rows: list[MemoryRow] = []
     for number, name in enumerate(name for name in wanted if name in zoo):
-        rows += [_told(zoo[name], parts, inner) for parts in PARTS]
+        rows += [_zoo_row(zoo[name], parts, inner) for parts in PARTS]
         if progress is not None:
             progress(number + 1, len(wanted))
     rows += on_ranks(ranked, inner) if ranked else []
@@ -118,7 +119,7 @@ def summary(rows: list[MemoryRow]) -> dict[str, Any]:
     }
 
 
-def _told(model: ZooModel, parts: int, inner: str) -> MemoryRow:
+def _zoo_row(model: ZooModel, parts: int, inner: str) -> MemoryRow:
     """A row of the zoo; whatever the model raises is put into the row."""
     row = MemoryRow(model.name, 1, parts)
     try:
@@ -129,7 +130,7 @@ def _told(model: ZooModel, parts: int, inner: str) -> MemoryRow:
     except ImportError as error:
         raise WeftError(f"bench memory: {error}. Install it: pip install {model.library}") from None
     except Exception as error:
-        row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        row.error = brief(error)
     return row
 
 
@@ -162,15 +163,15 @@ def measure(
             known = plain_copies(session)
     with _compiled(module, call, overlap(parts=row.parts), inner, batch) as session:
         copied, row.peak_bytes, outputs = _metered(call, seen=seen)
-        told = report(module)
+        model_report = report(module)
         row.copies = [f"{n}: {why}" for piece in session.pieces for n, why in copied_values(piece)]
         row.hidden = hidden_copies(session, known)
     verdict = compare(wanted, outputs)
     row.equal = verdict.equal
     if not verdict:
         raise WeftError(f"bench memory: {row.model} differs in {row.parts} parts: {verdict}")
-    row.split = any(plan.num_parts > 1 for piece in told.pieces for plan in piece.plans)
-    row.fallbacks = [reason for reason, _ in told.fallbacks]
+    row.split = any(plan.num_parts > 1 for piece in model_report.pieces for plan in piece.plans)
+    row.fallbacks = [reason for reason, _ in model_report.fallbacks]
     row.copied_bytes = copied - whole
     row.peak_ratio = round(row.peak_bytes / max(1, row.eager_peak_bytes), 4)
     row.whole_ratio = round(row.peak_bytes / max(1, row.whole_peak_bytes), 4)
@@ -238,11 +239,11 @@ def on_ranks(names: list[str], inner: str) -> list[MemoryRow]:
             for _ in ranks.stdout:
                 pass
             code = ranks.wait()
-        told = [_read(Path(folder) / f"rank{rank}.json") for rank in range(2)]
-    if not all(told):
+        rows = [_read(Path(folder) / f"rank{rank}.json") for rank in range(2)]
+    if not all(rows):
         raise WeftError(f"bench memory: the ranks ended with code {code} and wrote no rows.")
     return [
-        _worse(MemoryRow(**left), MemoryRow(**right)) for left, right in zip(*told, strict=True)
+        _worse(MemoryRow(**left), MemoryRow(**right)) for left, right in zip(*rows, strict=True)
     ]
 
 

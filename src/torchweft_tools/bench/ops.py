@@ -217,8 +217,8 @@ def _judge(case: OpCase, row: OpRow, how: Any) -> None:
     if row.op in UNDEFINED:
         wanted, made = tree_map(_shape, wanted), tree_map(_shape, made)
     verdict = compare(wanted, made)
-    told = report(compiled)
-    why = _whole(told)
+    model_report = report(compiled)
+    why = _whole(model_report)
     row.num_split += not why
     row.num_row_wise_split += case.row_wise and not why
     if case.row_wise and why:
@@ -230,15 +230,21 @@ def _judge(case: OpCase, row: OpRow, how: Any) -> None:
         row.verdict = "right_split" if row.num_split else "right_whole"
 
 
-def _whole(told: Report) -> str:
+def _whole(model_report: Report) -> str:
     """Why a call did not run in parts altogether; empty if it did."""
-    for piece in told.pieces:
+    for piece in model_report.pieces:
         if piece.whole_ops:
             return f"{piece.whole_ops[0][0]}: {piece.whole_ops[0][2]}"
         if any(plan.num_parts < 2 for plan in piece.plans) or not piece.num_split_ops:
-            return f"one part: {'; '.join(piece.notes)} {told.fallbacks}"
-    if told.assumed or told.fallbacks or told.num_uncaptured or not told.pieces:
-        return f"assumed {told.assumed}, fallbacks {told.fallbacks}, breaks {told.breaks}"
+            return f"one part: {'; '.join(piece.notes)} {model_report.fallbacks}"
+    if (
+        model_report.assumed
+        or model_report.fallbacks
+        or model_report.num_uncaptured
+        or not model_report.pieces
+    ):
+        reasons = f"assumed {model_report.assumed}, fallbacks {model_report.fallbacks}"
+        return f"{reasons}, breaks {model_report.breaks}"
     return ""
 
 

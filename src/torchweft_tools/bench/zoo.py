@@ -25,6 +25,7 @@ from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
 from torchweft_tools.bench.measure.options import chosen
+from torchweft_tools.bench.measure.told import brief
 from torchweft_tools.bench.models.zoo_models import MODELS, ZooModel, outputs_of
 
 NUM_CALLS = 4
@@ -90,8 +91,7 @@ def look(model: ZooModel) -> ZooRow:
     except ImportError as error:
         raise WeftError(f"zoo: {error}. Install it: pip install {model.library}") from None
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        row.error = f"{type(error).__name__}: {lines[0][:200]}"
+        row.error = brief(error)
     row.seconds = round(time.perf_counter() - start, 2)
     return row
 
@@ -100,21 +100,23 @@ def _look(model: ZooModel, row: ZooRow) -> None:
     torch.manual_seed(0)
     module, inputs = model.build().eval(), model.inputs()
     wanted = _outputs(module, inputs)
-    outputs, told = _under(sequential, model, module, inputs)
-    row.captured = bool(told.pieces) and told.num_uncaptured == 0
+    outputs, model_report = _under(sequential, model, module, inputs)
+    row.captured = bool(model_report.pieces) and model_report.num_uncaptured == 0
     row.sequential_equal = compare(wanted, outputs).equal == "bit-equal"
-    outputs, told = _under(overlap(parts=2), model, module, inputs)
+    outputs, model_report = _under(overlap(parts=2), model, module, inputs)
     verdict = compare(wanted, outputs)
     row.equal, row.max_abs_diff = verdict.equal, verdict.max_abs_diff
-    row.split_share, row.num_copies = told.split_share, told.num_copies
-    split = any(plan.num_parts > 1 for piece in told.pieces for plan in piece.plans)
+    row.split_share, row.num_copies = model_report.split_share, model_report.num_copies
+    split = any(plan.num_parts > 1 for piece in model_report.pieces for plan in piece.plans)
     row.split_equal = bool(verdict) and split
     if not verdict:
         raise WeftError(f"zoo: the outputs of {model.name} differ under overlap: {verdict}")
-    row.num_graphs = len(told.pieces)
-    row.num_ops = sum(piece.num_ops for piece in told.pieces)
-    row.whole_ops = [f"{n}: {why}" for piece in told.pieces for n, _, why in piece.whole_ops]
-    row.fallbacks = dict(told.fallbacks)
+    row.num_graphs = len(model_report.pieces)
+    row.num_ops = sum(piece.num_ops for piece in model_report.pieces)
+    row.whole_ops = [
+        f"{n}: {why}" for piece in model_report.pieces for n, _, why in piece.whole_ops
+    ]
+    row.fallbacks = dict(model_report.fallbacks)
 
 
 def _under(

@@ -1,13 +1,13 @@
-"""The dry run: a PyTorch program for CUDA devices comes in; what it asked of them goes out.
+"""The dry run: runs a PyTorch program for CUDA without a device, and records what it asks for.
 
     program --stand-in for CUDA--> calls of each rank --order--> what comes before what --> findings
 
-PyTorch's real CUDA build runs on a machine without one: a library of ours stands in for the CUDA
-runtime, cuBLAS and NCCL. Memory is the host's, kernels are recorded and do nothing, and streams,
-events, captures and collectives are recorded in the order in which they were asked for. Numbers
-mean nothing; order is all that can be judged, and it has never been compared with a device.
+PyTorch's real CUDA build runs on a machine without a device: a library of ours stands in for the
+CUDA runtime, cuBLAS and NCCL. Memory is the host's, kernels are recorded and do nothing, and
+streams, events, captures and collectives are recorded in the order of their calls. Numbers mean
+nothing; only the order can be judged, and it has never been compared with a device.
 
-    standin/   the library (C)               child/   what watches inside the program
+    standin/   the library (C)               child/   what observes torch inside the program
     build      compiles the library          run      runs a program under it
     calls      the record, as data           order    vector clocks over it
     check      findings                      show     timeline, collectives, synchronisations

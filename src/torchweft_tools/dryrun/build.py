@@ -2,10 +2,10 @@
 
     build(include_folders_of(python))  ->  .../libweft_dryrun.so, compiled once for each content
 
-The C files of `standin/` include NVIDIA's own headers, so a prototype that has changed is an error
-of the compiler here and not a crash there. What those headers declare and the stand-in does not
-define becomes a stub: products of cuBLAS are recorded like kernels; anything else says that it is
-not modelled and returns an error.
+The C files of `standin/` include NVIDIA's own headers, so a prototype that has changed is a
+compiler error here and not a crash later. Functions that those headers declare and the stand-in
+does not define become stubs: products of cuBLAS are recorded like kernels; any other function
+reports that it is not modelled and returns an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADERS = (
     "ATen/detail/AcceleratorHooksInterface.h",
 )
 NUM_KEPT = 8
-"""Compiled stand-ins in the cache; those not used for longest go."""
+"""Compiled stand-ins in the cache; the least recently used are deleted."""
 FLAGS = ("-O1", "-g", "-fPIC", "-shared", "-pthread", "-w", "-fvisibility=hidden")
 # What an unmodelled function returns: "not supported" of its own library.
 CODES = {"cudaError_t": 801, "cublasStatus_t": 15, "ncclResult_t": 5}
@@ -59,19 +59,21 @@ def include_folders_of(python: str) -> list[Path]:
         done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60)
         has_torch, cuda, folders = json.loads(done.stdout.splitlines()[-1])
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-        raise MachineError(f"dryrun: {python} is no Python that can be asked.") from None
+        raise MachineError(
+            f"dryrun: {python} does not run as a Python; name one that has torch."
+        ) from None
     if not has_torch:
         raise MachineError(f"dryrun: {python} has no torch. Install a CUDA build of it there.")
     if cuda is None:
         raise MachineError(
-            f"dryrun: the torch of {python} is no CUDA build. The dry run stands in for CUDA under "
-            "PyTorch's real CUDA build: install one (pip install torch), best in a venv of its own."
+            f"dryrun: the torch of {python} is not a CUDA build. The dry run stands in for CUDA "
+            "under PyTorch's real CUDA build: install one (pip install torch) in a venv of its own."
         )
     paths = [Path(folder) for folder in folders]
     for header in HEADERS:
         if not any((path / header).is_file() for path in paths):
             raise MachineError(
-                f"dryrun: the wheels of {python} bring no {header}; install torch with its "
+                f"dryrun: the wheels of {python} do not contain {header}; install torch with its "
                 "dependencies (the nvidia-* wheels)."
             )
     return paths
@@ -80,9 +82,7 @@ def include_folders_of(python: str) -> list[Path]:
 def build(folders: Sequence[Path]) -> Path:
     """The library for these headers, compiled if it is not there yet. Raises `MachineError`."""
     if not (shutil.which("gcc") and shutil.which("g++")):
-        raise MachineError(
-            "dryrun: gcc and g++ compile the stand-in, and are not here: install them."
-        )
+        raise MachineError("dryrun: gcc and g++ are needed to compile the stand-in; install them.")
     sources = sorted(path for path in STANDIN.rglob("*.*") if path.suffix in (".c", ".h", ".cpp"))
     headers = [path / name for path in folders for name in HEADERS if (path / name).is_file()]
     content = hashlib.sha256(" ".join(FLAGS).encode() + Path(__file__).read_bytes())
@@ -92,10 +92,10 @@ def build(folders: Sequence[Path]) -> Path:
     library = place / "libweft_dryrun.so"
     if not library.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir(mode=0o700, exist_ok=True)  # what is in it is loaded: nobody else may write
+        place.mkdir(mode=0o700, exist_ok=True)  # its files are loaded: nobody else may write them
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             _compile(folders, Path(scratch))
-            (Path(scratch) / library.name).replace(library)  # whole, or not there
+            (Path(scratch) / library.name).replace(library)  # atomic
     os.utime(place)
     for old in sorted(place.parent.iterdir(), key=_last_use)[:-NUM_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
@@ -105,7 +105,7 @@ def build(folders: Sequence[Path]) -> Path:
 def _last_use(place: Path) -> float:
     try:
         return place.stat().st_mtime
-    except OSError:  # another process has thrown it away
+    except OSError:  # another process has deleted it
         return 0.0
 
 
@@ -122,7 +122,7 @@ def _compile(folders: Iterable[Path], scratch: Path) -> None:
     slot = ["-std=c++20", "-S", "-w", *includes, str(STANDIN / "slot.cpp"), "-o", "-"]
     place = re.search(r"^weft_slot:\s+\.quad\s+(\d+)", _run(["g++", *slot]), re.MULTILINE)
     if place is None:
-        raise MachineError("dryrun: the hooks of this torch are not known; torch 2.13 is.")
+        raise MachineError("dryrun: the CUDA hooks of this torch are unknown; use torch 2.13.")
     own = f"-DWEFT_SLOT={int(place[1]) - 1}"  # a pointer to a virtual member is its place, plus one
     sources = [STANDIN / "runtime.c", STANDIN / "libraries.c", scratch / "stubs.c"]
     output = ["-o", str(scratch / "libweft_dryrun.so")]
@@ -141,7 +141,7 @@ def _run(words: Sequence[str]) -> str:
 
 
 def stubs(headers: str) -> str:
-    """C source with a weak function for all that preprocessed headers declare."""
+    """C source with a weak function for every declaration in preprocessed headers."""
     declared = {name: (kind, args) for kind, name, args in PROTOTYPE.findall(headers)}
     lines = [
         "int weft_unmodelled(const char *name, int code);",

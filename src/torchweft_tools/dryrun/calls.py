@@ -1,11 +1,11 @@
-"""The record of a dry run, as data: what the processes wrote comes in; calls of each rank go out.
+"""The record of a dry run, as data: files of its processes come in; calls of each rank go out.
 
     {"version": 1, "ranks": [{"rank": 0, "pid": 7, "devices": 1, "events": "lazy", "calls": [...]}]}
 
-A call is what a program asked of CUDA, in the order in which it asked: kernel, copy, set, host,
+A call is what a program asked CUDA to do, in the order of its calls: kernel, copy, set, host,
 collective and launch go to a stream; record, wait, sync, query, capture and captured order them;
 alloc, free and keep are those of torch's caching allocator; mark is a name that the program gave.
-An op of torch is noted behind its kernels: reading joins them, so a kernel has its line and bytes.
+An op of torch is noted after its kernels; reading joins them, so a kernel has its line and bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ByteSpan:
 
     @property
     def end(self) -> int:
-        """The address behind its last byte."""
+        """The address after its last byte."""
         return self.address + sum((n - 1) * step for n, step in self.jumps) + self.run
 
 
@@ -57,13 +57,13 @@ class DeviceCall:
 
     @property
     def place(self) -> str:
-        """Name and line, for people."""
+        """Name and line, as text."""
         return f"{self.name} at {self.line}" if self.line else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """What one process asked for."""
+    """The calls of one process."""
 
     rank: int
     pid: int
@@ -73,7 +73,7 @@ class RankCalls:
 
 
 class CallsError(WeftError):
-    """A record of calls that is none."""
+    """A file that is not a valid record of calls."""
 
 
 def gather(folder: Path) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         calls = [data for data in map(_parse, lines) if data is not None]
         if not any(call.get("call") in (*ON_STREAM, "error", "unmodelled") for call in calls):
-            continue  # a launcher that only looked at what there is
+            continue  # a launcher that only asked which devices there are
         head = calls[0]
         known = {key: head.get(key) for key in ("rank", "pid", "devices", "events")}
         ranks.append({**known, "calls": calls[1:]})
@@ -110,7 +110,7 @@ def load_calls(path: Path) -> tuple[RankCalls, ...]:
     except (OSError, ValueError) as cause:
         raise CallsError(f"calls: {path} cannot be read: {cause}.") from None
     if not isinstance(data, dict) or data.get("version") != VERSION:
-        raise CallsError(f"calls: {path} is no record of version {VERSION} of a dry run.")
+        raise CallsError(f"calls: {path} is not a record of a dry run, version {VERSION}.")
     return read_calls(data["ranks"])
 
 
@@ -138,7 +138,7 @@ def _call(rank: int, item: Mapping[str, Any], ops: Mapping[int, Mapping[str, Any
     source = op if kind == "kernel" else item  # copies and collectives know their own bytes
     reads, writes = _spans(source.get("reads", ())), _spans(source.get("writes", ()))
     if item.get("kind") == "h2d":
-        reads = ()  # of the host's memory nothing is known
+        reads = ()  # nothing is known about the host's memory
     elif item.get("kind") == "d2h":
         writes = ()
     own = item.get("kind") or item.get("what") or item.get("name", kind)

@@ -1,16 +1,16 @@
 """Findings: calls of all ranks come in; what is wrong, or costs time, goes out.
 
     race         two streams touch the same bytes, one of them writes, and nothing orders them
-    early-free   memory goes back to its stream while another stream may still use it
+    early-free   memory is returned to its stream while another stream may still use it
     collectives  two ranks do not issue the same collectives in the same order, or wait in a circle
     late-event   a wait for an event that is recorded only later waits for nothing
-    missing      the host waited for a rank that never came to a collective
+    missing      the host waited for a rank that never reached a collective
     error        CUDA refused a call        unmodelled   the dry run does not know a call
 
-and as advice, where the result is right and time is lost:
+and as advice, where the result is right but time is lost:
 
-    compute-stream   a collective on a stream that computes: nothing can run beside it
-    late-record      an event recorded behind work that the waiting stream does not need
+    compute-stream   a collective on a stream that computes: nothing there can overlap with it
+    late-record      an event recorded after work that the waiting stream does not need
     hidden-sync      an op makes the host wait for the device
 
 Plain Python without torch, over a record that may come from another machine.
@@ -28,13 +28,13 @@ from torchweft_tools.dryrun.order import DeviceWork, IssueEntry, Order, order, s
 
 OUT_OF_MEMORY = 2
 PAGE = 1 << 20  # bytes; blocks are looked up by these
-MAX_BACK = 64  # kernels before a record that are looked at
+MAX_BACK = 64  # how many kernels before a record are inspected
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong, or slow: its rule, what to read, and the lines it names."""
+    """One thing that is wrong or slow: its rule, its text, and the source lines involved."""
 
     rule: str
     text: str
@@ -51,7 +51,7 @@ class Fault:
 
 
 def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
-    """All findings of a run, what is wrong first; the same one at the same lines once."""
+    """All findings of a run, mistakes before advice; equal ones at the same lines once."""
     made = made or order(ranks)
     memories = [_Lifetimes(made) for _ in made.steps]
     pairs = zip(memories, made.steps.values(), strict=True)
@@ -65,7 +65,7 @@ def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
         *_late_records(made),
         *_hidden(ranks),
     ]
-    # Ranks run the same lines: one finding says it for all of them.
+    # Ranks run the same lines: one finding stands for all of them.
     keys: Counter[object] = Counter((fault.rule, fault.lines or fault.text) for fault in faults)
     firsts: dict[object, Fault] = {}
     for fault in faults:
@@ -85,7 +85,7 @@ def _refused(ranks: Iterable[RankCalls]) -> Iterator[Fault]:
                 data = call.data
                 text = (
                     f"rank {rank.rank} waited for {data['kind']} number {data['number']} of "
-                    f"communicator {data['comm'][:6]}, and rank {data['peer']} never came to it."
+                    f"communicator {data['comm'][:6]}, and rank {data['peer']} never reached it."
                 )
                 yield Fault("missing", text)
             elif call.kind == "unmodelled":
@@ -115,7 +115,7 @@ def _makers(memories: Sequence[_Lifetimes]) -> dict[int, int]:
 
 
 def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
-    """The first collective of each communicator at which ranks part; circles."""
+    """The first collective of each communicator at which ranks differ; circles."""
     parted = set()
     lines: dict[tuple[str, int], set[str]] = defaultdict(set)
     for meeting in made.meetings:
@@ -127,8 +127,8 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
         works = sorted(meeting.works.items())
         first = works[0][1].call
         for rank, work in works[1:]:
-            # Equal in kind and size, and yet swapped: each has the line of the other elsewhere, or
-            # they are of one line and read what another kernel made.
+            # Equal in kind and size, yet swapped: each has the line of the other elsewhere, or
+            # both have one line but read what different kernels made.
             both = lines[meeting.comm, rank] & lines[meeting.comm, works[0][0]]
             is_swapped = work.call.line != first.line and {work.call.line, first.line} <= both
             if work.call.line == first.line:
@@ -154,8 +154,8 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
             )
     talks = [work.call for work in made.stuck if work.call.kind == "collective"][:4]
     if made.stuck and not parted:
-        told = "; ".join(f"rank {call.rank}: {_talk(call)}" for call in talks)
-        text = f"these wait for each other in a circle and never end: {told}."
+        names = "; ".join(f"rank {call.rank}: {_talk(call)}" for call in talks)
+        text = f"these wait for each other in a circle and never end: {names}."
         yield Fault("collectives", text, _lines(*talks))
 
 
@@ -192,7 +192,7 @@ class _Freed:
 
 
 class _Lifetimes:
-    """Walks the steps of one rank, and knows who touched what since it was allocated."""
+    """Walks the steps of one rank, and knows what touched each block since its allocation."""
 
     def __init__(self, made: Order) -> None:
         self.made = made
@@ -228,7 +228,7 @@ class _Lifetimes:
                 yield from self.touch(step.work)
 
     def free(self, call: DeviceCall) -> None:
-        """From now on the block may be handed out again, to whoever asks on its stream."""
+        """From now on the allocator may give the block to the next request on its stream."""
         block = call.data["ptr"]
         users = self.forget(block)
         kept = self.kept.pop(block, set())
@@ -242,7 +242,7 @@ class _Lifetimes:
                 self.freed.append(_Freed(call, lane, others))
 
     def reused(self, work: DeviceWork) -> Iterator[Fault]:
-        """Work on a stream whose memory was freed and asked for: it may be using that memory."""
+        """Work on a stream whose memory was freed and allocated again: it may use that memory."""
         for item in list(self.freed):
             if item.lane != work.lane or not item.is_asked:
                 continue
@@ -311,7 +311,7 @@ class _Lifetimes:
         return self.starts[at - 1] if at else address
 
     def forget(self, block: int) -> list[_Access]:
-        """Who touched a block whose life is over."""
+        """The accesses to a block that has been freed or allocated again."""
         low, high = self.extents.pop(block, (0, 0))
         for page in range(low // PAGE, -(-high // PAGE)):
             self.pages[page].discard(block)
@@ -358,7 +358,7 @@ def _compute_streams(made: Order) -> Iterator[Fault]:
 
 
 def _late_records(made: Order) -> Iterator[Fault]:
-    """Events behind work that the waiting stream never touches, though it needs earlier work."""
+    """Events after work that the waiting stream does not need, though it needs earlier work."""
     lanes: dict[int, list[DeviceWork]] = defaultdict(list)
     for work in made.works:
         lanes[work.lane].append(work)
@@ -386,7 +386,7 @@ def _feeds(one: DeviceWork, other: DeviceWork) -> bool:
 
 
 def synchronisations(rank: RankCalls) -> list[DeviceCall]:
-    """Where the host waited for the device; one a line of an op, though it may take two calls."""
+    """Where the host waited for the device; once per op, even if that takes two calls."""
     calls: list[DeviceCall] = []
     for call in rank.calls:
         if call.kind == "sync" and not (call.op and calls and calls[-1].op == call.op):

@@ -3,10 +3,10 @@
     order(ranks).before(one, other)     whether `one` has ended when `other` begins, in every run
 
 A node is one piece of work on a lane. Lanes are the streams of each rank, and the streams inside
-each graph: a launch puts the graph's calls on them again. A node comes behind the last one of its
-lane, behind events that its stream was told to wait for, and behind all that the host had waited
+each graph: a launch puts the graph's calls on them again. A node comes after the last one of its
+lane, after the events that its stream waits for, and after everything that the host had waited
 for when it was issued. Collectives that meet on several ranks begin together; work that waits for
-itself in that way never ends, and stands in `stuck`.
+itself in that way never ends, and is in `stuck`.
 
     clock of a node: for each lane, how many of its nodes have ended before this one begins
 """
@@ -25,7 +25,7 @@ LEGACY, BLOCKING = 2, 1
 
 @dataclass(slots=True, eq=False)
 class DeviceWork:
-    """A node: a call on a lane, and the nodes it comes directly behind."""
+    """A node: a call on a lane, and the nodes that come directly before it."""
 
     index: int  # among all nodes
     call: DeviceCall
@@ -87,7 +87,7 @@ def order(ranks: Sequence[RankCalls]) -> Order:
 
 
 class _Walk:
-    """Goes through the calls of one rank, and makes its nodes."""
+    """Walks through the calls of one rank, and makes its nodes."""
 
     def __init__(self, made: Order, rank: RankCalls) -> None:
         self.made, self.rank = made, rank
@@ -115,7 +115,7 @@ class _Walk:
                 self.capturing[call.stream] = call.graph
                 self.graphs.setdefault(call.graph, []).append(call)
             elif call.kind not in ("alloc", "keep") or call.stream not in self.capturing:
-                self.take(call)  # memory that a capture asks for stays the graph's own
+                self.take(call)  # memory allocated in a capture belongs to the graph
         return self.steps
 
     def take(self, call: DeviceCall, inside: int = 0) -> None:
@@ -147,7 +147,7 @@ class _Walk:
         self.steps.append(IssueEntry(call, work, lane))
 
     def frontier(self, lane: int) -> Frontier:
-        """What has ended when the lane has come so far."""
+        """The nodes that have ended when the lane has done all its work so far."""
         front = dict(self.gates[lane])
         if lane in self.last:
             front[lane] = self.last[lane].index
@@ -220,7 +220,7 @@ def _join(front: Frontier, other: Frontier) -> None:
 
 
 def _groups(made: Order) -> list[int]:
-    """For each node the first of the nodes that it is one with: collectives that meet."""
+    """For each node the first node of its group; collectives that meet form a group."""
     parent = list(range(len(made.works)))
 
     def root(index: int) -> int:

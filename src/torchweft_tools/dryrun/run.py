@@ -1,8 +1,8 @@
-"""A program under the dry run: a command comes in; its exit code and the calls of its ranks go out.
+"""A program under the dry run: a command comes in; its exit code and calls of its ranks go out.
 
     run(["torchrun", "--nproc-per-node", "2", "serve.py"], devices=2)  ->  Outcome
 
-The command is not changed: its environment preloads the stand-in and puts the watch on PYTHONPATH.
+The command is not changed: its environment preloads the stand-in and adds the watch to PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -46,18 +46,24 @@ def run(
 ) -> Outcome:
     """Run a command under the dry run. `options` go to `subprocess.run`.
 
-    Raises `MachineError` outside of Linux, if it names no command, or one whose torch is no CUDA
-    build.
+    Raises `MachineError` on systems other than Linux, if there is no such command, or if its torch
+    is not a CUDA build.
     """
     need_linux("dryrun", "its stand-in for CUDA is preloaded")
     if not command or shutil.which(command[0]) is None:
-        raise MachineError(f"dryrun: there is no command {' '.join(command[:1]) or 'given'}.")
+        raise MachineError(
+            f"dryrun: there is no command {command[0]!r}."
+            if command
+            else "dryrun: there is no command; give one, such as: -- python train.py"
+        )
     if not 1 <= devices <= 64:
         raise MachineError(f"dryrun: devices must be a number from 1 to 64; got {devices}.")
     if events not in ("lazy", "eager"):
         raise MachineError(f"dryrun: events must be lazy or eager; got {events!r}.")
     if not patience_s > 0:
-        raise MachineError(f"dryrun: patience must be positive seconds; got {patience_s:g}.")
+        raise MachineError(
+            f"dryrun: patience must be a positive number of seconds; got {patience_s:g}."
+        )
     library = build(include_folders_of(python or python_of(command)))
     with tempfile.TemporaryDirectory(prefix="weft-dryrun-") as folder:
         known = options.pop("env", None) or os.environ
@@ -77,7 +83,7 @@ def run(
 
 
 def python_of(command: Sequence[str]) -> str:
-    """The Python that a command runs: itself, or that of the script it is."""
+    """The Python of a command: the command itself, or the interpreter of its script."""
     path = shutil.which(command[0])
     if path is None or Path(path).name.startswith("python"):
         return path or sys.executable

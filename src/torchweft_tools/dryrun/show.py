@@ -1,7 +1,7 @@
-"""A dry run for people: calls and findings come in; one text goes out.
+"""A dry run as text: calls and findings come in; one text goes out.
 
-streams side by side, a line a call, in the order of issue; collectives by communicator and
-stream; where the host waited for the device, with the Python line; findings.
+It has the streams side by side, one line per call, in the order of issue; collectives by
+communicator and stream; the Python lines where the host waited for the device; findings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 30
 
 
 def report(ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
-    """The whole text. The timeline is that of the first rank, from its end, where it is steady."""
+    """The whole text. The timeline shows the end of the first rank, where it is steady."""
     what = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"
     lines = [f"dry run: {what if ranks else 'no process asked a device for work'}"]
     if ranks:
@@ -89,7 +89,7 @@ def _syncs(ranks: Sequence[RankCalls]) -> Iterator[str]:
 
 
 def _table(ranks: Sequence[RankCalls], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Equal rows once, with how often they come on a rank, and on which ranks."""
+    """Equal rows once, with how often they occur on a rank, and on which ranks."""
     where: dict[tuple[str, int], list[int]] = {}
     for rank, own in zip(ranks, rows, strict=True):
         for row, times in Counter(own).items():

@@ -166,20 +166,20 @@ def spawn_ranks(
     for rank, side in enumerate(side_of):
         places = {"RANK": rank, "LOCAL_RANK": rank - side_of.index(side)}
         sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": side_of.count(side)}
-        told = {name: str(number) for name, number in {**places, **sizes}.items()}
-        told |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-        members.append(_member(side, told, quiet=rank > 0))
+        variables = {name: str(number) for name, number in {**places, **sizes}.items()}
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        members.append(_member(side, variables, quiet=rank > 0))
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
     return _launch(argv, granted, way, members, env, **options)
 
 
 def run(argv: Sequence[str], *, link: str | LabLink, require: bool = False) -> int:
     """Run a command in this terminal until it ends, and pass signals on; its exit code."""
-    told = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-    with start(argv, link=link, require=require) as command, _blocked(*told, signal.SIGCHLD):
+    signals = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    with start(argv, link=link, require=require) as command, _blocked(*signals, signal.SIGCHLD):
         while sys.platform == "linux" and command.poll() is None:
-            got = signal.sigtimedwait({*told, signal.SIGCHLD}, LOOK_S)
-            if got is None or got.si_signo not in told:
+            got = signal.sigtimedwait({*signals, signal.SIGCHLD}, LOOK_S)
+            if got is None or got.si_signo not in signals:
                 continue
             if got.si_signo != signal.SIGINT or got.si_code != FROM_TERMINAL:
                 command.send_signal(got.si_signo)
@@ -239,11 +239,11 @@ def _launch(
     if not words or not words[0]:
         cure = "Give one, such as: torchweft lab run --link 1gbit -- torchrun train.py"
         raise WeftError(f"lab: there is no command to run. {cure}", rule="lab")
-    told = {**os.environ, **(env or {}), "WEFT_LINK": link.label}
+    variables = {**os.environ, **(env or {}), "WEFT_LINK": link.label}
     if sys.platform == "linux":
         joined = bool(link.bits_per_s) and link.duplex == "full"
-        told.setdefault("GLOO_SOCKET_IFNAME", "weft0" if joined else "lo")
-    return Command(link, way, _spec(link, words, members), env=told, **options)
+        variables.setdefault("GLOO_SOCKET_IFNAME", "weft0" if joined else "lo")
+    return Command(link, way, _spec(link, words, members), env=variables, **options)
 
 
 def _spec(link: LabLink, words: list[str], members: list[dict[str, Any]]) -> dict[str, Any]:

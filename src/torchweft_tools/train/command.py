@@ -86,7 +86,7 @@ def train_command(
         trainer, curve = _started(output, trees, seed, steps, imitation)
     began_s = time.perf_counter()
     _train(output, trainer, curve)
-    _told(output, curve, time.perf_counter() - began_s, as_json)
+    _print_result(output, curve, time.perf_counter() - began_s, as_json)
     return None
 
 
@@ -180,10 +180,10 @@ def _tune(
                 if min(curve, key=lambda point: point.mean) is curve[-1]:
                     tuned.save(output / BEST, seed=seed, fine_tuned=at)
     write_text(output / CURVE, picture(curve))
-    _told(output, curve, time.perf_counter() - began_s, as_json)
+    _print_result(output, curve, time.perf_counter() - began_s, as_json)
 
 
-def _told(output: Path, curve: Sequence[Point], took_s: float, as_json: bool) -> None:
+def _print_result(output: Path, curve: Sequence[Point], took_s: float, as_json: bool) -> None:
     from torchweft_tools.train.checkpoint import BEST, CURVE
 
     best = min(curve, key=lambda point: point.mean)

@@ -243,8 +243,8 @@ def remember(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
         number: {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
         for number, shape in enumerate(shapes if state else ())
     }
-    told = {at: {name: item.shape for name, item in entry.items()} for at, entry in state.items()}
-    if told != wanted or not all(
+    given = {at: {name: item.shape for name, item in entry.items()} for at, entry in state.items()}
+    if given != wanted or not all(
         item.dtype == torch.float32 and item.isfinite().all() for item in tensors.values()
     ):
         raise ValueError("the state of the optimizer does not fit the policy")

@@ -6,9 +6,9 @@
     tiled along 1     [3, 9]      the same for a batch that is the second dim
     stacked           [7, 3, 5]   seven samples, one behind another: a batch of whole samples
 
-Operands that have the batch too are tiled or stacked with it, as far as the operator takes that;
-all others are closed over, as weights are. A case is *row-wise in truth* if eager gives the same
-for rows taken in parts and in another order.
+Operands that have the batch too are tiled or stacked with it, as far as the operator allows; all
+others are closed over, as weights are. A case is *row-wise in truth* if eager gives the same for
+rows taken in parts and in another order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNDEFINED: Mapping[str, str] = dict.fromkeys(
     ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"],
     "its entries are whatever the memory held before",
 )
-# Operators that are not looked at, because eager alone is unwell there.
+# Operators that are left out, because eager itself fails on them.
 UNWELL: Mapping[str, str] = {
     "lu_unpack": "pivots that belong to other matrices make its kernel abort",
     **dict.fromkeys(
@@ -62,7 +62,7 @@ class OpCase:
         return [tensor.clone() for tensor in self.tensors]
 
     def eager(self) -> Any:
-        """What plain PyTorch makes of it."""
+        """The result of plain PyTorch."""
         return seeded(self.function, self.fresh())
 
     def is_row_wise(self, wanted: Any) -> bool:
@@ -122,10 +122,10 @@ def op_infos() -> dict[str, Any]:
 
 
 def cases_of(info: Any, *, quick: bool = False) -> Iterator[OpCase]:
-    """The cases of one entry; those that eager does not take are left out.
+    """The cases of one entry; those that eager does not accept are left out.
 
-    There is one each way that is row-wise in truth, and one that is not; the first that is row-wise
-    comes in all forms. quick: within calls only.
+    For each kind of batch there is one case that is row-wise in truth and one that is not; the
+    first that is row-wise comes in all forms. quick: only between other calls.
     """
     kept: set[tuple[str, bool]] = set()
     for number, sample in enumerate(_samples(info)):
@@ -146,10 +146,10 @@ def cases_of(info: Any, *, quick: bool = False) -> Iterator[OpCase]:
 
 
 def _is_taken(case: OpCase) -> bool:
-    """Whether eager takes a case."""
+    """Whether eager accepts a case."""
     try:
         case.eager()
-    except Exception:  # `+ 1` of a dtype that has no sums, for one
+    except Exception:  # such as `+ 1` of a dtype without sums
         return False
     return True
 
@@ -177,7 +177,7 @@ def _tensors(nest: Any) -> Tensors:
 
 def _batches(nest: Any) -> Iterator[tuple[str, int, list[dict[int, torch.Tensor]]]]:
     """(name, dim, batches to try): a batch has the rows of tensors, by id. The first batch that
-    eager takes is meant: of all operands that can have it, or of the first alone."""
+    eager accepts is used: that of all operands that can have it, or of the first alone."""
     tensors = {id(tensor): tensor for tensor in _tensors(nest)}
     first = next(iter(tensors.values()))
     for dim in range(min(2, first.dim())):

@@ -1,7 +1,7 @@
 """The random graph: a few ops of all kinds of rows, with aliases, mutations and collectives.
 
-Everything is drawn from the `random.Random` that comes in, so a seed names a graph. Graphs pass the
-checks of `Graph`; they mean nothing, but every rule of docs/plans.md has something to bite on.
+Everything is drawn from the `random.Random` that is passed in, so a seed determines a graph. Graphs
+pass the checks of `Graph`; they mean nothing, but they exercise every rule of docs/plans.md.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def _bare(code: str) -> list[str]:
     made: dict[str, bool] = {}
     bare: dict[str, bool] = {}
     for line in code.splitlines():
-        if told := MADE.search(line):
-            made[told[1]] = LOADED.fullmatch(told[2]) is not None
+        if match := MADE.search(line):
+            made[match[1]] = LOADED.fullmatch(match[2]) is not None
         for vector, to, other, scalar in STORED.findall(line):
             pointer, stored = to or other, vector or scalar
             bare[pointer] = bare.get(pointer, True) and made.get(stored, False)

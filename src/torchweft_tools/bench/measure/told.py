@@ -29,9 +29,19 @@ def say(kind: str, value: Any) -> None:
     sys.stdout.flush()
 
 
+def brief(error: Exception) -> str:
+    """The class of an error and the first line of its text."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End the process with the block, even if it fails: running engines would keep it alive."""
+    """End the process with the block, even if it fails.
+
+    Running engines would keep it alive, and threads of gloo now and then abort a process while the
+    interpreter shuts down.
+    """
     code = 1
     try:
         yield
@@ -61,8 +71,8 @@ def listen(command: Command, bench: str, on_progress: Progress) -> Iterator[dict
 def part_of(progress: Progress | None, number: int, count: int) -> Progress:
     """Progress within one case of several."""
 
-    def told(done: int, total: int) -> None:
+    def part(done: int, total: int) -> None:
         if progress is not None:
             progress(number * total + done, count * total)
 
-    return told
+    return part

@@ -2,10 +2,10 @@
 
     PYTHON_WITH_DYNET dynet_trees.py TASK.json      prints {"seconds": ..., "outputs": [...]}
 
-DyNet wants a numpy and no torch, so it lives in a venv of its own, and this file imports nothing
-of ours. TASK has the trees as nested lists with the numbers of words as leaves, the weights of
-`BinaryTreeLSTM` by name, and how often to run. Building the graph is inside the time, as recording
-is inside ours.
+DyNet needs numpy and no torch, so it has a venv of its own, and this file imports nothing of ours.
+TASK has the trees as nested lists with the numbers of words as leaves, the weights of
+`BinaryTreeLSTM` by name, and how often to run. The time includes building the graph, as ours
+includes recording.
 """
 
 from __future__ import annotations

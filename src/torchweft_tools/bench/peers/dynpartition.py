@@ -1,7 +1,7 @@
 """DynPartition's scheduler, for comparison: one file, read end to end.
 
-What its report says (CMU 15-712, "DynPartition"), built here as described: a *bandit*. It looks at
-the tree once and names a device for every op at once; there is no second look.
+Built as its report describes it (CMU 15-712, "DynPartition"): a *bandit*. It looks at the tree once
+and chooses a device for every op at once; there is no second look.
 
     state    ops in in-order, 128 at most; each a sinusoidal embedding (32 wide) of its position,
              depth, parent's position and whether it is a leaf, averaged; zeros beyond the tree
@@ -12,7 +12,7 @@ the tree once and names a device for every op at once; there is no second look.
 
 Two places differ from its code, both in its favour: the parent feature is the parent's position
 (the code has the op's own), and slots beyond the tree do not count in Q. It knows a fixed number of
-devices, no costs and no transfers, so it has to be trained anew for every machine.
+devices, no costs and no transfers, so it has to be trained again for every machine.
 """
 
 from __future__ import annotations

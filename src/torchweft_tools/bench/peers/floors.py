@@ -20,7 +20,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 def compute_only(model: nn.Module) -> Call:
-    """The forward without its collectives: what would be received is what was to be sent."""
+    """The forward without its collectives: what would be sent is taken as received."""
 
     def dense(x: Tensor) -> Tensor:
         for block in model.blocks:

@@ -1,4 +1,4 @@
-"""A Llama of Transformers on several ranks, by its own plan for tensor parallelism.
+"""A Llama of Transformers on several ranks, with the library's own tensor parallelism.
 
 ids [sequences, positions] -> logits [sequences, positions, vocabulary]
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Logits(nn.Module):
-    """What a causal model says of every position, and nothing else."""
+    """Only the logits of a causal model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ def llama(sizes: Any, *, seed: int) -> Logits:
     )  # fmt: skip
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as mine:
-        told = [mine]
+        folders = [mine]
         if dist.get_rank() == 0:  # the only rank on which Transformers writes
             LlamaForCausalLM(config).save_pretrained(mine)
-        dist.broadcast_object_list(told)
+        dist.broadcast_object_list(folders)
         model = AutoModelForCausalLM.from_pretrained(
-            told[0], dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
+            folders[0], dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
         )
         dist.barrier()
     return Logits(model).eval()

@@ -1,12 +1,12 @@
-"""Two models on several ranks, written the ordinary way: nothing here knows of overlap.
+"""Two models on several ranks, written the ordinary way, without overlap.
 
     Dense:    x + all_reduce(attention(x)), x + all_reduce(mlp(x))      tensor parallel, as Llama
     Experts:  x + attention(x), all_to_all, experts, all_to_all, sum    expert parallel, as Mixtral
 
 x is [sequences, positions, hidden]. In `Dense` each rank holds half of every matrix and sees the
-same x; in `Experts` each rank holds half of the experts and sees sequences of its own. Every token
-travels to every rank, so shapes do not depend on the data; the router stands on every rank, so no
-gate travels. Weights are drawn from a seed and the rank.
+same x; in `Experts` each rank holds half of the experts and sees its own sequences. Every token is
+sent to every rank, so shapes do not depend on the data; the router is on every rank, so no gate is
+sent. Weights are drawn from a seed and the rank.
 """
 
 from __future__ import annotations

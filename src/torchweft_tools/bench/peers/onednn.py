@@ -1,4 +1,4 @@
-"""The expert's loop with oneDNN's matrix products: what is left of a lead at equal kernels.
+"""The expert's loop with oneDNN's matrix products: the comparison at equal kernels.
 
 call = by_hand_onednn(model, num_parts=4)
 """

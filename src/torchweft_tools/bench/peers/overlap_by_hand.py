@@ -1,7 +1,7 @@
-"""What an expert writes by hand: the batch in parts, one part's sending beside another's compute.
+"""What an expert writes by hand: the batch in parts; one part is sent while another computes.
 
     for each layer, for each half of it, for each part:
-        wait for what the part is owed, add it, compute, send without waiting
+        wait for the part's pending collective, add its result, compute, send without waiting
 
     call = by_hand(model, num_parts=2)      call(x): same weights, same result as model(x)
 
@@ -22,7 +22,7 @@ from torchweft_tools.bench.peers.models import Dense, DenseBlock, ExpertBlock, M
 
 Half = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Pending = tuple[dist.Work, Tensor, Tensor]
-"""A collective in flight: its handle, what it will bring, and what it reads meanwhile."""
+"""A collective in flight: its handle, its result, and what it reads meanwhile."""
 
 
 def dense_halves(block: DenseBlock) -> list[Half]:

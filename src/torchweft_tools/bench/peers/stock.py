@@ -3,11 +3,11 @@
     stock(model)                        torch.compile and nothing else
     reordered(model, num_parts=2)       one graph of all parts; Inductor's passes move the waits
 
-The passes split nothing, and given the parts one after another they overlap next to nothing. So the
-source here stands in the best order, each half of a layer on all parts before the next, with a wait
-behind every collective; `sink_waits` moves each wait down to where its value is needed. Seen in the
-code it writes: fusion joins the residual sums of all parts in one kernel, and all waits gather in
-front of it, so overlap ends with each half. With one part nothing can move.
+The passes split nothing, and if the parts follow one another they overlap almost nothing. So the
+source here is in the best order, each half of a layer on all parts before the next, with a wait
+after every collective; `sink_waits` moves each wait down to where its value is needed. The code
+that Inductor writes shows: fusion joins the residual sums of all parts in one kernel, and all waits
+come before it, so overlap ends with each half. With one part nothing can move.
 """
 
 from __future__ import annotations

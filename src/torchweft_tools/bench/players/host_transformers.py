@@ -31,7 +31,7 @@ from torchweft.api import report
 from torchweft.integrations.transformers import weave
 from torchweft.run.compare import compare
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.measure.told import say
+from torchweft_tools.bench.measure.told import leaving, say
 from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
 from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, num_graphs, pin, quiet
 
@@ -55,17 +55,14 @@ def main(text: str) -> None:
     quiet()
     pin(int(os.environ["RANK"]))
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    with leaving(), tempfile.TemporaryDirectory() as folder, torch.no_grad():
         save(spec, folder)
         dist.init_process_group("gloo", timeout=TIMEOUT)
         side = dist.new_group(backend="gloo", timeout=TIMEOUT)
         for result in measure(spec, load(folder), weave(load(folder)), side):
             if dist.get_rank() == 0:
                 say("result", result)
-    dist.barrier(group=side)
-    # gloo's own threads now and then abort a process while the interpreter is being taken down.
-    sys.stdout.flush()
-    os._exit(0)
+        dist.barrier(group=side)
 
 
 def measure(

@@ -9,7 +9,6 @@ Each rank writes its rows to FOLDER/rank0.json, FOLDER/rank1.json. The models ar
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchweft_tools.bench.measure.told import brief, leaving
 from torchweft_tools.bench.memory import PARTS, MemoryRow, measure
 from torchweft_tools.bench.peers import models
 from torchweft_tools.bench.players.overlap_rank import SIZES
@@ -40,21 +40,20 @@ def main(names: list[str], inner: str, folder: Path) -> None:
     """Measure the models and write the rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    rank = dist.get_rank()
-    rows = []
-    for name in names:
-        for parts in PARTS:
-            row = MemoryRow(name, dist.get_world_size(), parts)
-            try:
-                measure(row, *build(name, folder), inner)
-            except Exception as error:  # the other rank fails at the same place, and both go on
-                row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            rows.append(asdict(row))
-    (folder / f"rank{rank}.json").write_text(json.dumps(rows), encoding="utf-8")
-    dist.barrier()
-    # gloo's own threads now and then abort a process while the interpreter is being taken down.
-    os._exit(0)
+    with leaving():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        rows = []
+        for name in names:
+            for parts in PARTS:
+                row = MemoryRow(name, dist.get_world_size(), parts)
+                try:
+                    measure(row, *build(name, folder), inner)
+                except Exception as error:  # the other rank fails at the same place, and continues
+                    row.error = brief(error)
+                rows.append(asdict(row))
+        path = folder / f"rank{dist.get_rank()}.json"
+        path.write_text(json.dumps(rows), encoding="utf-8")
+        dist.barrier()
 
 
 def build(name: str, folder: Path) -> Built:

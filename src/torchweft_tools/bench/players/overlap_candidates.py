@@ -3,7 +3,7 @@
 TABLES: name, kind, and how it is built from an `Arena` (a model, its input, its sizes).
 
 The peers live in `peers/`, plain torch that knows nothing of weft. A candidate that cannot run
-here raises `Absent` with the reason, which stands in the row.
+here raises `Absent` with the reason, which is put into the row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Build = Callable[["Arena"], Call]
 
 
 class Absent(Exception):  # noqa: N818  (no error: a fact of the machine or of the model)
-    """Why a candidate takes no part."""
+    """Why a candidate does not run."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def by_phase(s: Scheduler, *, parts: int = 4) -> None:
     return function(s, parts=parts)
 
 
-def _told(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
-    """Weft as a host would call it, which tells the phase."""
+def _with_phase(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
+    """Weft as a host would call it, with the phase as context."""
     model = _weft(strategy, options, arena)
 
     def call(x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _told(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
 
 
 def _forgetful(strategy: Strategy, options: dict[str, Any], arena: Arena) -> Call:
-    """The same without a memory for plans."""
+    """The same without a cache of plans."""
     model = _weft(strategy, options, arena)
 
     def call(x: Tensor) -> Tensor:
@@ -200,12 +200,16 @@ def _ablation() -> tuple[Candidate, ...]:
     return (
         Candidate("sequential", "baseline", _sequential),
         Candidate("sequential_again", "baseline", _sequential),
-        Candidate("full", "weft", partial(_told, by_phase, full)),
-        Candidate("no_zero_copy", "weft", partial(_told, by_phase, {**full, "zero_copy": False})),
+        Candidate("full", "weft", partial(_with_phase, by_phase, full)),
+        Candidate(
+            "no_zero_copy", "weft", partial(_with_phase, by_phase, {**full, "zero_copy": False})
+        ),
         Candidate("no_plan_cache", "weft", partial(_forgetful, by_phase, full)),
-        Candidate("no_block_sharing", "weft", partial(_told, by_phase, {**full, "blocks": False})),
-        Candidate("fixed_strategy", "weft", partial(_told, overlap(parts=4), full)),
-        Candidate("no_inductor", "weft", partial(_told, by_phase, {})),
+        Candidate(
+            "no_block_sharing", "weft", partial(_with_phase, by_phase, {**full, "blocks": False})
+        ),
+        Candidate("fixed_strategy", "weft", partial(_with_phase, overlap(parts=4), full)),
+        Candidate("no_inductor", "weft", partial(_with_phase, by_phase, {})),
     )
 
 

@@ -3,8 +3,8 @@
     times = race(runs, order=Random(0), num_rounds=30, num_calls=1, group=side)
     times["sequential"]      seconds of one call in each round, of the slower rank
 
-Ranks meet at a barrier before each run. They tell each other their times after each round, on a
-group of their own, so that no program finds the wire in use. Every rank draws the same orders.
+Ranks meet at a barrier before each run. They exchange their times after each round, on a group of
+their own, so that no program finds the link in use. Every rank draws the same orders.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 2. For each link, a short race of all chooses the finalists; a long race of these gives the times.
 3. Copies are counted from outside, by torch's profiler, in one call of each finalist of weft.
 
-Rank 0 reports (`told`) the progress, and the result of each link.
+Rank 0 reports the progress, and the result of each link.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from torch._dynamo.utils import calculate_time_spent, counters
 
 from torchweft import lab
 from torchweft.api import plans, report, trace
-from torchweft.errors import clip
-from torchweft_tools.bench.measure.told import say
+from torchweft_tools.bench.measure.told import brief, leaving, say
 from torchweft_tools.bench.peers import llama, models
 from torchweft_tools.bench.players.overlap_candidates import TABLES, Absent, Arena, Candidate
 from torchweft_tools.bench.players.overlap_race import Call, Run, calls_of_a_run, race
@@ -72,16 +71,14 @@ def main(text: str) -> None:
     quiet()
     pin(int(os.environ["RANK"]))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    side = dist.new_group(backend="gloo", timeout=TIMEOUT)
     torch._dynamo.config.recompile_limit = 64  # one code object serves all layers and candidates
-    with torch.inference_mode():
-        for result in measure(spec, side):
-            _say("result", result)
-    dist.barrier(group=side)
-    # gloo's own threads now and then abort a process while the interpreter is being taken down.
-    sys.stdout.flush()
-    os._exit(0)
+    with leaving():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        side = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with torch.inference_mode():
+            for result in measure(spec, side):
+                _say("result", result)
+        dist.barrier(group=side)
 
 
 def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
@@ -215,7 +212,7 @@ def _warm(
     except Absent as absent:
         reason = str(absent)
     except Exception as error:
-        reason = _story(error)
+        reason = brief(error)
     if all_max(float(bool(reason)), side):
         return None, reason or "it could not be built on another rank"
     assert call is not None, "a candidate without a call has a reason"
@@ -223,7 +220,7 @@ def _warm(
         for _ in range(NUM_WARM):
             call(own)
     except Exception as error:  # compilers fail in the first call, and on every rank alike
-        reason = _story(error)
+        reason = brief(error)
     if all_max(float(bool(reason)), side):
         return None, reason or "it failed on another rank"
     return call, ""
@@ -282,11 +279,6 @@ def all_max(value: float, side: dist.ProcessGroup) -> float:
     largest = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=side)
     return largest.item()
-
-
-def _story(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {clip(lines[0], 200)}"
 
 
 def pin(rank: int) -> None:

@@ -51,7 +51,7 @@ def is_eager(name: str) -> bool:
 
 
 def row(case: Mapping[str, str], result: Mapping[str, Any]) -> Row:
-    """The row of a case: `model`, `phase` and `link`, and what its ranks told of the race."""
+    """The row of a case: `model`, `phase` and `link`, and the result of its ranks."""
     times, kinds = result["times"], result["kinds"]
     median = {name: statistics.median(values) for name, values in times.items()}
     peer = _best(times, kinds, "peer")

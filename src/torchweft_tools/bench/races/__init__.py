@@ -1,11 +1,11 @@
-"""The bench of published races: what overlapped engines got wrong, held against the verifier.
+"""The bench of published races: the mistakes of overlapped engines, as a test of the verifier.
 
     thread --rebuilt by hand--> broken plans --verify--> refused, by the rule that was broken
                                 mended plans --verify--> accepted; lowered by us: accepted too
 
 `docs/races.md` lists the threads. `flagged` counts the broken forms that are refused by the right
-rule; what the plan format cannot say has a row that says why, known and not flagged. The oracle,
-which tries all interleavings, is asked about every plan too, unless `--quick`.
+rule; a race that the plan format cannot express has a row that says why, known and not flagged. The
+oracle, which tries all interleavings, judges every plan too, unless `--quick`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(*, quick: bool = False) -> tuple[list[Row], Row]:
 
 
 def judge(race: KnownRace, *, oracle: bool = True) -> Row:
-    """What the verifier (and the oracle) say of one thread; - where there is nothing to say."""
+    """The verdicts of the verifier (and the oracle) on one thread; - where there is none."""
     row: Row = {"thread": race.thread, "rule": race.rule or "-", "raised": "-", "verdict": "",
                 "mended": "-", "lowered": "-", "oracle": "-", "wrong": race.wrong,
                 "cure": race.cure, "finding": "", "why_not": race.why_not}  # fmt: skip

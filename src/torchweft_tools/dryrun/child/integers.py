@@ -1,7 +1,7 @@
-"""Small integers are really computed: sizes on which programs agree decide what they do next.
+"""Small integers are really computed: programs exchange sizes that decide what they do next.
 
 Kernels do nothing, but the memory of a device is the host's: an op whose tensors are all small and
-of integers is done again on the host, over the same bytes. Loaded alone, like `watch`.
+of integers is repeated on the host, over the same bytes. Loaded alone, like `watch`.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ library = ctypes.CDLL(None)
 
 
 def is_small(value: Any) -> bool:
-    """Whether a tensor is one of few integers; anything that is no tensor is."""
+    """Whether a tensor has few entries, all integers; true for anything that is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return True
     return value.dtype in INTEGERS and value.numel() <= MAX_NUMEL
 
 
 def compute(func: Any, args: Any, kwargs: Any, results: Any) -> None:
-    """Do an op again on the host, if it is about small integers alone."""
+    """Repeat an op on the host, if all its tensors are small and of integers."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return  # it would draw from the generator of the program
     if not all(map(is_small, tree_leaves((args, kwargs, results)))):
@@ -37,7 +37,7 @@ def compute(func: Any, args: Any, kwargs: Any, results: Any) -> None:
             if isinstance(result, torch.Tensor) and result.is_cuda and result.shape == value.shape:
                 on_host(result).copy_(value)
     except (RuntimeError, TypeError, ValueError):
-        return  # no kernel for it on the host: then this number means nothing, like all others
+        return  # the host has no kernel for it: this number means nothing, like all others
 
 
 def on_host(value: Any) -> Any:
@@ -54,6 +54,6 @@ def on_host(value: Any) -> Any:
     if not library.weft_dryrun_settle(
         ctypes.c_void_p(value.data_ptr()), ctypes.c_size_t(num_bytes)
     ):
-        raise RuntimeError("a rank never came to the collective that makes this")
+        raise RuntimeError("a rank never reached the collective that makes this value")
     buffer = (ctypes.c_char * num_bytes).from_address(value.data_ptr())
     return torch.frombuffer(buffer, dtype=value.dtype).as_strided(value.shape, value.stride())

@@ -1,6 +1,6 @@
-"""What Python reads first in a program under the dry run: it watches torch, once torch is there.
+"""What Python reads first in a program under the dry run: it observes torch once it is imported.
 
-Its folder stands first on PYTHONPATH, so the program's own `sitecustomize`, if any, comes after.
+Its folder is first on PYTHONPATH, so the program's own `sitecustomize`, if any, is imported after.
 """
 
 import importlib
@@ -34,7 +34,7 @@ class TorchLoader(importlib.abc.Loader):
 
 
 def load(name: str) -> Any:
-    """A module of this folder, which is on no path."""
+    """A module of this folder, which is not on `sys.path`."""
     path = Path(HERE) / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"weft_dryrun_{name}", path)
     if spec is None or spec.loader is None:
@@ -45,7 +45,7 @@ def load(name: str) -> Any:
 
 
 class TorchFinder(importlib.abc.MetaPathFinder):
-    """Finds torch, once, as the finders behind it do."""
+    """Finds torch once, through the other finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,11 +1,11 @@
-"""The watch inside a program: torch's ops come by; what each reads and writes goes to the record.
+"""The watch inside a program: for every op of torch, what it reads and writes goes to the record.
 
     aten.add.Tensor  reads [[address, bytes of a run, [[count, stride], ...], storage]]  writes ...
 
-A dispatch mode that torch.compile looks past sees every op, in every thread of Python and in
+A dispatch mode that torch.compile ignores sees every op, in every thread of Python and in
 autograd's. Kernels that the op launches carry its number, so an access belongs to the streams on
-which the work really went. Frees are those of torch's caching allocator. This file is loaded alone,
-by the program's own Python: it imports nothing of ours.
+which the work really ran. Frees are those of torch's caching allocator. This file is loaded alone,
+by the program's own Python: it imports nothing else of ours.
 """
 
 import atexit
@@ -105,7 +105,7 @@ def accesses(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[list[Any]
 
 
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op that runs; torch.compile goes on as if it were not there."""
+    """Sees every op that runs; torch.compile ignores it."""
 
     def __init__(self, compute: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,17 +113,17 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compilers do not step aside."""
+        """Compilers ignore this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op under a number, and note what it touched."""
         kwargs = kwargs or {}
-        # A thread may have taken over the modes of another: then there are two watches.
+        # A thread may have inherited the modes of another: then there are two watches.
         if FakeTensor in types or hasattr(local, "op"):
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # a tensor that runs ops of its own: those are seen
+            return NotImplemented  # a subclass that runs other ops: those are seen
         local.op = number = next(numbers)
         library.weft_dryrun_op(number)
         try:
@@ -156,10 +156,10 @@ def stream_handle(stream: Any) -> int:
 
 
 def allocated(pointer: int) -> None:
-    """The caching allocator has handed out memory, on the current stream.
+    """The caching allocator has allocated memory, on the current stream.
 
-    No kernel will write it, so what was there before is taken away: a count that a kernel would
-    have left is 0, and not what a copy once put there. Blocks have at least 512 bytes.
+    No kernel will write it, so its start is cleared: a count that a kernel would have written is 0,
+    and not what a copy once put there. Blocks have at least 512 bytes.
     """
     library.weft_dryrun_settle(ctypes.c_void_p(pointer), ctypes.c_size_t(512))
     ctypes.memset(pointer, 0, 512)
@@ -168,7 +168,7 @@ def allocated(pointer: int) -> None:
 
 
 def freed(pointer: int) -> None:
-    """The caching allocator has got memory back: the next that asks on its stream may have it."""
+    """The caching allocator got memory back: the next request on its stream may get it."""
     note("free", ptr=pointer, line=line_of(sys._getframe()))
 
 
@@ -179,7 +179,7 @@ def begin(compute: Callable[[Any, Any, Any, Any], None]) -> None:
     if not hasattr(library, "weft_dryrun_torch"):
         return
     if torch.version.cuda is None or not library.weft_dryrun_torch():
-        raise RuntimeError("torchweft dryrun: this torch is no CUDA build that is known")
+        raise RuntimeError("torchweft dryrun: this torch is not a known CUDA build; use torch 2.13")
     torch.backends.cudnn.enabled = False  # cuDNN has a CUDA runtime of its own inside
     torch.backends.cuda.enable_cudnn_sdp(False)
 
