@@ -98,7 +98,7 @@ def test_lines_of_code_are_those_that_hold_code(tmp_path):
 @pytest.mark.parametrize(("line", "code"), [("pass", 0), ("raise ValueError('no engine')", 1)])
 def test_a_player_ends_though_its_engines_run(line, code):
     text = (
-        "import threading\nfrom torchweft_tools.bench.measure.told import leaving\n"
+        "import threading\nfrom torchweft_tools.bench.measure.messages import leaving\n"
         f"threading.Thread(target=threading.Event().wait).start()\nwith leaving():\n    {line}\n"
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)

@@ -23,9 +23,9 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.messages import Progress, part_of
 from torchweft_tools.bench.measure.options import require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
-from torchweft_tools.bench.measure.told import Progress, part_of
 from torchweft_tools.bench.overlap import compete
 
 VARIANTS = (

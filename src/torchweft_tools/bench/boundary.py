@@ -18,9 +18,9 @@ from typing import Any
 from torchweft import lab
 from torchweft.errors import WeftError
 from torchweft_tools.bench import hosts, overlap
+from torchweft_tools.bench.measure.messages import Progress, part_of
 from torchweft_tools.bench.measure.options import chosen, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
-from torchweft_tools.bench.measure.told import Progress, part_of
 
 MODELS = ("dense", "transformers", "vllm")
 PLAYER = "torchweft_tools.bench.players.boundary_vllm"

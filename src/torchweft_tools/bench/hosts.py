@@ -32,9 +32,9 @@ from typing import Any
 from torchweft import integrations, lab
 from torchweft.errors import WeftError
 from torchweft_tools.bench.measure.lines import code_lines
+from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
-from torchweft_tools.bench.measure.told import Progress, listen, part_of
 
 ROOT = Path(__file__).parents[3]
 LINKS = "none,4gbit,2gbit,1gbit,500mbit"

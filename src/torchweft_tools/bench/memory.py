@@ -41,9 +41,9 @@ from torchweft.run.compare import compare
 from torchweft.serve.reporting import copied_values
 from torchweft.serve.session import Session
 from torchweft_tools.bench.measure.kernels import Known, hidden_copies, plain_copies
+from torchweft_tools.bench.measure.messages import brief
 from torchweft_tools.bench.measure.meter import Allocations, Meter
 from torchweft_tools.bench.measure.options import chosen
-from torchweft_tools.bench.measure.told import brief
 from torchweft_tools.bench.models.zoo_models import MODELS, ROWS, ZooModel, outputs_of
 
 PARTS = (2, 4)

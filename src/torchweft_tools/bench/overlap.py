@@ -17,9 +17,9 @@ from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS
-from torchweft_tools.bench.measure.told import Progress, listen, part_of
 from torchweft_tools.bench.players.overlap_rows import Row, row, summary
 
 MODELS = ("dense", "experts")

@@ -24,8 +24,8 @@ from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report
+from torchweft_tools.bench.measure.messages import brief
 from torchweft_tools.bench.measure.options import chosen
-from torchweft_tools.bench.measure.told import brief
 from torchweft_tools.bench.models.zoo_models import MODELS, ZooModel, outputs_of
 
 NUM_CALLS = 4

@@ -22,7 +22,7 @@ from vllm import LLM
 from torchweft import lab
 from torchweft.plan.strategies import overlap
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.measure.told import leaving, say
+from torchweft_tools.bench.measure.messages import leaving, say
 from torchweft_tools.bench.players.host_vllm import (
     ENVIRONMENT,
     REST_S,

@@ -31,7 +31,7 @@ from torchweft.api import report
 from torchweft.integrations.transformers import weave
 from torchweft.run.compare import compare
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.measure.told import leaving, say
+from torchweft_tools.bench.measure.messages import leaving, say
 from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
 from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, num_graphs, pin, quiet
 

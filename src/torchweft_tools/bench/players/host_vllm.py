@@ -34,7 +34,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from torchweft import lab
 from torchweft.serve.trials import Trials
-from torchweft_tools.bench.measure.told import leaving, say
+from torchweft_tools.bench.measure.messages import leaving, say
 
 SIZES = {
     "full": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},

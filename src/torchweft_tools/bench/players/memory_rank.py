@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchweft_tools.bench.measure.told import brief, leaving
+from torchweft_tools.bench.measure.messages import brief, leaving
 from torchweft_tools.bench.memory import PARTS, MemoryRow, measure
 from torchweft_tools.bench.peers import models
 from torchweft_tools.bench.players.overlap_rank import SIZES

@@ -32,7 +32,7 @@ from torch._dynamo.utils import calculate_time_spent, counters
 
 from torchweft import lab
 from torchweft.api import plans, report, trace
-from torchweft_tools.bench.measure.told import brief, leaving, say
+from torchweft_tools.bench.measure.messages import brief, leaving, say
 from torchweft_tools.bench.peers import llama, models
 from torchweft_tools.bench.players.overlap_candidates import TABLES, Absent, Arena, Candidate
 from torchweft_tools.bench.players.overlap_race import Call, Run, calls_of_a_run, race
