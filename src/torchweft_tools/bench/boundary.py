@@ -1,4 +1,4 @@
-"""The boundary bench: overlap of boundary mode beside that of graph mode, on two ranks.
+"""The boundary bench: overlap in boundary mode and in graph mode, on two ranks.
 
     torchweft bench boundary --link 1gbit [--models dense,transformers,vllm] --json
 

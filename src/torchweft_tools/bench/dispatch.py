@@ -163,7 +163,7 @@ def _bound(call: nn.Module, x: Tensor) -> Run:
 
 
 def race(runs: dict[str, Run], num_pairs: int, order: Random) -> dict[str, list[float]]:
-    """Seconds of one call, by program and round; the order is drawn anew for each round."""
+    """Seconds of one call, by program and round; each round has a random order."""
     start = time.perf_counter()
     runs["eager"]()
     num_calls = max(1, round(MIN_RUN_S / (time.perf_counter() - start)))

@@ -180,7 +180,7 @@ def row(host: str, workload: str, result: Mapping[str, Any]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """The best ratio of each host; the worst of all, beside the worst of the control."""
+    """The best ratio of each host; the worst of all, and the worst of the control."""
     best: dict[str, float] = {}
     for each in rows:
         best[each["host"]] = max(each["ratio"], best.get(each["host"], 0.0))

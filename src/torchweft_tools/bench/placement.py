@@ -159,7 +159,7 @@ def _folder(data: str) -> Path | None:
     if not data:
         return None
     if not (folder := Path(data)).is_dir():
-        raise WeftError(f"data: there is no folder {data}.", rule="data")
+        raise WeftError(f"data: there is no folder {data}; --data must name one.", rule="data")
     return folder
 
 

@@ -46,7 +46,7 @@ class BenchGroup(TyperGroup):
         return list(BENCHES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A bench as it stands in the list."""
+        """A bench as an entry of the list."""
         return TyperCommand(cmd_name, help=first_line(cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -68,7 +68,7 @@ class BenchCommand(TyperCommand):
         except typer.BadParameter as error:
             given = [half for word in words for half in word.split("=", 1)]
             name = error.param.opts[0] if error.param else given[0]
-            value = given[-given[::-1].index(name)]  # behind its last mention
+            value = given[-given[::-1].index(name)]  # the word after its last mention
             text = f"option: {name} cannot be {clip(value)}: {error.message}"
             raise WeftError(text, rule="option") from None
         except UsageError as error:

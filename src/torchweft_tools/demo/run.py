@@ -72,7 +72,7 @@ class RankCorrelation(nn.Module):
 def story(folder: Path | None = None) -> Iterator[str]:
     """The texts of the live demo."""
     torch.manual_seed(0)
-    yield "6. Now for real: a model that waits for a store beside its matmuls, unmodified.\n"
+    yield "6. Now for real: an unmodified model that waits for a store while it multiplies.\n"
     rules = [mark_op("read_rows", name="read_rows", uses="io")]
     model = Ranker().eval()
     inputs = torch.randn(512, 640), torch.randint(0, 100, (512,))

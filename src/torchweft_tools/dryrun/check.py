@@ -294,7 +294,7 @@ class _Lifetimes:
             "race",
             f"{first.call.place} on {self.name(first.lane)} {verbs[0]} what {second.call.place} on "
             f"{self.name(second.lane)} {verbs[1]}, and nothing orders them. Let the second stream "
-            "wait for an event that is recorded behind the first.",
+            "wait for an event that is recorded after the first.",
             _lines(second.call, first.call),
         )
 
@@ -351,8 +351,8 @@ def _compute_streams(made: Order) -> Iterator[Fault]:
     for work in made.works:
         if work.call.kind == "collective" and work.lane in computing:
             text = (
-                f"{work.call.place} runs on {made.names[work.lane]}, which computes: nothing of "
-                "that stream can run beside it. Issue it with async_op=True, or on another stream."
+                f"{work.call.place} runs on {made.names[work.lane]}, which computes: nothing of that "
+                "stream can overlap with it. Issue it with async_op=True, or on another stream."
             )
             yield Fault("compute-stream", text, _lines(work.call))
 
@@ -375,7 +375,7 @@ def _late_records(made: Order) -> Iterator[Fault]:
             kernels = "a kernel" if extra == 1 else f"{extra} kernels"
             text = (
                 f"{first.call.place} on {made.names[lane]} waits{_at(call)} for {kernels} on "
-                f"{made.names[last.lane]} that it does not need. Record the event right behind "
+                f"{made.names[last.lane]} that it does not need. Record the event right after "
                 f"{work.call.place}."
             )
             yield Fault("late-record", text, _lines(first.call, work.call))

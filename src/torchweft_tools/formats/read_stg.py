@@ -6,7 +6,7 @@
           5    3    3    2    3    4
     # ...                        information
 
-With communication costs, each predecessor stands on a line of its own, with its cost:
+With communication costs, each predecessor has a line of its own, with its cost:
 
           1    5    1
                          0    2

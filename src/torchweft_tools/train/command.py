@@ -66,7 +66,7 @@ def train_command(
 ) -> None:
     """Train a policy for the planners learned, guarded and guided, and draw its curve.
 
-    First it imitates plans that annealing found, then it learns by trying, on problems drawn anew
+    First it imitates plans that annealing found, then it learns by trying, on problems drawn again
     at every step. The folder gets best.safetensors (the best policy on problems set aside),
     curve.svg (its makespan there, against the better of heft and peft) and what --resume needs.
     """

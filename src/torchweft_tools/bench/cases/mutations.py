@@ -77,7 +77,7 @@ def drop_op(rng: Random, plan: Plan) -> Plan | None:
 
 
 def double_op(rng: Random, plan: Plan) -> Plan | None:
-    """The plan with one of its runs a second time, somewhere behind the first."""
+    """The plan with one of its runs a second time, somewhere after the first."""
     at = _some(rng, plan, "run", "issue")
     if at is None:
         return None

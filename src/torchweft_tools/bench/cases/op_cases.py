@@ -4,7 +4,7 @@
 
     tiled along 0     [7, 5]      the sample and rows of it once more, in another order
     tiled along 1     [3, 9]      the same for a batch that is the second dim
-    stacked           [7, 3, 5]   seven samples, one behind another: a batch of whole samples
+    stacked           [7, 3, 5]   seven samples, one after another: a batch of whole samples
 
 Operands that have the batch too are tiled or stacked with it, as far as the operator allows; all
 others are closed over, as weights are. A case is *row-wise in truth* if eager gives the same for
@@ -73,7 +73,7 @@ class OpCase:
         try:
             parts = [seeded(self.function, self._rows(part)) for part in orders]
             moved = seeded(self.function, self._rows(order))
-        except Exception:  # a part is no input for it
+        except Exception:  # it does not accept a part
             return False
         leaves = [tree_leaves(nest) for nest in (wanted, moved, *parts)]
         return all(_joins(*row, order=order) for row in zip(*leaves, strict=False))

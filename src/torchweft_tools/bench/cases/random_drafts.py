@@ -242,7 +242,7 @@ class Drafter:
         self.draft.steps = steps
 
     def add_frees(self) -> None:
-        """Free some values on some devices behind their last use."""
+        """Free some values on some devices after their last use."""
         touched: dict[tuple[str, str], dict[int, int]] = {}  # (device, root): cell, last step
         whole: dict[tuple[str, str], list[Range | None]] = {}
         placed = {place.value for place in self.draft.places}

@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 class OracleTalk(NamedTuple):
-    """A collective, send or receive: who matches it (`key`), and what must then agree."""
+    """A collective, send or receive: what matches it (`key`), and what must then agree."""
 
     key: tuple[str | int, ...]
     members: tuple[int, ...]

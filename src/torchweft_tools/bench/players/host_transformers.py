@@ -4,7 +4,7 @@
 
 A Llama-like checkpoint with random weights is saved, then loaded twice with the library's own
 tensor parallelism: stock, and with `weave`. Both run on gloo, a thread a rank. Over each link the
-woven model makes its choices anew, as in a deployment over that link, before it is timed.
+woven model makes its choices again, as in a deployment over that link, before it is timed.
 
     prefill     one forward of all prompts, in tokens of the prompts a second
     generate    greedy `generate()`, prompts of unlike lengths, in new tokens a second

@@ -2,10 +2,10 @@
 
     python -m torchweft_tools.bench.players.host_vllm '{"workload": "serving", "links": [...], ...}'
 
-An engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It takes turns
+An engine with two ranks on gloo runs a Llama-like checkpoint with random weights. It alternates
 between vLLM's graph as it is, run operator by operator, and plans: the same engine, the same
-requests, the same transport. Over each link it makes its choices anew before it is timed. A second
-engine is vLLM as it comes, without our option: it compiles its graph by Inductor.
+requests, the same transport. Over each link it chooses its strategies again before it is timed. A
+second engine is vLLM by default, without our option: it compiles its graph with Inductor.
 
     serving     requests arrive while others are under way, lengths as in chats (log-normal)
     prefill     long prompts, one new token each

@@ -1,4 +1,4 @@
-"""A race: several programs on several ranks, in turn, in an order drawn anew for each round.
+"""A race: several programs on several ranks, in turn, in a random order each round.
 
     times = race(runs, order=Random(0), num_rounds=30, num_calls=1, group=side)
     times["sequential"]      seconds of one call in each round, of the slower rank
@@ -21,7 +21,7 @@ from torch import Tensor
 Call = Callable[[Tensor], Tensor]
 Run = Callable[[], Tensor]
 """A call with its input. Inputs are not shared: a compiler may mark the tensor it is given, and
-the next one, given the same tensor, would compile anew."""
+the next one, given the same tensor, would recompile."""
 MIN_RUN_S = 0.12
 MAX_CALLS = 50
 

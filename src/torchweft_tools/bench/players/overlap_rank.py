@@ -175,10 +175,12 @@ def make_arena(spec: Mapping[str, Any]) -> Arena:
 def enter(
     chosen: list[Candidate], arena: Arena, side: dist.ProcessGroup, step: Callable[[], None]
 ) -> tuple[float, Field]:
-    """Build, warm and compare every candidate; the scale of the output, and who takes part."""
+    """Build, warm and compare every candidate; the scale of the output, and the field."""
     entered = Field()
     wanted = arena.model(arena.x)
-    torch.compile(torch.sin, backend="eager")(arena.x)  # what Dynamo loads is no candidate's
+    torch.compile(torch.sin, backend="eager")(
+        arena.x
+    )  # so that no candidate pays for loading Dynamo
     scale = wanted.abs().max().item()
     for candidate in chosen:
         own = arena.x.clone()

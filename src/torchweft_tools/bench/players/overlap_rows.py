@@ -114,7 +114,7 @@ def explanation(health: float, times: Times) -> str:
     )
     return (
         f"sequential takes {health:.2f} times compute + comm ({best:.2f} in the fastest runs): "
-        f"{cause}; a gain over such a baseline is no gain"
+        f"{cause}; a gain over such a baseline means nothing"
     )
 
 

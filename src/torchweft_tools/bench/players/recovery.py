@@ -129,7 +129,7 @@ class World:
         self.truth = [1.0] * len(self.slowness)
 
     def input(self) -> Problem:
-        """A tree that nobody has seen, with costs as they were measured at first."""
+        """A new tree, with costs as they were measured at first."""
         num_ops = 2 * self.draw.randint(8, 30) + 1
         return case(random_tree(num_ops, self.draw.randrange(10**9)), self.slowness, self.ratio)
 
