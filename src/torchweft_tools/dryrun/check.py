@@ -351,8 +351,8 @@ def _compute_streams(made: Order) -> Iterator[Fault]:
     for work in made.works:
         if work.call.kind == "collective" and work.lane in computing:
             text = (
-                f"{work.call.place} runs on {made.names[work.lane]}, which computes: nothing of that "
-                "stream can overlap with it. Issue it with async_op=True, or on another stream."
+                f"{work.call.place} runs on {made.names[work.lane]}, which computes: nothing of "
+                "that stream overlaps with it. Issue it with async_op=True, or on another stream."
             )
             yield Fault("compute-stream", text, _lines(work.call))
 
