@@ -39,7 +39,7 @@ from torchweft.files import write_json
 from torchweft.placement.learn.reinforce import one_thread
 from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.measure.options import chosen
-from torchweft_tools.bench.measure.pairs import MIN_PAIRS, Ratio, measure, ratio_columns
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.peers.dynpartition_nodes import per_node
 from torchweft_tools.bench.players.dynamic_placed import run_placed
@@ -179,23 +179,6 @@ def in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[
             if number:
                 times[name].append(time.perf_counter() - began_s)
     return times
-
-
-def batched_vs_per_node(
-    data: Path | None, *, num_trees: int = 64, num_pairs: int = MIN_PAIRS
-) -> tuple[Ratio, Ratio]:
-    """How many times as fast as DynPartition's execution node by node the batched executor runs the
-    same trees, interleaved on one thread; and the A/A control of DynPartition."""
-    inputs, num_words, _ = trees_of(data, num_trees)
-    torch.manual_seed(0)
-    model = BinaryTreeLSTM(num_words).eval()
-    plain = [(tree, words.tolist()) for tree, words in inputs]
-    with one_thread(), torch.no_grad(), Dynamic(model) as dynamic:
-        return measure(
-            lambda: [per_node(model, *each) for each in plain],
-            lambda: dynamic.map(inputs),
-            num_pairs=num_pairs,
-        )
 
 
 def placed(

@@ -23,7 +23,6 @@ from torchweft_tools.dryrun.build import build, include_folders_of
 from torchweft_tools.dryrun.calls import gather
 
 CHILD = Path(__file__).with_name("child")
-NO_COMMAND = 127
 
 
 @dataclass(frozen=True, slots=True)

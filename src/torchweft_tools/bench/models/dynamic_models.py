@@ -5,7 +5,7 @@ ChildSumTreeLSTM (Tai et al. 2015): any number of children
 LatticeLSTM      a DAG: each node joins all its predecessors
 RecursiveNet     (Socher et al. 2011): one product per pair, no modules in between
 EarlyExit        a transformer that stops where it is sure
-Routed           a mixture of experts, one chosen per token
+RoutedExperts    a mixture of experts, one chosen per token
 LoraPerRequest   each request brings the number of its own low-rank adapter
 CondConv         (Yang et al. 2019): the kernel is a mixture, weighed by the input
 """
