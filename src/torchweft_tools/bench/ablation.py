@@ -55,8 +55,7 @@ def run(
     seed: the random seed.
     quick: a tiny model and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick:
-        require_pairs("ablation", num_pairs)
+    require_pairs("ablation", num_pairs, quick=quick)
     label = lab.LabLink.parse(link).label
     rows: list[Row] = []
     for number, phase in enumerate(PHASES):

@@ -49,8 +49,7 @@ def run(
     seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick:
-        require_pairs("boundary", num_pairs)
+    require_pairs("boundary", num_pairs, quick=quick)
     label = lab.LabLink.parse(link).label
     names = chosen("boundary", "model", models, MODELS)
     rows: list[Row] = []

@@ -108,8 +108,7 @@ def run(
     seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
     """
-    if not quick:
-        require_pairs("hosts", num_pairs)
+    require_pairs("hosts", num_pairs, quick=quick)
     names = chosen("hosts", "host", hosts, HOSTS)
     known = sorted({name for host in names for name in HOSTS[host].workloads})
     wanted = chosen("hosts", "workload", workloads, known)

@@ -66,8 +66,7 @@ def run(
         for phase in chosen("overlap", "phase", phases, PHASES)
         for labels in like_links(links)
     ]
-    if not quick:
-        require_pairs("overlap", num_pairs)
+    require_pairs("overlap", num_pairs, quick=quick)
     size = "tiny" if quick else "full"
     counts = {"num_pairs": 3 if quick else num_pairs, "num_rounds": 1 if quick else NUM_ROUNDS}
     rows: list[Row] = []

@@ -1,14 +1,14 @@
 """Cases: problems to plan, drawn from a seed or read from public data; for benches and training.
 
-    random_tree, random_dag, layered     work of a given number of ops, one unit of work on average
+    random_tree, random_dag, layered     work of a given number of ops, one unit each on average
     MACHINES                             2, 3 and 5 devices of unlike speed
-    case(work, slowness, ratio)          a problem whose mean transfer is `ratio` mean ops
+    case(work, slowness, ratio)          a problem whose mean transfer takes `ratio` mean ops
     draw_case(draw)                      any of these on any devices, for training
-    sst_trees, stg_optima                what a folder of data holds
-    problems_in                          what a folder of served runs holds
+    sst_trees, stg_optima                the graphs in a folder of data
+    problems_in                          the problems in a folder of served runs
 
 One unit of work takes `UNIT_S` on the fastest device, so that planning time can be compared with
-the time that is planned.
+the planned time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TRAINED_DEVICES = (2, 3, 4)
 
 
 def case(work: Work, slowness: Sequence[float], ratio: float | None = None) -> Problem:
-    """The work on devices of these speeds. A ratio scales all transfers to a mean of `ratio` mean
-    ops, over all devices; without one they stay as they are."""
+    """The work on devices of these speeds. A ratio scales all transfers so that the mean transfer
+    takes `ratio` mean ops, over all devices; without one they stay as they are."""
     if ratio is not None:
         mean_s = sum(work.seconds["cpu"]) / len(work.ops) * sum(slowness) / len(slowness)
         mean_edge = sum(item[2] for item in work.edges) / max(1, len(work.edges))
@@ -103,9 +103,10 @@ def draw_case(
     num_devices: Sequence[int] = TRAINED_DEVICES,
     ratio: float | None = None,
 ) -> Problem:
-    """A problem of 8 to 64 ops: of the trees, if there are any, or drawn; on 2 to 4 devices, equal
-    or up to five times slower than the fastest, in a third of all cases each good at other ops.
-    One in six, and all with a ratio of 0, are graphs on equal processors without transfers."""
+    """A problem of 8 to 64 ops: one of the trees, if there are any, or a drawn graph; on 2 to 4
+    devices, equal or up to five times slower than the fastest, in a third of all cases each better
+    at different ops. One in six, and all with a ratio of 0, are graphs on equal processors without
+    transfers."""
     number, num_ops = draw.randrange(10**9), draw.randint(8, 64)
     if ratio == 0 or (ratio is None and draw.random() < 1 / 6):
         work = draw.choice((random_dag, layered))(num_ops, number)
@@ -158,7 +159,7 @@ def scaled(problem: Problem, scale: float) -> Problem:
 
 
 def sst_trees(folder: Path, split: str = "dev") -> list[Tree]:
-    """The trees of a split of the Stanford Sentiment Treebank; none if it is not there."""
+    """The trees of a split of the Stanford Sentiment Treebank; none if the file is missing."""
     path = folder / "sst" / f"{split}.txt"
     return list(read_trees(read_text(path, PlacementError, "tree"))) if path.exists() else []
 

@@ -1,11 +1,11 @@
-"""The environment: placing one problem as a `gymnasium` game, one op a step.
+"""The environment: placing one problem as a `gymnasium` game, one op per step.
 
     observation   facts of the (candidate, device) pairs, and which of them may be chosen
     action        candidate * max_devices + device
-    reward        0, and at the end how much shorter the placement is than heft's, relatively
+    reward        0, and at the end how much shorter the placement is than heft's, as a share
 
 It is deterministic: `reset(seed=...)` draws the problem, and nothing in `step` looks at a clock.
-Pairs without room for the op are masked, as are those that are not there; an action that the mask
+Pairs without room for the op are masked, as are those that do not exist; an action that the mask
 forbids ends the game with the reward `FORBIDDEN`. It needs gymnasium: `torchweft[learn]`.
 """
 
@@ -68,8 +68,8 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
         given = (options or {}).get("problem")
         self.problem = given or self.draw(random.Random(int(self.np_random.integers(2**63))))
         if self.problem.num_devices > self.max_devices:
-            text = f"problem {self.problem.name!r} has {self.problem.num_devices} devices, the"
-            raise PlacementError(f"environment: {text} environment at most {self.max_devices}.")
+            text = f"problem {self.problem.name!r} has {self.problem.num_devices} devices"
+            raise PlacementError(f"environment: {text}; max_devices is {self.max_devices}.")
         self.heft_s = heft(self.problem).score_s
         self.rollout, self.room = Rollout(numbers_of([self.problem])), OpenDevices(self.problem)
         self.placement = None
@@ -78,7 +78,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
     def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Put an op on a device."""
         if self.problem is None or self.placement is not None:
-            raise PlacementError("environment: the game is over; reset it first.")
+            raise PlacementError("environment: the game is over; call reset() first.")
         at, device = divmod(int(action), self.max_devices)
         if not self.mask.any() or not self.mask[int(action)]:
             return self._look(), FORBIDDEN, True, False, {"why": "the mask forbids this pair"}
@@ -109,7 +109,7 @@ class PlacementEnv(gymnasium.Env[Observation, np.int64]):
         return {"facts": facts, "mask": self.mask.astype(np.int8)}
 
     def _look(self) -> Observation:
-        """What there is to choose from; the space has a place for every pair there could be."""
+        """The pairs to choose from; the space has an entry for every possible pair."""
         assert self.problem is not None, "there is a problem after a reset"
         blank, seen = self._blank(), self.rollout.look()
         allowed = (seen.mask & with_room(self.room, seen, self.problem.num_devices))[0]

@@ -28,11 +28,15 @@ def chosen(bench: str, kind: str, text: str, known: Iterable[str]) -> list[str]:
     return words(text) or choices
 
 
-def require_pairs(bench: str, num_pairs: int) -> None:
-    """Raise `WeftError` if there are too few pairs for a ratio that can be trusted."""
-    if num_pairs < MIN_PAIRS:
-        text = f"--pairs must be {MIN_PAIRS} or more; got {num_pairs}"
-        raise WeftError(f"bench {bench}: {text}.", rule="option")
+def require_pairs(bench: str, num_pairs: int, *, quick: bool | None = None) -> None:
+    """Raise `WeftError` if there are too few pairs for a ratio that can be trusted.
+
+    quick: a quick run may have any number of them; None if the bench has no such option.
+    """
+    if not quick and num_pairs < MIN_PAIRS:
+        cure = " To see that everything runs, use --quick." if quick is not None else ""
+        text = f"--pairs must be {MIN_PAIRS} or more; got {num_pairs}.{cure}"
+        raise WeftError(f"bench {bench}: {text}", rule="option")
 
 
 def like_links(text: str) -> list[list[str]]:
