@@ -411,7 +411,7 @@ def test_a_process_that_was_ended_leaves_what_it_wrote(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_record_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(CallsError, match="no record"):
+    with pytest.raises(CallsError, match="not a record"):
         load_calls(tmp_path / "a.json")
     with pytest.raises(CallsError, match="cannot be read"):
         load_calls(tmp_path / "b.json")
