@@ -36,8 +36,8 @@ class Turns:
 
     def served(self, job: Job) -> None:
         """A placed call was answered: its problem can be learned from."""
-        assert job.drawing is not None, "a placed call has a drawing"
-        self.learner.served(partial(self.placer.problem, job.drawing))
+        assert job.script.drawing is not None, "a placed call has a drawing"
+        self.learner.served(partial(self.placer.problem, job.script.drawing))
 
     def begin(self) -> None:
         """Before an input: wait for the turn under way."""

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.dynamic.local import load
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.placing import Placer, load
+from torchweft.dynamic.placing import Placer
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
 from torchweft.run.workers.executor import Job
@@ -61,9 +62,9 @@ class Runs:
 
     def simulate(self, placer: Placer) -> None:
         """What the prices of now say of the next runs of the input that ran last."""
-        assert self.job is not None and self.job.plan is not None, "it was placed"
+        assert self.job is not None, "it was placed"
         placer.executor.prices = self.prices
-        self.simulated_s.append(placer.simulate(self.job.plan, self.job).makespan_s)
+        self.simulated_s.append(placer.simulate(self.job.script).makespan_s)
         self.measured_s.append([])
 
     def run(self, dynamic: Dynamic, given: Sequence[Input], wanted: Sequence[Tensor]) -> float:
@@ -210,8 +211,8 @@ class ByNodes:
             loaded = load(recording, [made], range(recording.next))  # each op is a group
             self.placer.planner = self._planner(loaded.groups, tree, devices)
             dynamic.job = self.placer.executor.submit(self.placer.planned(loaded))
-            dynamic.job.wait()
-            return list(recording.store.values([made]))
+            dynamic.job.over.result()
+            return list(recording.store.values([(made.id, made.spec)]))
 
     def _planner(self, groups: Sequence[Group], tree: Tree, devices: Sequence[int]) -> Planner:
         """A planner that puts the ops of each node on the device that was chosen for it."""
