@@ -25,7 +25,7 @@ from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
-from torchweft.run.workers.drift import Drift
+from torchweft.run.driver.drift import Drift
 from torchweft_tools.bench.recovery import FrozenPlanner, intervals, policy_of, recovered, simulated
 from torchweft_tools.train.cases import case, draw_case, problems_in, random_tree
 

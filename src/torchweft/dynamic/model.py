@@ -26,11 +26,8 @@ from typing import Any, Self
 from torch import nn
 
 from torchweft.dynamic.baton import run_in_turns
-from torchweft.dynamic.feed import SLOTS, Feed
 from torchweft.dynamic.lazy import Lazy, real
-from torchweft.dynamic.learning import Turns
 from torchweft.dynamic.local import RemoteRows, Weights, flush_here, load, take
-from torchweft.dynamic.placing import Placer
 from torchweft.dynamic.recording import Recording
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
@@ -40,7 +37,10 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
-from torchweft.run.workers.executor import Executor, Job
+from torchweft.run.driver.executor import Executor, Job
+from torchweft.run.driver.feed import SLOTS, Feed
+from torchweft.run.driver.learning import Turns
+from torchweft.run.driver.placing import Placer
 from torchweft.run.workers.pool import Spot, WorkerPool
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map

@@ -30,13 +30,13 @@ from torch import Tensor
 
 from torchweft.dynamic.local import load
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.placing import Placer
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
-from torchweft.run.workers.executor import Job
+from torchweft.run.driver.executor import Job
+from torchweft.run.driver.placing import Placer
+from torchweft.run.driver.prices import Prices
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.pool import Spot
-from torchweft.run.workers.prices import Prices
 from torchweft_tools.bench.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.dynpartition import MAX_OPS, Bandit, train
 from torchweft_tools.bench.pairs import ratio

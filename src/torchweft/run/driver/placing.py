@@ -16,7 +16,7 @@ from torchweft.placement import Planner, Problem, as_plan, graph_problem, plan
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
-from torchweft.run.workers.executor import Executor, Job
+from torchweft.run.driver.executor import Executor, Job
 from torchweft.run.workers.graphing import HOME, Drawing, Load, draw
 from torchweft.run.workers.program import Script, write_script
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.trace import Span, Trace
+from torchweft.run.driver.prices import Prices
+from torchweft.run.driver.traffic import Traffic
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import Message
 from torchweft.run.workers.graphing import HOME, Load
 from torchweft.run.workers.pool import Mate, Spot, WorkerPool
-from torchweft.run.workers.prices import Prices
 from torchweft.run.workers.program import DevicePart, Script
 from torchweft.run.workers.recorded import RecordedPart
-from torchweft.run.workers.traffic import Traffic
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from torchweft.errors import PlacementError
-from torchweft.run.workers.executor import Executor, Job
+from torchweft.run.driver.executor import Executor, Job
 from torchweft.run.workers.program import Script
 from torchweft.run.workers.recorded import RecordedPart
 

@@ -31,8 +31,8 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.trace import Trace
+from torchweft.run.driver.drift import FOLLOW, FROM, Drift, forget
 from torchweft.run.workers.cell import Cell
-from torchweft.run.workers.drift import FOLLOW, FROM, Drift, forget
 from torchweft.run.workers.graphing import HOME, Drawing, body_of
 from torchweft.run.workers.pool import WorkerPool
 

@@ -16,10 +16,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from torchweft.dynamic.placing import Placer
 from torchweft.placement.learn.learner import Learner
 from torchweft.plan.trace import format_s
-from torchweft.run.workers.executor import Job
+from torchweft.run.driver.executor import Job
+from torchweft.run.driver.placing import Placer
 
 log = logging.getLogger("torchweft")
 
