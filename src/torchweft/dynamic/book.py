@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torchweft.private.core import pytree
 from torchweft.run.workers.cell import Cell, Spec, unpack_cell
 
 PLAIN = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, type(Ellipsis))
+Pause = Callable[[], AbstractContextManager[None]]
 
 
 class CellEntry:
@@ -38,31 +40,19 @@ class CellEntry:
         self.ops: list[int] = []
 
 
-@dataclass(frozen=True, eq=False)
-class Callee:
+class Callee(NamedTuple):
     """What is called, a module or a torch function: `call(weights, arguments, options)`.
 
-    learn: is told the entry of a call on lazy values alone; of a lookup, also the words' dtype.
+    lookup: it looks words up one by one, if it has so many arguments. learn: gets the entry of each
+    call on lazy values alone; of a lookup, also the words' dtype.
     """
 
     key: Any
     name: str
     call: Callable[..., Any]
     module: nn.Module | None = None
-    learn: Callable[[CellEntry, torch.dtype | None], None] = lambda entry, words: None
-
-    def words(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy | None:
-        """The words that a call looks up one by one, if that is all it does."""
-        if kwargs or not args or type(args[0]) is not Lazy or len(args[0].spec.shape) != 1:
-            return None
-        module = self.module
-        plain = (
-            isinstance(module, nn.Embedding)
-            and type(module).forward is nn.Embedding.forward
-            and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
-        )
-        lookup = self.key is functional.embedding and len(args) == 2
-        return args[0] if (plain or lookup) and len(args[0]) else None
+    lookup: int = 0
+    learn: Callable[[CellEntry, torch.dtype | None], None] | None = None
 
 
 class CellBook:
@@ -74,7 +64,20 @@ class CellBook:
         self.names = {id(weight): name for name, weight in weights.items()}
         self.entries: dict[Any, CellEntry | str] = {}
         self.reasons: Counter[str] = Counter()
+        self.functions: dict[Any, Callee] = {}
         self.numbers = count()  # of cells: their names are unique
+
+    def function(self, function: Any) -> Callee:
+        """A torch function as a callee."""
+        callee = self.functions.get(function)
+        if callee is None:
+            name = getattr(function, "__name__", "function")
+            lookup = 2 if function is functional.embedding else 0
+            callee = Callee(
+                function, name, lambda _, args, options: function(*args, **options), lookup=lookup
+            )
+            self.functions[function] = callee
+        return callee
 
     def replace(self, name: str, new: Tensor) -> None:
         """The model has another tensor for a weight; one of another kind needs other cells."""
@@ -90,13 +93,17 @@ class CellBook:
         assert isinstance(entry, CellEntry), "it is never refused"
         return entry
 
-    def entry(self, callee: Callee, pattern: Any, specs: Sequence[Spec]) -> CellEntry | None:
-        """The entry of a call, or None if it cannot be an op."""
+    def entry(
+        self, callee: Callee, pattern: Any, values: Sequence[Lazy], pause: Pause
+    ) -> CellEntry | None:
+        """The entry of a call on these values, or None if it cannot be an op. pause: nothing is
+        recorded inside."""
         key = callee.key, pattern, torch.is_autocast_enabled("cpu")
         entry = self.entries.get(key)
         if entry is None:
             try:
-                entry = self._trace(callee, pattern, specs)
+                with pause():
+                    entry = self._trace(callee, pattern, [value.spec for value in values])
             except CaptureError as error:
                 entry = f"{callee.name}: {str(error).partition(': ')[2]}"
             self.entries[key] = entry
@@ -118,7 +125,7 @@ class CellBook:
             leaves, tree = pytree.tree_flatten(callee.call(given, args, options))
             outer[:] = [tree]
             if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-                raise CaptureError("it gives something that is no tensor.")
+                raise CaptureError("it gives something else than tensors.")
             return leaves
 
         cell = trace(f"{_word(callee.name)}.{next(self.numbers)}", function, specs, shared)

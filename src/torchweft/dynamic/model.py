@@ -192,11 +192,12 @@ class Dynamic:
                 for each in given:
                     outputs.append(self.state.model.forward(*_arguments(recording, each)))
                 if recording.store is None and recording.used:
-                    job = feed.whole(take(recording, _lazies(outputs)), device, len(given))
+                    part = take(recording, _lazies(recording, outputs))
+                    job = feed.whole(part, device, len(given))
                     recording.store = RemoteRows(job, recording.next)
                     return feed.executor.submit(job), outputs
                 if recording.used or recording.packs:  # it ran already, in part
-                    self._flush(recording, _lazies(outputs))
+                    self._flush(recording, _lazies(recording, outputs))
                 return Job.ended(), outputs
         except WeftError as error:  # it is the answer to these; others are under way
             return Job.ended(error), [None] * len(given)
@@ -274,7 +275,7 @@ class Dynamic:
 
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
         if recording.used or recording.inputs or recording.apart or recording.packs:
-            self._flush(recording, _lazies(outputs), bundles)
+            self._flush(recording, _lazies(recording, outputs), bundles)
         leaves, tree = pytree.tree_flatten(outputs)
         mine = [
             number
@@ -306,8 +307,9 @@ class Dynamic:
         self.num_ops += sum(group.num_rows for group in groups)
 
 
-def _lazies(outputs: Any) -> list[Lazy]:
-    return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
+def _lazies(home: Recording, outputs: Any) -> list[Lazy]:
+    leaves = pytree.tree_leaves(outputs)
+    return [leaf for leaf in leaves if type(leaf) is Lazy and leaf.home is home]
 
 
 def _arguments(recording: Recording, given: Any) -> Any:

@@ -77,12 +77,11 @@ class Recording:
             packed = self._pack(args[0])
             if packed is not None:
                 return packed
-        name = getattr(func, "__name__", "function")
-        callee = Callee(func, name, lambda weights, given, options: func(*given, **options))
+        callee = self.book.function(func)
         made = self.call(callee, args, kwargs)
         if made is REFUSED:
             made = self.at_once(func, args, kwargs)
-        if name in _VIEWS:  # none of them may be changed in place now
+        if callee.name in _VIEWS:  # none of them may be changed in place now
             items = (*args, *made) if isinstance(made, (list, tuple)) else (*args, made)
             self.viewed.update(item.id for item in items if type(item) is Lazy)
         return made
@@ -194,17 +193,18 @@ class Recording:
     def call(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One op, or `REFUSED` if there is no cell for it; of a lookup one op for each word, so
         that one cell serves any number of them."""
-        words = callee.words(args, kwargs)
-        if words is not None and words.home is self:
-            word = self.rows(words, 1)[0], *args[1:]
-            entry, _ = self._entry(callee, word, kwargs)
-            if entry is not None:
-                callee.learn(entry, words.dtype)
-                return self.each(entry, words)
+        if callee.lookup and len(args) == callee.lookup and not kwargs:
+            words = args[0]
+            if type(words) is Lazy and words.home is self and words.ndim == 1 and len(words):
+                entry, _ = self._entry(callee, (self.rows(words, 1)[0], *args[1:]), kwargs)
+                if entry is not None:
+                    if callee.learn is not None:
+                        callee.learn(entry, words.dtype)
+                    return self.each(entry, words)
         entry, values = self._entry(callee, args, kwargs)
         if entry is None:
             return REFUSED
-        if not kwargs and all(type(arg) is Lazy for arg in args):
+        if callee.learn is not None and not kwargs and all(type(arg) is Lazy for arg in args):
             callee.learn(entry, None)
         made = self.add(entry, values)
         return entry.unflatten(made) if entry.unflatten is not None else made[0]
@@ -218,16 +218,20 @@ class Recording:
             pattern = self._pattern((args, kwargs), values)
         except _OddArgumentError:
             return None, values
-        with self._pause():
-            return self.book.entry(callee, pattern, [value.spec for value in values]), values
+        return self.book.entry(callee, pattern, values, self._pause), values
 
     def _pattern(self, item: Any, values: list[Lazy]) -> Any:
         """What stays of the arguments when tensors are taken out, as a key."""
         kind = type(item)
-        if kind is not Lazy and (name := self.book.names.get(id(item))) is not None:
-            return Weight, name
-        if kind is Lazy or isinstance(item, Tensor):
-            values.append(self._value(item))
+        if kind is Lazy:
+            if item.kind.home is not self:
+                item = self._value(item)
+            values.append(item)
+            return item.kind.spec
+        if isinstance(item, Tensor):
+            if (name := self.book.names.get(id(item))) is not None:
+                return Weight, name
+            values.append(self.input(item))
             return values[-1].spec
         if kind in (list, tuple):
             return kind, tuple([self._pattern(each, values) for each in item])

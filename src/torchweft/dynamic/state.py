@@ -135,7 +135,12 @@ class State:
                 return made
 
         key, name = (module, module.training), self.modules[module]
-        callee = Callee(key, name, call, module, partial(self._learn, module))
+        lookup = int(
+            isinstance(module, nn.Embedding)
+            and type(module).forward is nn.Embedding.forward
+            and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+        )
+        callee = Callee(key, name, call, module, lookup, partial(self._learn, module))
         made = recording.call(callee, args, kwargs)
         return _plain(module, args, kwargs) if made is REFUSED else made
 

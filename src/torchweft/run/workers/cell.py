@@ -37,12 +37,12 @@ KINDS = ("calls", "pack", "unpack")
 MAX_DIMS, MAX_DEPTH = 64, 8
 ROOM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of this box: nothing that says to be larger is made."""
-_DTYPES = {str(item): item for item in vars(torch).values() if isinstance(item, torch.dtype)}
-_LAYOUTS = {str(item): item for item in vars(torch).values() if isinstance(item, torch.layout)}
-_FORMATS = {
-    str(item): item for item in vars(torch).values() if isinstance(item, torch.memory_format)
+_CONSTANTS: dict[str, Any] = {
+    str(item): item
+    for item in vars(torch).values()
+    if isinstance(item, (torch.dtype, torch.layout, torch.memory_format))
 }
-_CONSTANTS: dict[str, Any] = {**_DTYPES, **_LAYOUTS, **_FORMATS}
+_DTYPES = {name: item for name, item in _CONSTANTS.items() if isinstance(item, torch.dtype)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class Cell:
 
     @cached_property
     def fresh(self) -> tuple[bool, ...]:
-        """Of each result, whether it has memory of its own and is no view of something else."""
+        """Of each result, whether it has memory of its own and is not a view of something else."""
         maker = {place: name for name, _, _, place in self.calls}
         return tuple([_makes_new(maker.get(place, "operator.getitem")) for place in self.outputs])
 
@@ -195,7 +195,7 @@ def _check_pack(cell: Cell) -> None:
     row = spec_of(one[0].shape[1:], one[0].dtype) if len(one) == 1 else None
     alike = row is not None and all(spec is row for spec in many)
     if not alike or one[0].shape[:1] != (len(many),) or cell.calls or cell.outputs or cell.weights:
-        raise CaptureError(f"cell: {cell.name} is no {cell.kind} of {len(many)} rows.")
+        raise CaptureError(f"cell: {cell.name} must be a {cell.kind} of {len(many)} rows alone.")
 
 
 def _check_call(where: str, call: Call, at: int, unread: range, given: set[int]) -> None:
@@ -203,12 +203,12 @@ def _check_call(where: str, call: Call, at: int, unread: range, given: set[int])
     add its place to `given` if it is a view of one."""
     name, args, options, place = call
     if not isinstance(name, str) or not isinstance(args, list) or not isinstance(options, dict):
-        raise CaptureError(f"{where}: {clip(call)} is no call.")
+        raise CaptureError(f"{where}: this cannot be a call: {clip(call)}.")
     schema = getattr(operator_of(name), "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     known = {argument.name for argument in arguments if not keyword.iskeyword(argument.name)}
     if odd := [option for option in options if option not in known]:
-        raise CaptureError(f"{where}: {clip(odd[0])} is no option of {name}.")
+        raise CaptureError(f"{where}: {name} has no option {clip(odd[0])}.")
     if type(place) is not int or place != at:
         raise CaptureError(f"{where}: {name} makes {clip(place)}, where {at} is next.")
     for each in _places([args, *options.values()]):
