@@ -191,8 +191,8 @@ class Recording:
     # What goes into the recording.
 
     def call(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One op, or `REFUSED` if there is no cell for it; of a lookup one op for each word, so
-        that one cell serves any number of them."""
+        """Record one op, or give `REFUSED` if it has no cell; of a lookup one op for each word,
+        so that one cell serves any number of them."""
         if callee.lookup and len(args) == callee.lookup and not kwargs:
             words = args[0]
             if type(words) is Lazy and words.home is self and words.ndim == 1 and len(words):

@@ -6,7 +6,7 @@ A call that was placed tells the learner its problem; when a turn is due it star
 its own once the answer is on its way, and the next input waits for its end: at most the learner's
 `limit_s` and the step under way. So no gradient is computed in the middle of an input. Before a
 turn, devices that nothing has run on are measured anew, so that one that recovered is used again. A
-turn that fails is told and counted; it never fails an input.
+turn that fails is logged and counted; it never fails an input.
 """
 
 from __future__ import annotations

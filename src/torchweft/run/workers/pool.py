@@ -7,8 +7,8 @@ A worker inherits one end of a pair of sockets, and is handed one for each other
 has a name or listens, so nobody can come in from outside, and nothing is left on disk.
 
 A worker that ends, or says nothing for `watchdog_s`, is lost: it is killed, so that it cannot come
-back half-way, every call that needs it is told, and the machine goes on without it. `join` brings
-a new worker in at any time.
+back half-way, calls that need it are planned anew, and the others go on. `join` brings a new worker
+in at any time.
 """
 
 from __future__ import annotations

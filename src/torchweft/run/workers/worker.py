@@ -133,7 +133,7 @@ class Worker:
             self.clocks[threading.get_ident()] = time.thread_time()
 
     def _handle(self, message: Message, tensors: Sequence[Tensor], known: Sequence[str]) -> None:
-        """Do what a message says; a failure is told to the driver."""
+        """Do what a message says; report a failure to the driver."""
         try:
             if (kind := message["kind"]) not in known:
                 raise CaptureError(f"message: {unknown('kind', kind, known)}")
