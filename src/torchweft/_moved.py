@@ -24,9 +24,10 @@ MOVED = {
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
-    "run.workers": "dynamic.cell dynamic.channel dynamic.drift dynamic.executor dynamic.graphing "
-    "dynamic.grouping dynamic.operators dynamic.pool dynamic.prices dynamic.program "
-    "dynamic.recorded dynamic.store dynamic.traffic dynamic.worker",
+    "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
+    "dynamic.operators dynamic.pool dynamic.program dynamic.recorded dynamic.store dynamic.worker",
+    "run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning dynamic.placing "
+    "dynamic.prices dynamic.traffic",
     "serve": "gate piece reporting session trials",
     "cli": "doctor subject",
 }

@@ -37,8 +37,7 @@ from torchweft.serve.reporting import Report, report_of
 from torchweft.serve.session import Session
 
 if TYPE_CHECKING:
-    from torchweft.dynamic.model import Dynamic
-    from torchweft.dynamic.reporting import DynamicReport
+    from torchweft.dynamic.model import Dynamic, DynamicReport
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")

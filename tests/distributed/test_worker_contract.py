@@ -21,7 +21,7 @@ from torchweft.errors import PlanError, RunError
 from torchweft.placement import placed
 from torchweft.plan.verify import verify
 from torchweft.run.workers.graphing import HOME
-from torchweft.run.workers.program import parts_of
+from torchweft.run.workers.program import write_script
 
 THREE = tuple(weft.Spot(name) for name in ("one", "two", "three"))
 
@@ -129,7 +129,8 @@ def test_lanes_of_a_device_are_those_of_the_plan(workers: Any, given: list[Tenso
     with torch.no_grad():
         workers.map(given)
     plan = workers.plan()
-    parts, inputs = parts_of(plan, workers.job.drawing, HOME)
+    script = write_script(plan, workers.job.script.drawing)
+    parts, inputs = script.parts, script.inputs
     assert set(inputs) <= set(parts) <= {"one", "two", "three"}
     for device, part in parts.items():
         mine = [step for step in plan.steps if plan.lane[step.lane].device == device]

@@ -120,11 +120,11 @@ def test_equal_structure_is_planned_once(calm: Calm, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placer.executor.prices, "saw", lambda *facts: None)  # prices stand still
     placer.planner = "heft"
     calm.dynamic.map(calm.inputs[:7])
-    hits, planned = placer.num_hits, len(placer.plans)
+    hits, planned = placer.num_hits, len(placer.scripts)
     for _ in range(2):
         calm.dynamic.map(calm.inputs[:7])
     assert placer.num_hits == hits + 2
-    assert len(placer.plans) == planned
+    assert len(placer.scripts) == planned
 
 
 def test_what_a_group_sends_to_a_device_is_one_message(calm: Calm) -> None:
@@ -137,28 +137,53 @@ def test_what_a_group_sends_to_a_device_is_one_message(calm: Calm) -> None:
     assert any(len(labels) == 2 for labels in sent.values()), "both states of a node"
 
 
+class Either(nn.Module):
+    """Computes two values and gives back one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        both = self.left(x), self.right(x)
+        return both[0] if left else both[1]
+
+
+def test_a_plan_is_not_served_to_a_call_that_wants_other_outputs() -> None:
+    model, x = Either().eval(), torch.ones(3)
+    with (
+        torch.no_grad(),
+        weft.dynamic(model, workers=TWO, planner="heft", watchdog_s=CALM_S) as dynamic,
+    ):
+        dynamic.placer.executor.prices.saw = lambda *facts: None  # prices stand still
+        wanted = [model.left(x), model.right(x)]
+        for left in (True, False, True):
+            assert torch.allclose(dynamic(x, left), wanted[not left], atol=1e-6)
+        assert (dynamic.report().num_planned, dynamic.report().num_hits) == (2, 1)
+
+
 def test_a_rehearsal_begins_sends_and_ends_as_workers_do(calm: Calm) -> None:
     dynamic, placer = calm.dynamic, calm.dynamic.placer
     placer.planner = one_by_one
     for _ in range(3):
         dynamic.map(calm.inputs)
-    prices, plan, job = placer.executor.prices, dynamic.plan(), dynamic.job
-    found = placer.simulate(plan, job)
-    assert found == placer.simulate(plan, job), "the same prices, the same trace"
+    prices, script = placer.executor.prices, dynamic.job.script
+    found = placer.simulate(script)
+    assert found == placer.simulate(script), "the same prices, the same trace"
     real = [span.label for span in dynamic.trace().spans]
     done = {s.label for s in found.spans if s.kind != "wait" and not s.lane.startswith("home.")}
     assert done == {*real, "answer"}, "and inputs, which come with the call"
     runs = [span for span in found.spans if span.kind == "run"]
     num = {name: sum(span.device == name for span in runs) for name in ("one", "two")}
-    first = next(step.lane for step in plan.steps if step.kind == "run")
+    first = next(step.lane for step in script.plan.steps if step.kind == "run")
     begins_s = prices.begins_s({name: num[name] for name in sorted(num, key=first.__ne__)})
     for span in runs:
         assert span.start_s >= begins_s.get(span.device, 0.0)
     prices.finish_s += 1.0
-    assert placer.simulate(plan, job).makespan_s == pytest.approx(found.makespan_s + 1.0)
+    assert placer.simulate(script).makespan_s == pytest.approx(found.makespan_s + 1.0)
     prices.finish_s -= 1.0
     before_s, prices.message_s["two"] = prices.message_s["two"], 1.0
-    late = placer.simulate(plan, job).makespan_s
+    late = placer.simulate(script).makespan_s
     prices.message_s["two"] = before_s
     assert late > found.makespan_s + 1.0, "each message holds its device up"
 
@@ -370,8 +395,8 @@ def test_prices_follow_a_worker_that_slows_down(calm: Calm) -> None:
     dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 1.0})
     assert all(prices.drift[key] > 3 * before[key] for key in cells)
     assert prices.epoch > epoch
-    table = prices.table()
-    assert table.seconds[cells[0]][0][1] > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
+    cell = next(c for c in dynamic.placer.executor.cells if c.name == cells[0][0])
+    assert prices.of(cell, 1, "one") > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
 
 
 def test_a_worker_that_nothing_runs_on_is_measured_again(calm: Calm) -> None:
@@ -432,7 +457,7 @@ def test_mistakes_of_workers_are_named() -> None:
         weft.Spot("one", cores=(9999,))
     with pytest.raises(MachineError, match="engine that authenticates"):
         weft.Spot("far", address="localhost:1234")
-    with pytest.raises(MachineError, match="no workers"):
+    with pytest.raises(MachineError, match="needs workers"):
         list(Dynamic(Two()).stream([torch.ones(8)]))
 
 

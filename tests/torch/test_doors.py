@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import torchweft as weft
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
-from torchweft.run.workers.cell import ROOM, Cell, spec_of
+from torchweft.run.workers.cell import ROOM, Cell, reading, spec_of
 from torchweft.run.workers.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
 from torchweft.run.workers.operators import operator_of
 from torchweft.run.workers.program import DevicePart
-from torchweft.run.workers.recorded import RecordedRun
-from torchweft.run.workers.store import RowStore
+from torchweft.run.workers.recorded import RecordedPart, RecordedRows
 
 ROW = [[2], "torch.float32"]
 CELL = {
-    "name": "x", "reads": [ROW], "makes": [ROW], "weights": ["w"], "kind": "calls", "flops": 0,
+    "name": "x", "reads": [ROW], "makes": [ROW], "weights": ["w"], "kind": "calls",
     "calls": [
         ["aten.mul.Tensor", [{"v": 0}, 2.0], {}, 2],
         ["aten.add.Tensor", [{"v": 1}, {"v": 2}], {"alpha": 1}, 3],
@@ -93,7 +92,6 @@ DAMAGE = {
     "no calls": field("calls", None),
     "a call too short": field("calls", [["aten.mul.Tensor"]]),
     "weights of numbers": field("weights", [1]),
-    "flops of words": field("flops", "many"),
 }
 
 
@@ -245,13 +243,13 @@ def cells() -> dict[str, Cell]:
 
 
 def test_a_part_of_plain_data_is_read(cells: dict[str, Cell]) -> None:
-    part = DevicePart.from_data(PART, torch.tensor([0, 1]), cells)
+    part = DevicePart.from_message(PART, [torch.tensor([0, 1])], cells)
     (task,) = part.tasks
     assert task.group.starts == (2,)
     assert (task.needs, task.sends) == (["v"], [("v", "home")])
-    data = json.loads(json.dumps(part.to_data()[0]))
-    again = DevicePart.from_data(data, part.to_data()[1][0], cells)
-    assert again.to_data()[0] == part.to_data()[0]
+    data, tensors = part.message
+    again = DevicePart.from_message(json.loads(json.dumps(data)), tensors, cells)
+    assert again.message[0] == data
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -261,13 +259,13 @@ def test_a_part_that_is_none_is_refused_before_rows_are_reserved(
     data = copy.deepcopy(PART)
     PARTS[name](data)
     with pytest.raises(CaptureError):
-        DevicePart.from_data(data, torch.tensor([0, 1]), cells)
+        DevicePart.from_message(data, [torch.tensor([0, 1])], cells)
 
 
 @pytest.mark.parametrize("rows", [torch.tensor([0, 9]), torch.tensor([-1, 0]), torch.ones(2)])
 def test_rows_that_are_not_there_are_refused(rows: Tensor, cells: dict[str, Cell]) -> None:
     with pytest.raises(CaptureError):
-        DevicePart.from_data(PART, rows, cells)
+        DevicePart.from_message(PART, [rows], cells)
 
 
 RECORDED = {
@@ -291,11 +289,13 @@ RECORDINGS = {
 
 
 def unfolded(data: Any, cells: dict[str, Cell], numbers: Tensor = NUMBERS) -> list[Tensor]:
-    found = RecordedRun(data, [numbers, torch.ones(2, 2)], cells, RowStore())
-    weights = cells["x"].functions[0]("cpu", torch.ones(2))
-    for group in found.groups:
-        found.store.run(group, lambda cell: weights)
-    return found.answers()
+    part = RecordedPart.from_message(data, [numbers, torch.ones(2, 2)], cells)
+    weights, rows = cells["x"].functions[0]("cpu", torch.ones(2)), RecordedRows()
+    with reading("recording"):
+        groups = rows.add(part)
+    for group in groups:
+        rows.store.run(group, lambda cell: weights)
+    return part.collect(rows)
 
 
 def test_a_recording_of_plain_data_is_run(cells: dict[str, Cell]) -> None:

@@ -134,9 +134,9 @@ def test_sentences_of_any_length_are_looked_up_by_one_cell_and_equal_words_once(
     model, inputs = cases()["binary tree"]
     dynamic = weft.dynamic(model)
     dynamic.map(inputs)
-    cells = {e.cell.name.partition(".")[0] for e in dynamic.state.entries.values()}
+    cells = {e.cell.name.partition(".")[0] for e in dynamic.state.book.entries.values()}
     assert cells == {"embedding", "leaf", "composer", "output"}
-    assert len(dynamic.state.entries) == 4
+    assert len(dynamic.state.book.entries) == 4
     dynamic.num_ops = 0
     dynamic.map([inputs[0], inputs[0]])
     leaves, nodes = len(inputs[0][1]), len(inputs[0][0].nodes())
@@ -492,7 +492,7 @@ def test_cell_is_plain_data() -> None:
     model, inputs = cases()["binary tree"]
     dynamic = weft.dynamic(model)
     dynamic.map(inputs)
-    entries = [each for each in dynamic.state.entries.values() if not isinstance(each, str)]
+    entries = [each for each in dynamic.state.book.entries.values() if not isinstance(each, str)]
     composer = next(each.cell for each in entries if each.cell.name.startswith("composer"))
     again = Cell.from_data(json.loads(json.dumps(composer.to_data())))
     weights = [model.get_parameter(name) for name in composer.weights]
@@ -524,5 +524,5 @@ def test_the_package_is_the_function_of_its_name() -> None:
 
     assert callable(weft.dynamic) and weft.dynamic.model is room
     assert isinstance(weft.dynamic(nn.Linear(2, 2)), room.Dynamic)
-    with pytest.raises(CaptureError, match=r"no nn\.Module"):
+    with pytest.raises(CaptureError, match=r"must be an nn\.Module"):
         weft.dynamic("model")

@@ -25,7 +25,7 @@ from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
-from torchweft.run.workers.drift import Drift
+from torchweft.run.driver.drift import Drift
 from torchweft_tools.bench.players.recovery import (
     FrozenPlanner,
     intervals,
@@ -152,7 +152,7 @@ def test_drift_follows_and_one_late_run_is_not_a_slow_device() -> None:
         drift.saw(("tree", "fast"), 2.0 / drift["tree", "fast"], 2e-3)
     assert drift["tree", "fast"] == pytest.approx(2.0, rel=0.05)
     assert drift.epoch > 0
-    drift.forget(["fast"])
+    drift.forget("fast")
     assert not drift and not drift.settled and not drift.spent_s and not drift.seen
 
 

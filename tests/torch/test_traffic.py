@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from torchweft.run.driver.traffic import Traffic
 from torchweft.run.workers.cell import Spec
 from torchweft.run.workers.program import Task
-from torchweft.run.workers.traffic import Traffic
 from torchweft_tools.bench.players.dynamic_placed import Runs
 
 ROW = Spec((2,), torch.float32)  # 8 bytes

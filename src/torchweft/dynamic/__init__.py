@@ -1,6 +1,6 @@
-"""Dynamic models: each input's own graph, recorded, batched, placed over devices and run.
+"""Dynamic models: each input's own graph, recorded, grouped, and run here or by `run/driver`.
 
-model --record--> Recording --group--> groups --place--> Plan --workers--> outputs, Trace
+model --record--> Recording --take--> RecordedPart --group--> groups --> outputs
 
 The package itself can be called: `weft.dynamic(model)` is `dynamic.model.Dynamic(model)`.
 """

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from torchweft.dynamic.state import State
 
-
-class _Turn(threading.Thread):
+class Turn(threading.Thread):
     """One function; it runs while it has the baton."""
 
     def __init__(
-        self, state: State, function: Callable[[], Any], back: threading.Semaphore
+        self, function: Callable[[], Any], back: threading.Semaphore, threads: set[int]
     ) -> None:
         super().__init__(name="weft turn", daemon=True)
-        self.state = state
-        self.function, self.back = function, back
+        self.function, self.back, self.threads = function, back, threads
         self.go = threading.Semaphore(0)
         self.result: Any = None
         self.error: BaseException | None = None
@@ -36,7 +32,7 @@ class _Turn(threading.Thread):
 
     def run(self) -> None:
         self.go.acquire()
-        self.state.threads.add(threading.get_ident())
+        self.threads.add(threading.get_ident())
         if torch.get_num_threads() != self.num_threads:  # asked first, or the setting is lost
             torch.set_num_threads(self.num_threads)
         try:
@@ -48,6 +44,11 @@ class _Turn(threading.Thread):
         self.over = True
         self.back.release()
 
+    def step(self) -> None:
+        """Give it the baton, and wait until it comes back."""
+        self.go.release()
+        self.back.acquire()
+
     def pause(self) -> None:
         """Hand the baton back, and wait until it comes again."""
         self.back.release()
@@ -56,40 +57,29 @@ class _Turn(threading.Thread):
             raise _StopError
 
 
-def run_in_turns(state: State, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of all functions; raises the first error, after all others have stopped."""
+def run_in_turns(
+    functions: Sequence[Callable[[], Any]], threads: set[int], flush: Callable[[], None]
+) -> list[Any]:
+    """The results of all functions; raises the first error, after all others have stopped.
+
+    threads: is given the idents of their threads. flush: runs what all of them wait for.
+    """
     back = threading.Semaphore(0)
-    turns = [_Turn(state, function, back) for function in functions]
-    flush, recording = state.flush, state.recording
-    assert recording is not None, "turns are taken inside a recording"
-
-    def wait_for_all(_: Any) -> None:
-        turn = threading.current_thread()
-        assert isinstance(turn, _Turn), "only turns need numbers here"
-        turn.pause()
-
+    turns = [Turn(function, back, threads) for function in functions]
     for turn in turns:
         turn.start()
-    waiting, failed = list(turns), False
-    try:
-        while waiting:
-            state.flush = wait_for_all
-            for turn in waiting:
-                turn.go.release()
-                back.acquire()
-            failed = failed or any(turn.error is not None for turn in waiting)
-            waiting = [turn for turn in waiting if not turn.over]
-            state.flush = flush
-            if failed:
-                for turn in waiting:
-                    turn.stopped = True
-                    turn.go.release()
-                    back.acquire()
-                break
-            if waiting:
-                flush(recording)
-    finally:
-        state.flush = flush
+    waiting = turns
+    while waiting:
+        for turn in waiting:
+            turn.step()
+        waiting = [turn for turn in waiting if not turn.over]
+        if any(turn.error is not None for turn in turns):
+            break
+        if waiting:
+            flush()
+    for turn in waiting:
+        turn.stopped = True
+        turn.step()
     for turn in turns:
         if turn.error is not None and not isinstance(turn.error, _StopError):
             raise turn.error

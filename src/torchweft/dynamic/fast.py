@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from torchweft.dynamic.book import CellEntry
 from torchweft.dynamic.lazy import Lazy
 from torchweft.source import Source
 
@@ -59,8 +61,10 @@ class Fast:
         self.table.clear()
         object.__setattr__(self.module, "__class__", self.worn if recording else self.own)
 
-    def learn(self, entry: Any) -> None:
-        """Let calls of an entry go the fast way, if they can."""
+    def learn(self, entry: CellEntry, words: torch.dtype | None = None) -> None:
+        """Let calls of an entry go the fast way, if they can; words: lookups of this dtype, too."""
+        if words is not None:
+            self.lookups[words, self.module.training] = entry
         makes = entry.cell.makes
         flat = entry.unflatten is None or (entry.unflatten is tuple and len(makes) == 2)
         if flat and len(makes) <= 2 and len(entry.cell.reads) == self.num_args:
@@ -71,7 +75,7 @@ class Fast:
         if options or len(args) != self.num_args or any(type(arg) is not Lazy for arg in args):
             return self.slow(*args, **options)
         home, training = args[0].home, self.module.training
-        if home is not home.state.recording or any(arg.home is not home for arg in args):
+        if not home.open or any(arg.home is not home for arg in args):
             return self.slow(*args)
         entry = self.entries.get((*[arg.spec for arg in args], training))
         if entry is not None:

@@ -51,16 +51,17 @@ def ordered(graph: fx.Graph) -> list[fx.Node]:
     missing = {node: len(node.all_input_nodes) for node in needed}
     ready = [(number[node], node) for node in needed if not missing[node]]
     heapq.heapify(ready)
-    found = []
+    calls = []
     while ready:
         node = heapq.heappop(ready)[1]
-        found.append(node)
+        if node.op != "placeholder":
+            calls.append(node)
         for user in node.users:
             if user in missing:
                 missing[user] -= 1
                 if not missing[user]:
                     heapq.heappush(ready, (number[user], user))
-    return [node for node in found if node.op != "placeholder"]
+    return calls
 
 
 def is_linear(node: Any) -> bool:

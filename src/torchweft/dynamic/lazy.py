@@ -69,7 +69,7 @@ class Lazy:
     @property
     def device(self) -> torch.device:
         """Where the caller's tensors are."""
-        return self.home.state.device
+        return self.home.device
 
     @property
     def ndim(self) -> int:
@@ -111,18 +111,18 @@ class Lazy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__array__", "__dlpack__"):
             raise AttributeError(name)
-        found = getattr(Tensor, name)
-        if callable(found):
-            return partial(self._method, name, found)
+        attribute = getattr(Tensor, name)
+        if callable(attribute):
+            return partial(self._method, name, attribute)
         plain = getattr(torch.empty(self.spec.shape, dtype=self.dtype, device="meta"), name, None)
         if isinstance(plain, (Tensor, type(None))) and name != "grad":
-            return self.home.function(found.__get__, (self,), {})
+            return self.home.function(attribute.__get__, (self,), {})
         return plain
 
-    def _method(self, name: str, found: Any, *args: Any, **kwargs: Any) -> Any:
+    def _method(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
         if name.endswith("_") and not name.endswith("__"):
             return self.home.change(self, name, args, kwargs)
-        return self.home.function(found, (self, *args), kwargs)
+        return self.home.function(method, (self, *args), kwargs)
 
     def __repr__(self) -> str:
         return f"Lazy({self.spec}, {self.id})"
@@ -133,13 +133,18 @@ class Lazy:
 
 def lazies(numbers: Sequence[int], kind: Kind) -> list[Lazy]:
     """Values of one kind; without calls of `__init__`, which would take half of the time."""
-    found = []
+    made = []
     for number in numbers:
         lazy = object.__new__(Lazy)
         lazy.id = number
         lazy.kind = kind
-        found.append(lazy)
-    return found
+        made.append(lazy)
+    return made
+
+
+def real(item: Any) -> Any:
+    """`item` itself, or the tensor behind it if it is lazy."""
+    return item.home.real(item) if type(item) is Lazy else item
 
 
 def _home(args: Any, kwargs: dict[str, Any]) -> Recording:

@@ -1,12 +1,9 @@
-"""Running a recording here: on the caller's device, group by group.
-
-flush:   inputs into the store  ->  groups of what is pending  ->  run one after another
-"""
+"""What a recording asks for: taken out of it as data, and run here, group by group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,154 +11,79 @@ from torch import Tensor
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import Recording
 from torchweft.errors import CaptureError
+from torchweft.run.driver.executor import Job
 from torchweft.run.workers.cell import Cell, Spec, spec_of
-from torchweft.run.workers.grouping import (
-    Given,
-    Group,
-    Layout,
-    Ops,
-    PendingOps,
-    group,
-    numbers_of,
-    packs_needed,
-    place_inputs,
-    read_of,
-)
-from torchweft.run.workers.recorded import RecordedPart
-from torchweft.run.workers.store import RowStore
-
-if TYPE_CHECKING:
-    from torchweft.dynamic.state import State
-
-
-class LocalRows:
-    """What a recording holds of its results: the layout, and the store here."""
-
-    def __init__(self, device: torch.device, *, grad: bool) -> None:
-        self.layout = Layout()
-        self.store = RowStore(device, grad=grad)
-        self.first_away, self.brought = 1 << 62, frozenset[int]()
-        self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
-
-    def stay(self, first: int, brought: Iterable[int]) -> None:
-        """Values from this number on stay on the workers, except those that were brought."""
-        self.first_away, self.brought = first, frozenset(brought)
-
-    @property
-    def num_values(self) -> int:
-        """Values below this number are computed."""
-        return self.layout.num_values
-
-    def value(self, number: int, spec: Spec) -> Tensor:
-        """The tensor of a value."""
-        if number >= self.first_away and number not in self.brought:
-            raise away(spec)
-        found, rows = self.place(number, spec)
-        if found is spec:
-            made = self.store.rows[spec][int(rows)]
-            owner = self.owner.setdefault((spec, int(rows)), number)
-            return made if owner == number else made.clone()  # equal values share a row
-        return self.store.rows[found].index_select(0, rows)
-
-    def values(self, wanted: Sequence[Lazy]) -> list[Tensor]:
-        """The tensors of many values: packs of one spec in one gather."""
-        packs: dict[Spec, list[int]] = {}
-        for lazy in wanted:
-            if lazy.id in self.layout.packs:
-                packs.setdefault(self.layout.packs[lazy.id][0], []).append(lazy.id)
-        found: dict[int, Tensor] = {}
-        for spec, numbers in packs.items():
-            lists = [self.layout.packs[number][1] for number in numbers]
-            rows = self.layout.row_of[numbers_of([value for each in lists for value in each])]
-            made = self.store.rows[spec].index_select(0, rows)
-            found.update(
-                zip(numbers, torch.split(made, [len(each) for each in lists]), strict=True)
-            )
-        return [
-            found[lazy.id] if lazy.id in found else self.value(lazy.id, lazy.spec)
-            for lazy in wanted
-        ]
-
-    def place(self, number: int, spec: Spec) -> tuple[Spec, Tensor]:
-        """The rows of a value, and their spec: its own row, or those a pack consists of."""
-        rows = self.layout.rows_of(number)
-        if isinstance(rows, int):
-            return spec, torch.tensor(rows)
-        return spec_of(spec.shape[1:], spec.dtype), rows
-
-
-class RemoteRows:
-    """What a recording holds of results of a job that ran elsewhere: the values it wanted."""
-
-    def __init__(self, job: Any, num_values: int) -> None:
-        self.job, self.num_values = job, num_values
-
-    def value(self, number: int, spec: Spec) -> Tensor:
-        """The tensor of a value, when the job is over."""
-        self.job.wait()
-        if number not in self.job.values:
-            raise away(spec)
-        found: Tensor = self.job.values[number]
-        return found
-
-
-def away(spec: Spec) -> CaptureError:
-    """The error for a value that stayed where it was computed."""
-    return CaptureError(
-        f"kept: a value of {spec} was kept by your code and not among the outputs of its call, so "
-        "it stayed on a worker. Return it, or run the model without workers."
-    )
+from torchweft.run.workers.graphing import Load
+from torchweft.run.workers.grouping import Block, Given, Group, Ops, numbers_of, read_by_ops
+from torchweft.run.workers.recorded import RecordedPart, RecordedRows, away
 
 
 class Weights:
     """What cells make of weights alone, computed once while the weights stay the same."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        self.weights, self.device = weights, device
         self.known: dict[Cell, tuple[Any, Sequence[Any]]] = {}
 
+    @property
+    def grad(self) -> bool:
+        """Whether gradients of them are wanted now."""
+        return torch.is_grad_enabled() and any(w.requires_grad for w in self.weights.values())
+
     def __call__(self, cell: Cell) -> Sequence[Any]:
-        weights = [self.state.weights[name] for name in cell.weights]
+        weights = [self.weights[name] for name in cell.weights]
         prepare = cell.functions[0]
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            return prepare(self.state.device, *weights)  # type: ignore[no-any-return]
+            return prepare(self.device, *weights)  # type: ignore[no-any-return]
         now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
-        found = self.known.get(cell)
-        if found is None or found[0] != now:
+        if cell not in self.known or self.known[cell][0] != now:
             with torch.no_grad():
-                found = now, prepare(self.state.device, *weights)
-            self.known[cell] = found
-        return found[1]
+                self.known[cell] = now, prepare(self.device, *weights)
+        return self.known[cell][1]
 
 
-def take(recording: Recording, layout: Layout) -> list[PendingOps]:
-    """The pending ops of a recording, ready to be grouped; they are pending no more."""
-    layout.grow(recording.next)
-    return [ops.pending for ops in taken(recording, layout)]
+class RemoteRows:
+    """The values of a recording that ran elsewhere, as one job: those that were wanted."""
+
+    def __init__(self, job: Job, num_values: int) -> None:
+        self.job, self.num_values = job, num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value, when the job is over."""
+        self.job.over.result()
+        if number not in self.job.values:
+            raise away(spec)
+        return self.job.values[number]
 
 
-def taken(recording: Recording, layout: Layout) -> list[Ops]:
-    """The pending ops of a recording, and its packs in the layout; they are pending no more."""
-    found = []
+def take(recording: Recording, wanted: Iterable[Lazy] = ()) -> RecordedPart:
+    """Everything that is pending in a recording, with these values wanted; it is pending no more.
+
+    Raises `CaptureError` if an input was changed in place behind the call that uses it.
+    """
+    ops = []
     for entry in recording.used:
-        found.append(Ops(entry.cell, numbers_of(entry.ops)))
+        ops.append(Ops(entry.cell, numbers_of(entry.ops)))
         entry.ops.clear()
     recording.used.clear()
-    layout.packs.update(recording.packs)
-    recording.packs.clear()
-    return found
+    packs, recording.packs = recording.packs, {}
+    values: dict[Spec, list[int]] = {}
+    for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
+        if number not in recording.given:
+            spec = packs[number][0] if number in packs else spec
+            values.setdefault(spec, []).append(number)
+    return RecordedPart(recording.next, ops, packs, _inputs(recording, ops, packs), values)
 
 
-def inputs_in(
-    recording: Recording, layout: Layout, pending: Sequence[Ops | PendingOps]
-) -> list[Given]:
-    """The pending inputs, with rows of those that were taken apart; they are pending no more.
-
-    Raises `CaptureError` if one was changed in place behind the call that uses it.
-    """
+def _inputs(recording: Recording, ops: Sequence[Ops], packs: Mapping[int, Any]) -> list[Given]:
+    """The pending inputs, with rows of those that were taken apart."""
     whole, apart = dict(recording.inputs), recording.apart
     specs = {number: spec_of(given.shape, given.dtype) for number, (_, given, _) in apart.items()}
-    for number in read_of(specs, layout, pending):  # as a whole, too
+    read, kinds = set(read_by_ops(specs, recording.next, ops)), set(specs.values())
+    for spec, numbers in packs.values():
+        if spec in kinds:
+            read |= specs.keys() & numbers
+    for number in read:  # as a whole, too
         whole[number] = apart[number][1:]
     rows = [each for each in apart.values() if each[0] >= 0]
     for tensor, version in (*whole.values(), *(each[1:] for each in rows)):
@@ -182,39 +104,49 @@ def inputs_in(
     ]
 
 
-def take_all(recording: Recording, wanted: Sequence[Lazy]) -> RecordedPart:
-    """Everything that a recording asks for; it must not have run anything before."""
-    assert recording.store is None, "what ran before is not in it"
-    layout = Layout()
-    layout.num_values = recording.next
-    ops = taken(recording, layout)
-    inputs = inputs_in(recording, layout, ops)
-    packs = {number: layout.packs[number] for number in packs_needed(layout, ops)}
-    values: dict[Spec, list[int]] = {}
-    for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
-        if number in recording.given:
-            continue
-        if number in layout.packs:
-            spec, _ = packs[number] = layout.packs[number]
-        values.setdefault(spec, []).append(number)
-    return RecordedPart(recording.next, ops, packs, inputs, values)
-
-
-def flush_here(recording: Recording, prepared: Weights) -> list[Group]:
-    """Run what is pending, in this process."""
-    state = recording.state
+def rows_of(recording: Recording, *, grad: bool) -> RecordedRows:
+    """Where the rows of a recording are, here."""
     if recording.store is None:
-        grad = torch.is_grad_enabled() and any(w.requires_grad for w in state.weights.values())
-        recording.store = LocalRows(state.device, grad=grad)
-    held: LocalRows = recording.store
-    pending = take(recording, held.layout)
-    inputs = place_inputs(held.layout, inputs_in(recording, held.layout, pending))
-    groups = group(held.layout, pending)
-    held.store.reserve(held.layout.num_rows)
-    with torch.autocast(state.device.type, enabled=False):
-        for spec, start, rows in inputs:
-            held.store.write(spec, start, rows)
-        ready = {cell: prepared(cell) for cell in dict.fromkeys(each.cell for each in groups)}
+        recording.store = RecordedRows(recording.device, grad=grad)
+    rows: RecordedRows = recording.store
+    return rows
+
+
+def flush_here(recording: Recording, weights: Weights) -> list[Group]:
+    """Run what is pending, in this process."""
+    rows = rows_of(recording, grad=weights.grad)
+    with torch.autocast(weights.device.type, enabled=False):
+        groups = rows.add(take(recording))
+        ready = {cell: weights(cell) for cell in dict.fromkeys(each.cell for each in groups)}
         for each in groups:
-            held.store.run(each, ready.__getitem__)
+            rows.store.run(each, ready.__getitem__)
     return groups
+
+
+def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[int] = ()) -> Load:
+    """Take what is pending, to be placed; `wanted` None: the caller may ask for anything later."""
+    rows = rows_of(recording, grad=False)
+    first = rows.num_values
+    groups = rows.add(take(recording), bundles)
+    made: dict[Spec, list[Tensor]] = {}
+    for each in groups:
+        for spec, start, count in each.results:
+            made.setdefault(spec, []).append(torch.arange(start, start + count))
+    outputs, num_rows = {spec: torch.cat(each) for spec, each in made.items()}, rows.layout.num_rows
+    inputs: dict[str, Block] = {}  # of specs that are read: given now, or made by earlier flushes
+    for spec in dict.fromkeys(spec for each in groups for spec in each.cell.reads):
+        if count := num_rows[spec] - len(outputs.get(spec, ())):
+            inputs[f"in{len(inputs)}"] = spec, 0, count
+    if wanted is not None:
+        rows.stay(first, {lazy.id for lazy in wanted})
+        asked: dict[Spec, list[Tensor]] = {}
+        for lazy in wanted:
+            spec = rows.layout.packs.get(lazy.id, (lazy.spec,))[0]
+            asked.setdefault(spec, []).append(rows.layout.rows_of(lazy.id).reshape(-1))
+        unique = {spec: torch.unique(torch.cat(each)) for spec, each in asked.items()}
+        outputs = {
+            spec: each[torch.isin(each, outputs[spec])]
+            for spec, each in unique.items()
+            if spec in outputs
+        }
+    return Load(groups, inputs, outputs, dict(num_rows), rows.store)

@@ -23,17 +23,12 @@ from functools import partial
 from itertools import islice
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from torchweft.dynamic.baton import run_in_turns
-from torchweft.dynamic.feed import SLOTS, Feed
-from torchweft.dynamic.lazy import Lazy
-from torchweft.dynamic.learning import Turns
-from torchweft.dynamic.local import RemoteRows, Weights, flush_here, take_all
-from torchweft.dynamic.placing import Placer, load
+from torchweft.dynamic.lazy import Lazy, real
+from torchweft.dynamic.local import RemoteRows, Weights, flush_here, load, take
 from torchweft.dynamic.recording import Recording
-from torchweft.dynamic.reporting import DynamicReport
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
@@ -42,14 +37,14 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
-from torchweft.run.workers.executor import Executor, Job
+from torchweft.run.driver.executor import Executor, Job
+from torchweft.run.driver.feed import SLOTS, Feed
+from torchweft.run.driver.learning import Turns
+from torchweft.run.driver.placing import Placer
 from torchweft.run.workers.pool import Spot, WorkerPool
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there
-
-
-Asked = tuple[Job | None, list[Any], WeftError | None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,38 @@ class Answer:
     error: WeftError | None
     devices: tuple[str, ...]
     latency_s: float
+
+
+@dataclass(frozen=True)
+class DynamicReport:
+    """What became of a dynamic model. `str(report)` is the readable form.
+
+    lost: why each worker that is gone is. reasons: what ran at once, unrecorded, and how often.
+    learning: what a planner that learns has learned from; "" if it does not.
+    """
+
+    num_ops: int
+    num_groups: int
+    workers: tuple[str, ...]
+    lost: tuple[str, ...]
+    num_planned: int
+    num_hits: int
+    num_replanned: int
+    reasons: tuple[tuple[str, int], ...]
+    learning: str
+
+    def __str__(self) -> str:
+        lines = [f"dynamic: {self.num_ops} ops ran in {self.num_groups} groups"]
+        lines += [f"  worker {label}" for label in self.workers]
+        lines += [f"  lost: {reason}" for reason in self.lost]
+        if self.workers or self.lost:
+            again = f"{self.num_hits} calls by a plan from the cache"
+            anew = f"{self.num_replanned} planned anew for a lost worker"
+            lines.append(f"  plans: {self.num_planned} made, {again}, {anew}")
+        if self.learning:
+            lines.append(f"  {self.learning}")
+        lines += [f"  ran at once, {count} x: {reason}" for reason, count in self.reasons]
+        return "\n".join(lines)
 
 
 class Dynamic:
@@ -76,17 +103,17 @@ class Dynamic:
         watchdog_s: float = 10.0,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise CaptureError(f"dynamic: {clip(model)} is no nn.Module.")
-        self.state = State(model, tuple(inline))
-        self.weights = Weights(self.state)
+            raise CaptureError(f"dynamic: the model must be an nn.Module; got {clip(model)}.")
+        self.state = State(model, tuple(inline), self._flush)
+        self.weights = Weights(self.state.book.weights, self.state.device)
         self.num_groups = self.num_ops = 0
-        self.state.flush = self._flush
-        self.pool = WorkerPool(workers, watchdog_s=watchdog_s) if workers else None
+        self.pool: WorkerPool | None = None
         self.placer: Placer | None = None
         self.feed: Feed | None = None
-        if self.pool is not None:
-            executor = Executor(self.pool, self.state.weights)
+        if workers:
+            executor = Executor(workers, self.weights.weights, watchdog_s=watchdog_s)
             self.placer, self.feed = Placer(executor, planner, deadline_s), Feed(executor)
+            self.pool = executor.pool
         self.turns: Turns | None = None
         if self.placer is not None and isinstance(planner, Learner):
             self.turns = Turns(planner, self.placer)
@@ -111,7 +138,8 @@ class Dynamic:
             given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
-                outputs = run_in_turns(self.state, [partial(forward, *args) for args in given])
+                turns = [partial(forward, *args) for args in given]
+                outputs = run_in_turns(turns, recording.threads, partial(self._flush, recording))
             else:
                 outputs = []
                 for args in given:
@@ -133,10 +161,10 @@ class Dynamic:
         _, pool = self._workers()
         feed = self.feed
         assert feed is not None, "there are workers"
-        asked: deque[Asked] = deque()
+        asked: deque[tuple[Job, list[Any]]] = deque()  # jobs, and the outputs of their inputs
         source, num_left = iter(inputs), len(inputs) if isinstance(inputs, Sized) else None
         while True:
-            jobs = [job for job, *_ in asked if job is not None and not job.over.is_set()]
+            jobs = [job for job, _ in asked if not job.over.done()]
             device, size = ("", 1) if num_left == 0 else feed.turn(num_left, batch)
             if not size and jobs:
                 feed.wait(jobs, len(jobs) - 1)
@@ -147,54 +175,46 @@ class Dynamic:
             num_left = None if num_left is None else max(0, num_left - len(given))
             limit = window or SLOTS * len(pool.names) or 1
             asked.append(self._start(feed, device, given))
-            feed.wait([job for job, *_ in asked if job is not None], limit - 1)
+            feed.wait([job for job, _ in asked], limit - 1)
             # A slow worker's answer is waited for only if too many others would have to wait.
-            while asked and (_over(asked[0][0]) or len(asked) > KEPT * limit):
-                yield from self._finish(feed, *asked.popleft())
+            while asked and (asked[0][0].over.done() or len(asked) > KEPT * limit):
+                yield from self._finish(*asked.popleft())
         while asked:
-            yield from self._finish(feed, *asked.popleft())
+            yield from self._finish(*asked.popleft())
 
-    def _start(self, feed: Feed, device: str, given: list[Any]) -> Asked:
-        """A job of these inputs; none if they ran while they were recorded, or failed then."""
+    def _start(self, feed: Feed, device: str, given: list[Any]) -> tuple[Job, list[Any]]:
+        """A job of these inputs; it is over if they ran while they were recorded, or failed."""
         if self.turns is not None:
             self.turns.begin()
+        outputs: list[Any] = []
         try:
-            return *self._ask(feed, device, given), None
+            with self.state.record() as recording:
+                for each in given:
+                    outputs.append(self.state.model.forward(*_arguments(recording, each)))
+                if recording.store is None and recording.used:
+                    part = take(recording, _lazies(recording, outputs))
+                    job = feed.whole(part, device, len(given))
+                    recording.store = RemoteRows(job, recording.next)
+                    return feed.executor.submit(job), outputs
+                if recording.used or recording.packs:  # it ran already, in part
+                    self._flush(recording, _lazies(recording, outputs))
+                return Job.ended(), outputs
         except WeftError as error:  # it is the answer to these; others are under way
-            return None, [None] * len(given), error
+            return Job.ended(error), [None] * len(given)
 
-    def _ask(self, feed: Feed, device: str, given: list[Any]) -> tuple[Job | None, list[Any]]:
-        with self.state.record() as recording:
-            outputs = []
-            for each in given:
-                outputs.append(self.state.model.forward(*_arguments(recording, each)))
-            if recording.store is not None or not recording.used:  # it ran already, in part
-                if recording.used or recording.packs:
-                    self._flush(recording, _lazies(outputs))
-                return None, outputs
-            job = feed.whole(take_all(recording, _lazies(outputs)), device, len(given))
-            recording.store = RemoteRows(job, recording.next)
-            return feed.executor.submit(job), outputs
-
-    def _finish(
-        self, feed: Feed, job: Job | None, outputs: list[Any], error: WeftError | None
-    ) -> Iterator[Answer]:
-        devices: tuple[str, ...] = ()
-        latency_s = 0.0
-        if job is not None:
-            feed.wait([job], 0)
+    def _finish(self, job: Job, outputs: list[Any]) -> Iterator[Answer]:
+        error = job.over.exception()
+        assert error is None or isinstance(error, WeftError), "a job fails with our errors"
+        if job.tries:  # it was sent
             self.job = job
-            error, devices = job.error, tuple(job.parts)
-            latency_s = job.ended_s - job.began_s
         for each in outputs:
-            found = None if error else pytree.tree_map(self.state.real, each)
-            yield Answer(found, error, devices, latency_s)
+            made = None if error else pytree.tree_map(real, each)
+            yield Answer(made, error, tuple(job.script.parts), job.ended_s - job.began_s)
 
     def join(self, spot: Spot) -> None:
         """Bring in a new worker: it is measured, and takes part from the next plan on."""
-        placer, pool = self._workers()
-        pool.join(spot)
-        placer.executor.welcome(spot.name)
+        placer, _ = self._workers()
+        placer.executor.join(spot)
 
     @contextmanager
     def _between_turns(self) -> Iterator[None]:
@@ -208,9 +228,9 @@ class Dynamic:
 
     def plan(self) -> Plan:
         """The plan of the last call that was placed."""
-        if self.job is None or self.job.plan is None:
+        if self.job is None or self.job.script.plan is None:
             raise WeftError("plan: no call has been placed by a planner yet.", rule="plan")
-        return self.job.plan
+        return self.job.script.plan
 
     def trace(self) -> Trace:
         """What happened in the last call on the workers."""
@@ -222,8 +242,8 @@ class Dynamic:
         """The last call that was placed, as data that a policy can be fine-tuned on."""
         self.plan()  # or its error
         placer, _ = self._workers()
-        assert self.job is not None and self.job.drawing is not None, "a plan has a drawing"
-        return placer.served(self.job.drawing, self.job.trace())
+        assert self.job is not None and self.job.script.drawing is not None, "it has a plan"
+        return placer.served(self.job.script.drawing, self.job.trace())
 
     def report(self) -> DynamicReport:
         """What became of the calls so far; `weft.report(model)` gives the same."""
@@ -236,17 +256,17 @@ class Dynamic:
             num_planned=placer.num_planned if placer else 0,
             num_hits=placer.num_hits if placer else 0,
             num_replanned=placer.executor.num_replanned if placer else 0,
-            reasons=tuple(self.state.reasons.most_common()),
+            reasons=tuple(self.state.book.reasons.most_common()),
             learning=str(self.turns or ""),
         )
 
     def _workers(self) -> tuple[Placer, WorkerPool]:
         if self.placer is None or self.pool is None:
-            raise MachineError("dynamic: there are no workers; give workers=[Spot(...), ...].")
+            raise MachineError("dynamic: this needs workers; give workers=[Spot(...), ...].")
         return self.placer, self.pool
 
     def close(self) -> None:
-        """Give the model's modules back as they were, and send the workers home."""
+        """Give the model's modules back as they were, and stop the workers."""
         self.state.close()
         if self.turns is not None:
             self.turns.close()
@@ -255,7 +275,7 @@ class Dynamic:
 
     def _real(self, recording: Recording, outputs: Any, bundles: Sequence[int] = ()) -> Any:
         if recording.used or recording.inputs or recording.apart or recording.packs:
-            self._flush(recording, _lazies(outputs), bundles)
+            self._flush(recording, _lazies(recording, outputs), bundles)
         leaves, tree = pytree.tree_flatten(outputs)
         mine = [
             number
@@ -263,10 +283,10 @@ class Dynamic:
             if type(leaf) is Lazy and leaf.home is recording and leaf.id not in recording.given
         ]
         if mine:
-            made = recording.store.values([leaves[number] for number in mine])
+            made = recording.store.values([(leaves[n].id, leaves[n].spec) for n in mine])
             for number, tensor in zip(mine, made, strict=True):
                 leaves[number] = tensor
-        return pytree.tree_unflatten(map(self.state.real, leaves), tree)
+        return pytree.tree_unflatten(map(real, leaves), tree)
 
     def _flush(
         self,
@@ -274,28 +294,22 @@ class Dynamic:
         wanted: Sequence[Lazy] | None = None,
         bundles: Sequence[int] = (),
     ) -> None:
-        grad = torch.is_grad_enabled() and any(
-            weight.requires_grad for weight in self.state.weights.values()
-        )
-        if self.placer is None or grad or not recording.used:
+        if self.placer is None or self.weights.grad or not recording.used:
             groups = flush_here(recording, self.weights)
         else:
-            loaded = load(recording, wanted, bundles)
-            groups = loaded.groups
-            self.job = self.placer.executor.submit(self.placer.planned(loaded))
-            self.job.wait()
+            pending = load(recording, wanted, bundles)
+            groups = pending.groups
+            self.job = self.placer.executor.submit(self.placer.planned(pending))
+            self.job.over.result()
             if self.turns is not None:
                 self.turns.served(self.job)
         self.num_groups += len(groups)
         self.num_ops += sum(group.num_rows for group in groups)
 
 
-def _lazies(outputs: Any) -> list[Lazy]:
-    return [each for each in pytree.tree_leaves(outputs) if type(each) is Lazy]
-
-
-def _over(job: Job | None) -> bool:
-    return job is None or job.over.is_set()
+def _lazies(home: Recording, outputs: Any) -> list[Lazy]:
+    leaves = pytree.tree_leaves(outputs)
+    return [leaf for leaf in leaves if type(leaf) is Lazy and leaf.home is home]
 
 
 def _arguments(recording: Recording, given: Any) -> Any:

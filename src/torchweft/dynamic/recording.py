@@ -11,21 +11,23 @@ on real tensors: always right, never batched, and counted with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.lazy import Kind, Lazy, lazies
+from torchweft.dynamic.baton import Turn
+from torchweft.dynamic.book import PLAIN, Callee, CellBook, CellEntry, Weight
+from torchweft.dynamic.lazy import Kind, Lazy, lazies, real
 from torchweft.errors import CaptureError
 from torchweft.private.core import pytree
 from torchweft.run.workers.cell import Spec, spec_of
 
-if TYPE_CHECKING:
-    from torchweft.dynamic.state import CellEntry, State
-
+REFUSED = object()
 _NUMBERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__str__, Tensor.data_ptr,
     Tensor.__format__, Tensor.__array__, Tensor.untyped_storage, torch.equal, torch.allclose,
@@ -33,17 +35,28 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-class Recording:
-    """Values by number, ops by cell, and the inputs that are real tensors."""
+class _OddArgumentError(Exception):
+    """An argument that is neither a tensor nor a plain constant."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+
+class Recording:
+    """Values by number, ops by cell, and the inputs that are real tensors.
+
+    flush: runs what is pending and sets `store`, where computed rows are.
+    """
+
+    def __init__(
+        self, book: CellBook, device: torch.device, flush: Callable[[Recording], None]
+    ) -> None:
+        self.book, self.device, self.flush = book, device, flush
+        self.open, self.paused = True, False
+        self.online = False  # whether numbers were needed before the end
+        self.threads = {threading.get_ident()}  # that record
         self.next = 0  # the number of the next value
         self.used: list[CellEntry] = []  # entries with ops that are pending
         self.inputs: dict[int, tuple[Tensor, int]] = {}  # pending: tensor, its version
-        self.apart: dict[
-            int, tuple[int, Tensor, int]
-        ] = {}  # by rows: number of the first; -1: done
+        # Inputs that were taken apart: the number of the first row (-1: placed), tensor, version.
+        self.apart: dict[int, tuple[int, Tensor, int]] = {}
         self.known: dict[int, tuple[Lazy, int]] = {}  # inputs and versions, by identity
         self.given: dict[int, Tensor] = {}  # inputs by number; they are kept
         self.numbers: dict[int, Sequence[int]] = {}  # of the rows of values that were taken apart
@@ -52,45 +65,65 @@ class Recording:
         self.packed: dict[Spec, set[int]] = {}  # all packs, also those that are not pending
         self.viewed: set[int] = set()
         self.kinds: dict[Spec, Kind] = {}
-        self.store: Any = None  # where computed rows are; set by the first flush
+        self.store: Any = None
 
     # What user code asks for.
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function with lazy values among its arguments."""
-        state = self.state
-        if state.recording is not self or state.paused or func in _NUMBERS:
+        if not self.open or self.paused or func in _NUMBERS:
             return self.at_once(func, args, kwargs)
         if func is torch.stack and not kwargs and len(args) == 1:
             packed = self._pack(args[0])
             if packed is not None:
                 return packed
-        made = state.call_function(self, func, args, kwargs)
-        if getattr(func, "__name__", "") in _VIEWS:  # none of them may be changed in place now
+        callee = self.book.function(func)
+        made = self.call(callee, args, kwargs)
+        if made is REFUSED:
+            made = self.at_once(func, args, kwargs)
+        if callee.name in _VIEWS:  # none of them may be changed in place now
             items = (*args, *made) if isinstance(made, (list, tuple)) else (*args, made)
             self.viewed.update(item.id for item in items if type(item) is Lazy)
         return made
 
     def at_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function on real tensors now; what is pending and needed runs before."""
-        given, options = pytree.tree_map(self.state.real, (args, kwargs))
-        was, self.state.paused = self.state.paused, True
-        try:
+        given, options = pytree.tree_map(real, (args, kwargs))
+        with self._pause():
             return func(*given, **options)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        before, self.paused = self.paused, True
+        try:
+            yield
         finally:
-            self.state.paused = was
+            self.paused = before
 
     def real(self, lazy: Lazy) -> Tensor:
-        """The tensor behind a lazy value; runs what is pending if it must."""
-        assert lazy.home is self, "a value belongs to its recording"
-        return self.state.fetch(self, lazy)
+        """The tensor behind a lazy value; what is pending runs first."""
+        if (given := self.given.get(lazy.id)) is not None:
+            return given
+        if self.store is None or lazy.id >= self.store.num_values:
+            self.online = self.online or self.open
+            self._run_pending()
+        made: Tensor = self.store.value(lazy.id, lazy.spec)
+        return made
+
+    def _run_pending(self) -> None:
+        turn = threading.current_thread()
+        if self.open and isinstance(turn, Turn):
+            turn.pause()  # until all others need numbers too
+        else:
+            self.flush(self)
 
     def select(self, lazy: Lazy, index: int) -> Any:
         """One row of a value: all its rows are taken apart together, once."""
         shape = lazy.spec.shape
         if not shape:
             raise IndexError("invalid index of a 0-dim tensor")
-        if self.state.recording is not self or shape[0] == 0:
+        if not self.open or shape[0] == 0:
             return self.at_once(Tensor.__getitem__, (lazy, index), {})
         return self.rows(lazy)[index]
 
@@ -98,22 +131,20 @@ class Recording:
         """The first rows of a value, or all."""
         numbers = self.numbers.get(lazy.id) or self._apart(lazy)
         if count is None:
-            found = self.rows_of.get(lazy.id)
-            if found is None:
-                found = self.rows_of[lazy.id] = lazies(numbers, self._row(lazy))
-            return found
+            if lazy.id not in self.rows_of:
+                self.rows_of[lazy.id] = lazies(numbers, self._row(lazy))
+            return self.rows_of[lazy.id]
         return lazies(numbers[:count], self._row(lazy))
 
     def _row(self, lazy: Lazy) -> Kind:
-        spec = lazy.kind.spec
-        return self.kind(spec_of(spec.shape[1:], spec.dtype))
+        return self.kind(spec_of(lazy.spec.shape[1:], lazy.spec.dtype))
 
     def _apart(self, lazy: Lazy) -> Sequence[int]:
         """The numbers of the rows of a value. An input's go to the store as they are."""
         numbers: Sequence[int]
         given = self.inputs.pop(lazy.id, None)
         if given is None:
-            numbers = [each.id for each in self.add(self.state.unpack(lazy.spec), [lazy])]
+            numbers = [each.id for each in self.add(self.book.unpack(lazy.spec), [lazy])]
         else:
             numbers = range(self.next, self.next + len(lazy))
             self.apart[lazy.id] = self.next, *given
@@ -128,7 +159,7 @@ class Recording:
             self.refuse_change(lazy, f"{name}()")
         if (tensor := self.given.get(lazy.id)) is not None:  # the caller's own: it is changed
             if self.used or self.packs:
-                self.state.flush(self)  # who read it before sees it as it was
+                self._run_pending()  # who read it before sees it as it was
             self.inputs.pop(lazy.id, None)
             made = self.at_once(getattr(Tensor, name), (tensor, *args), kwargs)
         elif hasattr(Tensor, name[:-1]):
@@ -151,10 +182,66 @@ class Recording:
     def close(self) -> None:
         """Nothing will be recorded any more. What points back here is let go, so that memory is
         free at once and not when Python looks for circles, which can take longer than the call."""
+        self.open = False
+        for entry in self.used:  # pending only if the call failed
+            entry.ops.clear()
         for kept in (self.kinds, self.rows_of, self.known):
             kept.clear()
 
     # What goes into the recording.
+
+    def call(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one op, or give `REFUSED` if it has no cell; of a lookup one op for each word,
+        so that one cell serves any number of them."""
+        if callee.lookup and len(args) == callee.lookup and not kwargs:
+            words = args[0]
+            if type(words) is Lazy and words.home is self and words.ndim == 1 and len(words):
+                entry, _ = self._entry(callee, (self.rows(words, 1)[0], *args[1:]), kwargs)
+                if entry is not None:
+                    if callee.learn is not None:
+                        callee.learn(entry, words.dtype)
+                    return self.each(entry, words)
+        entry, values = self._entry(callee, args, kwargs)
+        if entry is None:
+            return REFUSED
+        if callee.learn is not None and not kwargs and all(type(arg) is Lazy for arg in args):
+            callee.learn(entry, None)
+        made = self.add(entry, values)
+        return entry.unflatten(made) if entry.unflatten is not None else made[0]
+
+    def _entry(
+        self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CellEntry | None, list[Lazy]]:
+        """The entry of a call (None: it cannot be an op), and the values among its arguments."""
+        values: list[Lazy] = []
+        try:
+            pattern = self._pattern((args, kwargs), values)
+        except _OddArgumentError:
+            return None, values
+        return self.book.entry(callee, pattern, values, self._pause), values
+
+    def _pattern(self, item: Any, values: list[Lazy]) -> Any:
+        """What stays of the arguments when tensors are taken out, as a key."""
+        kind = type(item)
+        if kind is Lazy:
+            if item.kind.home is not self:
+                item = self._value(item)
+            values.append(item)
+            return item.kind.spec
+        if isinstance(item, Tensor):
+            if (name := self.book.names.get(id(item))) is not None:
+                return Weight, name
+            values.append(self.input(item))
+            return values[-1].spec
+        if kind in (list, tuple):
+            return kind, tuple([self._pattern(each, values) for each in item])
+        if kind is dict:
+            return kind, tuple([(key, self._pattern(each, values)) for key, each in item.items()])
+        if kind is slice:
+            return kind, item.start, item.stop, item.step
+        if isinstance(item, PLAIN):
+            return kind, item
+        raise _OddArgumentError
 
     def add(self, entry: CellEntry, values: list[Lazy]) -> list[Lazy]:
         """One op of a cell on these values."""
@@ -181,31 +268,30 @@ class Recording:
 
     def kind(self, spec: Spec) -> Kind:
         """The kind of values of a spec."""
-        found = self.kinds.get(spec)
-        return found if found is not None else self.kinds.setdefault(spec, Kind(spec, self))
+        kind = self.kinds.get(spec)
+        return kind if kind is not None else self.kinds.setdefault(spec, Kind(spec, self))
 
-    def _new(self, spec: Spec, count: int) -> list[Lazy]:
-        first, kind = self.next, self.kind(spec)
-        self.next += count
-        return [Lazy(number, kind) for number in range(first, self.next)]
+    def _new(self, spec: Spec) -> Lazy:
+        self.next += 1
+        return Lazy(self.next - 1, self.kind(spec))
 
     def _packed(self, spec: Spec, numbers: list[int]) -> Lazy:
         """Values of one spec as one value."""
         made = spec_of((len(numbers), *spec.shape), spec.dtype)
         self.packs[self.next] = spec, numbers
         self.packed.setdefault(made, set()).add(self.next)
-        return self._new(made, 1)[0]
+        return self._new(made)
 
     def input(self, tensor: Tensor) -> Lazy:
         """A real tensor as a value; the same tensor, unchanged, is the same value."""
         version = 0 if tensor.is_inference() else tensor._version
-        found, old = self.known.get(id(tensor), (None, version))
-        if found is None or old != version:
-            (found,) = self._new(spec_of(tensor.shape, tensor.dtype), 1)
-            self.known[id(tensor)] = found, version
-            self.inputs[found.id] = tensor, version
-            self.given[found.id] = tensor
-        return found
+        lazy, old = self.known.get(id(tensor), (None, version))
+        if lazy is None or old != version:
+            lazy = self._new(spec_of(tensor.shape, tensor.dtype))
+            self.known[id(tensor)] = lazy, version
+            self.inputs[lazy.id] = tensor, version
+            self.given[lazy.id] = tensor
+        return lazy
 
     def inputs_of(self, arguments: Any) -> Any:
         """The arguments of a call with lazy values in the place of tensors."""
@@ -237,9 +323,7 @@ class Recording:
         return self._packed(kind.spec, numbers)
 
     def _value(self, item: Any) -> Lazy:
-        if type(item) is Lazy:
-            return item if item.home is self else self.input(item.home.real(item))
-        return self.input(item)
+        return item if type(item) is Lazy and item.home is self else self.input(real(item))
 
 
 _VIEWS = frozenset(

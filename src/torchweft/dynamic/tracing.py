@@ -128,13 +128,12 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
     given_back: Any = graph.output_node().args[0]
     results = list(given_back) if isinstance(given_back, (list, tuple)) else [given_back]
     if any(not isinstance(node, fx.Node) for node in results):
-        raise CaptureError(f"cell: {name} gives something that is no tensor.")
+        raise CaptureError(f"cell: {name} gives something else than tensors.")
     values = [node.meta["val"] for node in results]
     makes = tuple(spec_of([int(dim) for dim in v.shape[1:]], v.dtype) for v in values)
     calls = tuple(_call(node, places) for node in (*first, *rest))
-    flops = sum(_flops(node) for node in rest)
     outputs = tuple(places[node] for node in results)
-    return Cell(name, specs, makes, weights, calls, outputs, flops=flops, num_prepared=len(first))
+    return Cell(name, specs, makes, weights, calls, outputs, num_prepared=len(first))
 
 
 def _call(node: fx.Node, places: Mapping[fx.Node, int]) -> Call:
@@ -147,23 +146,7 @@ def _call(node: fx.Node, places: Mapping[fx.Node, int]) -> Call:
     elif getattr(operator, word := getattr(target, "__name__", ""), None) is target:
         name = f"operator.{word}"
     else:
-        raise CaptureError(f"cell: {target} is no operator.")
+        raise CaptureError(f"cell: {target} is not an operator that a cell can call.")
     args = encode(fx.map_arg(list(node.args), place))
     options = {key: encode(value) for key, value in fx.map_arg(node.kwargs, place).items()}
     return name, args, options, places[node]
-
-
-def _flops(node: fx.Node) -> int:
-    """Floating point operations of a call for one row; products count, the rest is small."""
-    made = node.meta.get("val")
-    if not isinstance(made, Tensor):
-        return 0
-    size = 1
-    for dim in made.shape[1:]:
-        size *= int(dim) if isinstance(dim, int) else 1
-    if is_linear(node) or "mm" in str(node.target):
-        inner = node.args[0]
-        val = inner.meta.get("val") if isinstance(inner, fx.Node) else None
-        last = val.shape[-1] if isinstance(val, Tensor) and val.dim() else 1
-        return 2 * size * (int(last) if isinstance(last, int) else 1)
-    return size

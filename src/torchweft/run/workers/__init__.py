@@ -2,11 +2,8 @@
 
 cell, operators      what a group computes, as checked data; what it may call
 grouping, store      which ops run together; the rows that they read and make
-graphing, program    groups as a `Graph`; what one device has to do of a plan
+graphing, program    groups as a `Graph`; what each device has to do of a plan
 recorded             a whole recording for one device, which groups it itself
 channel, pool        messages between processes; the processes, and the watch over them
 worker               the process behind one device
-executor             the driver's side: sends calls, brings rows home, plans anew what was lost
-prices, drift        what cells and links cost, measured, and followed
-traffic              the messages of a call, and which of them were waited for
 """

@@ -34,15 +34,15 @@ from torchweft.source import Source
 
 Call = tuple[str, list[Any], dict[str, Any], int]
 KINDS = ("calls", "pack", "unpack")
-MAX_DIMS, MAX_DEPTH, MAX_FLOPS = 64, 8, 1 << 62
+MAX_DIMS, MAX_DEPTH = 64, 8
 ROOM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of this box: nothing that says to be larger is made."""
-_DTYPES = {str(item): item for item in vars(torch).values() if isinstance(item, torch.dtype)}
-_LAYOUTS = {str(item): item for item in vars(torch).values() if isinstance(item, torch.layout)}
-_FORMATS = {
-    str(item): item for item in vars(torch).values() if isinstance(item, torch.memory_format)
+_CONSTANTS: dict[str, Any] = {
+    str(item): item
+    for item in vars(torch).values()
+    if isinstance(item, (torch.dtype, torch.layout, torch.memory_format))
 }
-_CONSTANTS: dict[str, Any] = {**_DTYPES, **_LAYOUTS, **_FORMATS}
+_DTYPES = {name: item for name, item in _CONSTANTS.items() if isinstance(item, torch.dtype)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +67,8 @@ _SPECS: dict[tuple[tuple[int, ...], torch.dtype], Spec] = {}
 def spec_of(shape: Sequence[int], dtype: torch.dtype) -> Spec:
     """The one spec of this shape and dtype."""
     key = tuple(shape), dtype
-    found = _SPECS.get(key)
-    return found if found is not None else _SPECS.setdefault(key, Spec(*key))
+    spec = _SPECS.get(key)
+    return spec if spec is not None else _SPECS.setdefault(key, Spec(*key))
 
 
 def spec_named(shape: Sequence[int], dtype: str) -> Spec:
@@ -76,11 +76,11 @@ def spec_named(shape: Sequence[int], dtype: str) -> Spec:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CaptureError(f"spec: {unknown('dtype', dtype, _DTYPES)}")
     if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS:
-        raise CaptureError(f"spec: {clip(shape)} is no shape.")
+        raise CaptureError(f"spec: a shape must be a list of sizes; got {clip(shape)}.")
     if not all(type(size) is int and 0 <= size <= ROOM for size in shape):
-        raise CaptureError(f"spec: {clip(shape)} is no shape of rows that this box has room for.")
+        raise CaptureError(f"spec: sizes must be whole numbers up to {ROOM}; got {clip(shape)}.")
     if prod(shape) * _DTYPES[dtype].itemsize > ROOM:
-        raise CaptureError(f"spec: {clip(shape)} has more than the {ROOM} bytes of this box.")
+        raise CaptureError(f"spec: {clip(shape)} needs more than the {ROOM} bytes of this box.")
     return spec_of(shape, _DTYPES[dtype])
 
 
@@ -94,14 +94,14 @@ def reading(what: str) -> Iterator[None]:
     except (
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
     ) as cause:  # fmt: skip
-        raise CaptureError(f"{what}: this is no {what}: {clip(repr(cause))}.") from None
+        raise CaptureError(f"{what}: its data cannot be read: {clip(repr(cause))}.") from None
 
 
-def count_of(found: Any, most: int) -> int:
+def count_of(item: Any, most: int) -> int:
     """A count of plain data. Raises `CaptureError` if it is none, or larger than it can be."""
-    if type(found) is not int or not 0 <= found <= most:
-        raise CaptureError(f"count: {clip(found)} is no whole number from 0 to {most}.")
-    return found
+    if type(item) is not int or not 0 <= item <= most:
+        raise CaptureError(f"count: it must be a whole number from 0 to {most}; got {clip(item)}.")
+    return item
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,6 @@ class Cell:
     calls: tuple[Call, ...] = ()
     outputs: tuple[int, ...] = ()
     kind: str = "calls"
-    flops: int = 0
     num_prepared: int = 0
 
     def __post_init__(self) -> None:
@@ -131,9 +130,15 @@ class Cell:
 
     @cached_property
     def fresh(self) -> tuple[bool, ...]:
-        """Of each result, whether it has memory of its own and is no view of something else."""
+        """Of each result, whether it has memory of its own and is not a view of something else."""
         maker = {place: name for name, _, _, place in self.calls}
         return tuple([_makes_new(maker.get(place, "operator.getitem")) for place in self.outputs])
+
+    def rows_made(self, num_ops: int) -> list[tuple[Spec, int]]:
+        """The rows that so many ops make; those of an unpack are all of one spec."""
+        if self.kind == "unpack":
+            return [(self.makes[0], num_ops * len(self.makes))]
+        return [(spec, num_ops) for spec in self.makes]
 
     def to_data(self) -> dict[str, Any]:
         """The cell as plain data, ready for JSON."""
@@ -141,21 +146,21 @@ class Cell:
         return {
             "name": self.name, "reads": specs[0], "makes": specs[1], "weights": self.weights,
             "calls": self.calls, "outputs": self.outputs, "kind": self.kind,
-            "flops": self.flops, "num_prepared": self.num_prepared,
+            "num_prepared": self.num_prepared,
         }  # fmt: skip
 
     @staticmethod
-    def from_data(found: Any) -> Cell:
+    def from_data(data: Any) -> Cell:
         """The cell of plain data. Raises `CaptureError` for data that is none."""
         with reading("cell"):
             reads, makes = (
-                tuple(spec_named(shape, dtype) for shape, dtype in found[side])
+                tuple(spec_named(shape, dtype) for shape, dtype in data[side])
                 for side in ("reads", "makes")
             )
-            calls = tuple((name, args, options, at) for name, args, options, at in found["calls"])
+            calls = tuple((name, args, options, at) for name, args, options, at in data["calls"])
             return Cell(
-                found["name"], reads, makes, tuple(found["weights"]), calls,
-                tuple(found["outputs"]), found["kind"], found["flops"], found["num_prepared"],
+                data["name"], reads, makes, tuple(data["weights"]), calls,
+                tuple(data["outputs"]), data["kind"], data["num_prepared"],
             )  # fmt: skip
 
 
@@ -167,7 +172,6 @@ def _check(cell: Cell) -> None:
         raise CaptureError(f"{where}: {unknown('kind', cell.kind, KINDS)}")
     if not all(isinstance(weight, str) for weight in cell.weights):
         raise CaptureError(f"{where} has a weight without a name.")
-    count_of(cell.flops, MAX_FLOPS)
     count_of(cell.num_prepared, len(cell.calls))
     if cell.kind != "calls":
         return _check_pack(cell)
@@ -191,7 +195,7 @@ def _check_pack(cell: Cell) -> None:
     row = spec_of(one[0].shape[1:], one[0].dtype) if len(one) == 1 else None
     alike = row is not None and all(spec is row for spec in many)
     if not alike or one[0].shape[:1] != (len(many),) or cell.calls or cell.outputs or cell.weights:
-        raise CaptureError(f"cell: {cell.name} is no {cell.kind} of {len(many)} rows.")
+        raise CaptureError(f"cell: {cell.name} must be a {cell.kind} of {len(many)} rows alone.")
 
 
 def _check_call(where: str, call: Call, at: int, unread: range, given: set[int]) -> None:
@@ -199,17 +203,17 @@ def _check_call(where: str, call: Call, at: int, unread: range, given: set[int])
     add its place to `given` if it is a view of one."""
     name, args, options, place = call
     if not isinstance(name, str) or not isinstance(args, list) or not isinstance(options, dict):
-        raise CaptureError(f"{where}: {clip(call)} is no call.")
+        raise CaptureError(f"{where}: this cannot be a call: {clip(call)}.")
     schema = getattr(operator_of(name), "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     known = {argument.name for argument in arguments if not keyword.iskeyword(argument.name)}
     if odd := [option for option in options if option not in known]:
-        raise CaptureError(f"{where}: {clip(odd[0])} is no option of {name}.")
+        raise CaptureError(f"{where}: {name} has no option {clip(odd[0])}.")
     if type(place) is not int or place != at:
         raise CaptureError(f"{where}: {name} makes {clip(place)}, where {at} is next.")
     for each in _places([args, *options.values()]):
         if count_of(each, at - 1) in unread:
-            raise CaptureError(f"{where}: {name} reads {clip(each)}, which is not there.")
+            raise CaptureError(f"{where}: {name} reads {clip(each)}, which is made later.")
     if name == "operator.getitem" and not given.isdisjoint(_places(args)):
         given.add(at)
     for number, argument in enumerate(arguments):
@@ -320,21 +324,14 @@ def build(cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _last_uses(cell: Cell) -> dict[int, list[int]]:
     """Places that no later call needs, by the call that uses them last."""
-    last: dict[int, int] = {}
-
-    def walk(item: Any, number: int) -> None:
-        if isinstance(item, dict) and "v" in item:
-            last[item["v"]] = number
-        for each in item if isinstance(item, list) else ():
-            walk(each, number)
-
-    for number, (_, args, options, _) in enumerate(cell.calls):
-        walk(args, number)
-        walk(list(options.values()), number)
+    last = {
+        place: number
+        for number, (_, args, options, _) in enumerate(cell.calls)
+        for place in _places([args, *options.values()])
+    }
     first = len(cell.weights) + len(cell.reads)
-    found: dict[int, list[int]] = {}
-    prepared = {call[3] for call in cell.calls[: cell.num_prepared]}
+    dead: dict[int, list[int]] = {}
     for place, number in last.items():
-        if place >= first and place not in cell.outputs and place not in prepared:
-            found.setdefault(number, []).append(place)
-    return found
+        if place >= first + cell.num_prepared and place not in cell.outputs:
+            dead.setdefault(number, []).append(place)
+    return dead

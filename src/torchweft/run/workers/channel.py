@@ -31,7 +31,7 @@ MAX_HEAD, MAX_TEXT = 1 << 30, 1 << 26
 
 
 class ChannelError(WeftError):
-    """The other side is gone, or says what is no message."""
+    """The other side is gone, or sends something that is not a message."""
 
 
 class WorkerChannel:
@@ -96,8 +96,8 @@ def read_head(head: bytes) -> tuple[Message, list[Tensor]]:
 def _read_head(head: bytes) -> tuple[Message, list[Tensor]]:
     if (length := int.from_bytes(head[:WORD], "little")) > MAX_TEXT:
         raise ValueError(f"its text has more than {MAX_TEXT} bytes")
-    found = json.loads(head[WORD : WORD + length])
-    message, specs = found["message"], [spec_named(*each) for each in found["tensors"]]
+    data = json.loads(head[WORD : WORD + length])
+    message, specs = data["message"], [spec_named(*each) for each in data["tensors"]]
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise ValueError("it has no kind")
     if sum(spec.num_bytes for spec in specs) > ROOM:
@@ -122,6 +122,6 @@ def large(rows: Sequence[Tensor]) -> list[Tensor]:
 def bytes_of(tensor: Tensor) -> Any:
     """The bytes of a contiguous tensor, where they are."""
     size = tensor.numel() * tensor.element_size()
-    found: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    found.tensor = tensor  # whoever holds the bytes holds the tensor
-    return memoryview(found).cast("B")
+    array: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    array.tensor = tensor  # whoever holds the bytes holds the tensor
+    return memoryview(array).cast("B")

@@ -1,6 +1,6 @@
 """A `Drawing`: groups as the project's own `Graph`, with where each value's rows are.
 
-    groups --draw--> Graph (one op a group, one value a result) --planner--> Placement --> Plan
+    Load (groups, inputs, rows wanted) --draw--> Graph (one op a group, one value a result) --> Plan
 
 Inputs start on the home device; `answer`, the last op, runs there and reads every output, so a
 plan brings them home. What a cell needs of weights is one input, resident where it is needed.
@@ -9,19 +9,48 @@ plan brings them home. What a cell needs of weights is one input, resident where
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.sizes import Size
 from torchweft.run.workers.cell import Spec
 from torchweft.run.workers.channel import bytes_of
-from torchweft.run.workers.grouping import Group
+from torchweft.run.workers.grouping import Block, Group
+from torchweft.run.workers.store import RowStore
 
 HOME = "home"
-Block = tuple[Spec, int, int]  # first row, rows
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What is to run: groups, the blocks of rows that are there, and the rows wanted, by spec.
+    The store has the rows of these blocks, and gets those wanted."""
+
+    groups: list[Group]
+    inputs: dict[str, Block]
+    outputs: dict[Spec, Tensor]
+    num_rows: dict[Spec, int]
+    store: RowStore
+
+    def rows(self, name: str) -> Tensor:
+        """The rows of an input."""
+        spec, start, count = self.inputs[name]
+        return self.store.rows[spec][start : start + count]
+
+    @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """Equal for loads that one plan can serve: equal cells on equal rows, for equal outputs."""
+        groups = tuple([(group.cell, group.num_rows, group.starts) for group in self.groups])
+        read = [group.rows.reshape(-1) for group in self.groups]
+        digest = hashlib.sha256(bytes_of(torch.cat([*read, *self.outputs.values()]))).digest()
+        sizes = tuple((spec, len(rows)) for spec, rows in self.outputs.items())
+        facts = groups, sizes, tuple(self.inputs.items()), tuple(self.num_rows.items())
+        return *facts, digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +64,10 @@ class Drawing:
     num_rows: dict[Spec, int]
 
 
-def draw(
-    groups: Sequence[Group],
-    inputs: Mapping[str, Block],
-    num_rows: dict[Spec, int],
-    outputs: dict[Spec, torch.Tensor],
-    weight_bytes: dict[str, int],
-) -> Drawing:
-    """The drawing of groups. outputs: rows, by spec, that the caller wants."""
+def draw(load: Load, weights: Mapping[str, Tensor]) -> Drawing:
+    """The drawing of a load; `weights`: all that its cells may need, by name."""
     blocks: dict[str, Block] = {}
-    owner = {spec: torch.full((count,), -1) for spec, count in num_rows.items()}
+    owner = {spec: torch.full((count,), -1) for spec, count in load.num_rows.items()}
     names: list[str] = []
 
     def add(name: str, spec: Spec, start: int, count: int) -> Value:
@@ -53,50 +76,35 @@ def draw(
         names.append(name)
         return Value(name, (Size.of(count * spec.num_bytes),), "uint8")
 
-    def owners(spec: Spec, rows: torch.Tensor) -> list[str]:
+    def owners(spec: Spec, rows: Tensor) -> list[str]:
         return [names[at] for at in sorted(set(owner[spec][rows].flatten().tolist()))]
 
-    values = [add(name, *block) for name, block in inputs.items()]
-    found = {f"{group.cell.name}.{at}": group for at, group in enumerate(groups)}
+    values = [add(name, *block) for name, block in load.inputs.items()]
+    groups = {f"{group.cell.name}.{at}": group for at, group in enumerate(load.groups)}
     makes: dict[str, list[Value]] = {}
-    for name, group in found.items():
-        made = zip(group.cell.makes, group.starts, strict=group.cell.kind != "unpack")
-        count = group.num_rows * (len(group.cell.makes) if group.cell.kind == "unpack" else 1)
-        makes[name] = [
-            add(f"{name}.out{at}", spec, start, count) for at, (spec, start) in enumerate(made)
-        ]
+    resident: dict[str, int] = {}  # bytes
+    for name, group in groups.items():
+        makes[name] = [add(f"{name}.out{at}", *block) for at, block in enumerate(group.results)]
         values += makes[name]
-    weights = {
-        f"weights.{group.cell.name}": weight_bytes[group.cell.name]
-        for group in groups
-        if group.cell.weights
-    }
+        if group.cell.weights:
+            sizes = [weights[each].nbytes for each in dict.fromkeys(group.cell.weights)]
+            resident[f"weights.{group.cell.name}"] = sum(sizes)
     ops = []
-    for name, group in found.items():
+    for name, group in groups.items():
         reads = [f"weights.{group.cell.name}"] if group.cell.weights else []
         for spec, rows in zip(group.cell.reads, group.rows, strict=True):
             reads += owners(spec, rows)
         reads, made_here = list(dict.fromkeys(reads)), tuple(value.name for value in makes[name])
-        flops = Size.of(group.cell.flops * group.num_rows)
-        ops.append(
-            Op(name, tuple(reads), made_here, rows="batch-free", body=body_of(group), flops=flops)
-        )
-    wanted = dict.fromkeys(name for spec, rows in outputs.items() for name in owners(spec, rows))
+        ops.append(Op(name, tuple(reads), made_here, rows="batch-free", body=body_of(group)))
+    wanted = dict.fromkeys(
+        name for spec, rows in load.outputs.items() for name in owners(spec, rows)
+    )
     ops.append(Op("answer", tuple(wanted), uses="io", rows="batch-free", body="answer"))
-    values += [Value(name, (Size.of(size),), "uint8") for name, size in weights.items()]
-    graph = Graph("dynamic", tuple(values), tuple(ops), (*inputs, *weights), tuple(wanted))
-    return Drawing(graph, found, blocks, frozenset(weights), num_rows)
+    values += [Value(name, (Size.of(size),), "uint8") for name, size in resident.items()]
+    graph = Graph("dynamic", tuple(values), tuple(ops), (*load.inputs, *resident), tuple(wanted))
+    return Drawing(graph, groups, blocks, frozenset(resident), load.num_rows)
 
 
 def body_of(group: Group) -> str:
     """The key of a group's cost: its cell, for this number of rows."""
     return f"{group.cell.name}.rows{group.num_rows}"
-
-
-def structure_of(groups: Sequence[Group]) -> str:
-    """A digest that is equal for equal cells on equal rows: what plans are cached by."""
-    found = hashlib.sha256()
-    for group in groups:
-        found.update(f"{group.cell.name} {group.num_rows} {group.starts};".encode())
-        found.update(bytes_of(group.rows.contiguous()))
-    return found.hexdigest()[:16]

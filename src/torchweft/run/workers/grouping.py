@@ -1,4 +1,4 @@
-"""Grouping: the pending ops of a recording become groups, each one run of a cell over many rows.
+"""Grouping: the ops of a recording become groups, each one run of a cell over many rows.
 
     1. which cell reads what which cell makes
     2. cells that feed each other (a cell over trees feeds itself) are one *ring*
@@ -23,6 +23,8 @@ from torch import Tensor
 from torchweft.run.workers.cell import Cell, Spec, pack_cell, spec_of
 
 Given = tuple[range, Tensor]  # numbers of values, and a row for each
+Packs = dict[int, tuple[Spec, list[int]]]  # values that consist of rows of one spec
+Block = tuple[Spec, int, int]  # first row, number of rows
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,6 +39,12 @@ class Group:
     level: int = 0
     bundle: int = 0
 
+    @property
+    def results(self) -> list[Block]:
+        """The rows that it makes."""
+        made = zip(self.cell.rows_made(self.num_rows), self.starts, strict=True)
+        return [(spec, start, count) for (spec, count), start in made]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ops:
@@ -48,41 +56,31 @@ class Ops:
 
     @property
     def num_ops(self) -> int:
-        """How many they are."""
+        """How many ops there are."""
         return len(self.numbers) // (1 + len(self.cell.reads))
 
     @property
-    def args(self) -> Tensor:
-        """The values they read, [ops, arguments]."""
-        return self._table[:, 1:]
-
-    @property
-    def pending(self) -> PendingOps:
-        """The same, ready to be grouped."""
-        return PendingOps(self.cell, self.args, self._table[:, 0].contiguous())
-
-    @property
-    def _table(self) -> Tensor:
+    def table(self) -> Tensor:
+        """A row for each op: the first value it makes, and the values it reads."""
         return self.numbers.view(-1, 1 + len(self.cell.reads))
 
 
-@dataclass(eq=False)
-class PendingOps:
-    """The ops of one cell: the values they read, [ops, arguments], and make from `bases` on."""
+class _CellOps:
+    """The ops of one cell while they are grouped: they read `args` [ops, arguments], and make
+    values from `bases` on."""
 
-    cell: Cell
-    args: Tensor
-    bases: Tensor
-    rows: Tensor | None = None  # what the ops read, where they are fewer than they were asked for
-    bounds: Sequence[tuple[int, int, int, int]] = ()  # (level, bundle, first op, last op + 1)
-    starts: tuple[int, ...] = ()
+    def __init__(self, cell: Cell, table: Tensor) -> None:
+        self.cell, self.args, self.bases = cell, table[:, 1:], table[:, 0].contiguous()
+        self.rows: Tensor | None = None  # what ops read, where several of them are one
+        self.bounds = [(0, 0, 0, len(table))]  # (level, bundle, first op, last op + 1)
+        self.starts: tuple[int, ...] = ()
 
 
-def numbers_of(found: Sequence[int]) -> Tensor:
+def numbers_of(numbers: Sequence[int]) -> Tensor:
     """Python numbers as a tensor; torch.tensor takes five times as long."""
-    return (
-        torch.frombuffer(array("q", found), dtype=torch.int64) if found else torch.empty(0).long()
-    )
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 class Layout:
@@ -91,9 +89,12 @@ class Layout:
     def __init__(self) -> None:
         self.num_rows: dict[Spec, int] = {}
         self.row_of = torch.empty(0, dtype=torch.int64)
-        self.num_values = 0
-        self.packs: dict[int, tuple[Spec, list[int]]] = {}  # put together when they are asked for
-        self.packed: dict[int, list[int]] = {}  # put together for an op that reads them
+        self.packs: Packs = {}  # that no op has read yet: they have no row
+
+    @property
+    def num_values(self) -> int:
+        """Values below this number have a place."""
+        return len(self.row_of)
 
     def take(self, spec: Spec, count: int) -> int:
         """The first of `count` new rows."""
@@ -101,16 +102,15 @@ class Layout:
         self.num_rows[spec] = start + count
         return start
 
-    def rows_of(self, number: int) -> int | Tensor:
-        """The row of a value; of a pack that no op read, the rows it consists of."""
-        row = int(self.row_of[number])
+    def rows_of(self, number: int) -> Tensor:
+        """The row of a value, as a scalar; of a pack that has none, the rows it consists of."""
+        row = self.row_of[number]
         return row if row >= 0 else self.row_of[numbers_of(self.packs[number][1])]
 
     def grow(self, num_values: int) -> None:
-        """Room for values up to this number."""
+        """Make room for values up to this number."""
         more = torch.full((num_values - self.num_values,), -1)
         self.row_of = torch.cat([self.row_of, more])
-        self.num_values = num_values
 
 
 def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int, Tensor]]:
@@ -120,7 +120,7 @@ def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int
         known, tensors = by_spec.setdefault(spec_of(rows.shape[1:], rows.dtype), ([], []))
         known += numbers
         tensors.append(rows)
-    found = []
+    placed = []
     for spec, (known, tensors) in by_spec.items():
         made = torch.cat(tensors)
         if not spec.shape and not spec.dtype.is_floating_point:  # words: equal ones are one
@@ -129,41 +129,36 @@ def place_inputs(layout: Layout, given: Iterable[Given]) -> list[tuple[Spec, int
             which = torch.arange(len(known))
         start = layout.take(spec, len(made))
         layout.row_of[numbers_of(known)] = start + which
-        found.append((spec, start, made))
-    return found
+        placed.append((spec, start, made))
+    return placed
 
 
-def read_of(
-    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | PendingOps]
-) -> set[int]:
-    """Those of these values that pending ops, or packs, read."""
-    found, kinds = set(_read_by_ops(specs, layout, pending)), set(specs.values())
-    for spec, numbers in layout.packs.values():
-        if spec in kinds:
-            found |= specs.keys() & numbers
-    return found
-
-
-def _read_by_ops(
-    specs: Mapping[int, Spec], layout: Layout, pending: Sequence[Ops | PendingOps]
-) -> list[int]:
+def read_by_ops(specs: Mapping[int, Spec], num_values: int, ops: Iterable[Ops]) -> list[int]:
+    """Those of these values that ops read."""
     kinds = set(specs.values())
-    readers = [item for item in pending if not kinds.isdisjoint(item.cell.reads)]
+    readers = [item for item in ops if not kinds.isdisjoint(item.cell.reads)]
     if not readers:
         return []
-    mask = torch.zeros(layout.num_values, dtype=torch.bool)
+    mask = torch.zeros(num_values, dtype=torch.bool)
     for item in readers:
-        mask[item.args] = True
+        mask[item.table[:, 1:]] = True
     known = numbers_of(list(specs))
-    found: list[int] = known[mask[known]].tolist()
-    return found
+    numbers: list[int] = known[mask[known]].tolist()
+    return numbers
 
 
-def group(
-    layout: Layout, pending: Sequence[PendingOps], bundles: Sequence[int] = ()
-) -> list[Group]:
-    """The groups of the pending ops, in an order in which they can run."""
-    pending = [*pending, *_packs_read(layout, pending)]
+def packs_read(packs: Packs, num_values: int, ops: Iterable[Ops]) -> list[int]:
+    """Those of these packs that ops read."""
+    specs = {
+        number: spec_of((len(values), *spec.shape), spec.dtype)
+        for number, (spec, values) in packs.items()
+    }
+    return read_by_ops(specs, num_values, ops)
+
+
+def group(layout: Layout, ops: Sequence[Ops], bundles: Sequence[int] = ()) -> list[Group]:
+    """The groups of these ops, in an order in which they can run; packs they read are ops too."""
+    pending = [_CellOps(item.cell, item.table) for item in ops] + _pack_ops(layout, ops)
     if not pending:
         return []
     maker_of, cell_of = _makers(layout, pending)
@@ -180,36 +175,20 @@ def group(
             _place(pending[number], layout)
     groups = []
     for ring in rings:
-        found = [each for member in ring for each in _cut(pending[member], layout)]
-        groups += sorted(found, key=lambda each: each.level) if len(ring) > 1 else found
+        cut = [each for member in ring for each in _cut(pending[member], layout)]
+        groups += sorted(cut, key=lambda each: each.level) if len(ring) > 1 else cut
     return groups
 
 
-def _packs_read(layout: Layout, pending: Sequence[PendingOps]) -> list[PendingOps]:
-    """Packs that pending ops read, as ops."""
-    found: dict[tuple[Spec, int], list[int]] = {}
-    for number in packs_needed(layout, pending):
+def _pack_ops(layout: Layout, ops: Sequence[Ops]) -> list[_CellOps]:
+    tables: dict[tuple[Spec, int], list[list[int]]] = {}
+    for number in packs_read(layout.packs, layout.num_values, ops):
         spec, values = layout.packs.pop(number)
-        found.setdefault((spec, len(values)), []).append(number)
-        layout.packed[number] = values
-    made = []
-    for (spec, count), numbers in found.items():
-        cell = pack_cell(spec, count)
-        args = torch.tensor([layout.packed[number] for number in numbers])
-        made.append(PendingOps(cell, args, torch.tensor(numbers)))
-    return made
+        tables.setdefault((spec, len(values)), []).append([number, *values])
+    return [_CellOps(pack_cell(*key), torch.tensor(table)) for key, table in tables.items()]
 
 
-def packs_needed(layout: Layout, pending: Sequence[Ops | PendingOps]) -> list[int]:
-    """The packs that ops read."""
-    specs = {
-        number: spec_of((len(values), *spec.shape), spec.dtype)
-        for number, (spec, values) in layout.packs.items()
-    }
-    return _read_by_ops(specs, layout, pending)
-
-
-def _makers(layout: Layout, pending: Sequence[PendingOps]) -> tuple[Tensor, Tensor]:
+def _makers(layout: Layout, pending: Sequence[_CellOps]) -> tuple[Tensor, Tensor]:
     """For each value the first value of the op that makes it, and its cell (-1: none)."""
     bases = torch.cat([item.bases for item in pending])
     counts = numbers_of([len(item.bases) for item in pending])
@@ -223,22 +202,22 @@ def _makers(layout: Layout, pending: Sequence[PendingOps]) -> tuple[Tensor, Tens
     return maker_of, cells[maker_of]
 
 
-def _reads(cell_of: Tensor, pending: Sequence[PendingOps]) -> list[set[int]]:
+def _reads(cell_of: Tensor, pending: Sequence[_CellOps]) -> list[set[int]]:
     """For each cell the cells whose values it reads."""
     num = len(pending) + 1
     counts = numbers_of([item.args.numel() for item in pending])
     readers = torch.repeat_interleave(torch.arange(num - 1), counts)
     makers = cell_of[torch.cat([item.args.flatten() for item in pending])] + 1
     pairs = torch.bincount(readers * num + makers, minlength=num * num).nonzero().flatten()
-    found: list[set[int]] = [set() for _ in pending]
+    read: list[set[int]] = [set() for _ in pending]
     for pair in pairs.tolist():
         reader, maker = divmod(pair, num)
         if maker:
-            found[reader].add(maker - 1)
-    return found
+            read[reader].add(maker - 1)
+    return read
 
 
-def _levels(ring: list[PendingOps], maker_of: Tensor) -> list[Tensor]:
+def _levels(ring: list[_CellOps], maker_of: Tensor) -> list[Tensor]:
     """How deep each op stands in its ring; ops come in the order of recording."""
     inside = torch.zeros(len(maker_of), dtype=torch.bool)
     for item in ring:
@@ -263,16 +242,14 @@ def _levels(ring: list[PendingOps], maker_of: Tensor) -> list[Tensor]:
     return [numbers_of([depth[base] for base in numbers]) for numbers in bases]
 
 
-def _sort(item: PendingOps, levels: Tensor | None, borders: Tensor | None) -> None:
+def _sort(item: _CellOps, levels: Tensor | None, borders: Tensor | None) -> None:
     """The ops of a cell by level and bundle, and where each group of them starts and ends."""
-    count = len(item.bases)
     if levels is None and borders is None:
-        item.bounds = [(0, 0, 0, count)]
         return
-    level = torch.zeros(count, dtype=torch.int64) if levels is None else levels
-    num = 1 if borders is None else len(borders) + 1
-    bundle = None if borders is None else torch.bucketize(item.bases, borders, right=True)
-    keys = level * num if bundle is None else level * num + bundle
+    keys, num = torch.zeros_like(item.bases) if levels is None else levels, 1
+    if borders is not None:
+        num = len(borders) + 1
+        keys = keys * num + torch.bucketize(item.bases, borders, right=True)
     keys, order = torch.sort(keys, stable=True)
     kinds, counts = torch.unique_consecutive(keys, return_counts=True)
     ends = torch.cumsum(counts, 0).tolist()
@@ -284,23 +261,18 @@ def _sort(item: PendingOps, levels: Tensor | None, borders: Tensor | None) -> No
     item.bases, item.args = item.bases[order], item.args[order]
 
 
-def _place(item: PendingOps, layout: Layout) -> None:
+def _place(item: _CellOps, layout: Layout) -> None:
     """Rows for what the ops of a cell make: one after another, in their order."""
-    count, makes = len(item.bases), item.cell.makes
-    if item.cell.kind == "unpack":
-        start = layout.take(makes[0], count * len(makes))
-        values = item.bases[:, None] + torch.arange(len(makes))
-        layout.row_of[values] = torch.arange(start, start + values.numel()).view(values.shape)
-        item.starts = (start,)
-        return
-    starts = []
-    for at, spec in enumerate(makes):
-        starts.append(layout.take(spec, count))
-        layout.row_of[item.bases + at] = torch.arange(starts[-1], starts[-1] + count)
-    item.starts = tuple(starts)
+    sizes = item.cell.rows_made(len(item.bases))
+    item.starts = tuple([layout.take(spec, count) for spec, count in sizes])
+    for at, ((_, count), start) in enumerate(zip(sizes, item.starts, strict=True)):
+        values = item.bases + at
+        if item.cell.kind == "unpack":  # all results of an op, then those of the next one
+            values = (values[:, None] + torch.arange(len(item.cell.makes))).flatten()
+        layout.row_of[values] = torch.arange(start, start + count)
 
 
-def _place_equal(item: PendingOps, layout: Layout) -> bool:
+def _place_equal(item: _CellOps, layout: Layout) -> bool:
     """Rows for what the ops of a cell make, one for all that read the same row; False if there is
     no such pair, or they read more than one value."""
     if item.args.shape[1] != 1 or item.cell.kind != "calls" or len(item.bases) < 2:
@@ -316,15 +288,15 @@ def _place_equal(item: PendingOps, layout: Layout) -> bool:
     return True
 
 
-def _cut(item: PendingOps, layout: Layout) -> list[Group]:
+def _cut(item: _CellOps, layout: Layout) -> list[Group]:
     rows = layout.row_of[item.args].t().contiguous() if item.rows is None else item.rows
-    scale = len(item.cell.makes) if item.cell.kind == "unpack" else 1
-    found = []
+    groups = []
     for level, bundle, first, last in item.bounds:
         mine = rows if len(item.bounds) == 1 else rows[:, first:last]
-        starts = tuple(start + first * scale for start in item.starts)
-        found.append(Group(item.cell, last - first, mine, starts, level, bundle))
-    return found
+        before = zip(item.cell.rows_made(first), item.starts, strict=True)
+        starts = tuple([start + count for (_, count), start in before])
+        groups.append(Group(item.cell, last - first, mine, starts, level, bundle))
+    return groups
 
 
 def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
@@ -332,7 +304,7 @@ def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
-    found: list[list[int]] = []
+    rings: list[list[int]] = []
 
     def visit(node: int) -> None:
         index[node] = low[node] = len(index)
@@ -347,9 +319,9 @@ def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
             ring: list[int] = []
             while not ring or ring[-1] != node:
                 ring.append(stack.pop())
-            found.append(sorted(ring))
+            rings.append(sorted(ring))
 
     for node in range(len(reads)):
         if node not in index:
             visit(node)
-    return found
+    return rings

@@ -53,7 +53,7 @@ INNER = {
 def _of_sizes(function: Callable[..., int]) -> Callable[..., int]:
     def compute(*sizes: int) -> int:
         if not all(isinstance(size, int) for size in sizes):
-            raise CaptureError("cell: a size is computed from what is no whole number.")
+            raise CaptureError("cell: a size must be computed from whole numbers.")
         if abs(made := function(*sizes)) >= 1 << 63:
             raise CaptureError("cell: a size of more than 63 bits.")
         return made
@@ -82,10 +82,10 @@ def operator_of(name: str) -> Callable[..., Any]:
     overload = f".{words[2]}" if words and words[2] != "default" else ""
     if words is None or f"aten::{words[1]}{overload}" not in _known():
         raise CaptureError(f"cell: {clip(name)} is no operator of ATen that a cell may call.")
-    found: OpOverload[..., Any] = getattr(getattr(torch.ops.aten, words[1]), words[2])
-    if why := _refusal(words[1], found):
+    function: OpOverload[..., Any] = getattr(getattr(torch.ops.aten, words[1]), words[2])
+    if why := _refusal(words[1], function):
         raise CaptureError(f"cell: {clip(name)} cannot be called in a cell: {why}.")
-    return found
+    return function
 
 
 @cache
@@ -94,17 +94,17 @@ def _known() -> frozenset[str]:
     return frozenset(all_op_names())
 
 
-def _refusal(name: str, found: OpOverload[..., Any]) -> str:
+def _refusal(name: str, function: OpOverload[..., Any]) -> str:
     """Why a cell may not call an operator; empty if it may."""
     if name in INNER:
         return ""
-    if torch.Tag.nondeterministic_seeded in found.tags:
+    if torch.Tag.nondeterministic_seeded in function.tags:
         return "it draws random numbers"
     if name.startswith("_") and not name.startswith("__"):
         return "it is one of torch's inner operators, which are not listed"
     if name in STATE:
         return "it changes what a tensor is"
-    schema = found._schema
+    schema = function._schema
     if not schema.returns:
         return "it gives nothing back"
     arguments = [a for a in schema.arguments if a.name not in WORDS or "str" not in str(a.type)]

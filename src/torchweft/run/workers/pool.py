@@ -7,8 +7,8 @@ A worker inherits one end of a pair of sockets, and is handed one for each other
 has a name or listens, so nobody can come in from outside, and nothing is left on disk.
 
 A worker that ends, or says nothing for `watchdog_s`, is lost: it is killed, so that it cannot come
-back half-way, every call that needs it is told, and the machine goes on without it. `join` brings
-a new worker in at any time.
+back half-way, calls that need it are planned anew, and the others go on. `join` brings a new worker
+in at any time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Spot:
             )
         check_name(self.name, "device", MachineError)
         if self.name == HOME:
-            raise MachineError(f"worker: {HOME!r} is where the caller is; take another name.")
+            raise MachineError(f"worker: the name {HOME!r} is the caller's own; take another one.")
         if not self.slowness >= 1 or self.num_threads < 1:
             text = f"{self.num_threads} and {self.slowness:g}"
             raise MachineError(
@@ -69,7 +69,7 @@ class Spot:
         if self.cores and sys.platform != "linux":
             raise MachineError(f"worker: cores= of {self.name!r} needs Linux; leave it out.")
         if self.cores and (extra := set(self.cores) - os.sched_getaffinity(0)):
-            raise MachineError(f"worker: {self.name!r}: there is no core {min(extra)} here.")
+            raise MachineError(f"worker: {self.name!r} cannot have core {min(extra)}.")
 
     @property
     def label(self) -> str:
@@ -132,26 +132,30 @@ def _start(spot: Spot, channel: socket.socket, door: socket.socket) -> subproces
         return subprocess.Popen(command, env=environment, pass_fds=ends, start_new_session=True)
 
 
-Listen = Callable[[str, Message, list[Tensor]], None]
-
-
 class WorkerPool:
-    """Worker processes, started and watched."""
+    """Worker processes, started and watched. listen: is given the name of a worker and what it
+    says, unless that answers an `ask`; on_lost: the name of a worker that is lost."""
 
-    def __init__(self, spots: Sequence[Spot], *, watchdog_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        spots: Sequence[Spot],
+        *,
+        watchdog_s: float = 10.0,
+        listen: Callable[[str, Message, list[Tensor]], None] = lambda *said: None,
+        on_lost: Callable[[str], None] = lambda name: None,
+    ) -> None:
         if not spots:
-            raise MachineError("pool: there is no worker in it.")
+            raise MachineError("pool: it needs at least one worker; got none.")
         if sys.platform == "win32":
-            raise MachineError("pool: Windows has no workers; leave workers= out.")
+            raise MachineError("pool: workers do not run on Windows; leave workers= out.")
         self.watchdog_s = watchdog_s
         self.mates: dict[str, Mate] = {}
-        self.listen: Listen = lambda name, message, tensors: None
-        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
+        self.listen, self.on_lost = listen, on_lost
         self.answers: dict[int, Any] = {}  # by ticket; None: not there yet
         self.news = threading.Condition()
         self.tickets = 0
         self.stopping = False
-        self._join(spots)
+        self.join(*spots)
         self.watch = threading.Thread(target=self._watch, name="weft watch", daemon=True)
         self.watch.start()
 
@@ -166,12 +170,8 @@ class WorkerPool:
         """The workers that are alive."""
         return [name for name, mate in self.mates.items() if not mate.lost]
 
-    def join(self, spot: Spot) -> None:
-        """Start a worker; it takes part from the next plan on."""
-        self._join([spot])
-
-    def _join(self, spots: Sequence[Spot]) -> None:
-        """Start workers, all at once."""
+    def join(self, *spots: Spot) -> None:
+        """Start workers, all at once; they take part from the next plan on."""
         names = [spot.name for spot in spots]
         if twice := [name for name in names if name in self.names or names.count(name) > 1]:
             raise MachineError(f"pool: there is a worker {twice[0]!r} already.")
@@ -248,7 +248,7 @@ class WorkerPool:
             time.sleep(min(0.05, self.watchdog_s / 10))
 
     def lose(self, name: str, reason: str) -> None:
-        """Give a worker up: whoever needs it is told."""
+        """Give a worker up, and tell whoever needs it."""
         mate = self.mates[name]
         if mate.lost or self.stopping:
             return
@@ -257,7 +257,7 @@ class WorkerPool:
         mate.kill()  # stopped or stuck: it must not come back half-way
         with self.news:
             self.news.notify_all()
-        self.on_lost(name, reason)
+        self.on_lost(name)
 
     def ask(
         self, name: str, message: Mapping[str, Any], tensors: Sequence[Tensor] = ()
@@ -281,7 +281,7 @@ class WorkerPool:
         return answer
 
     def stop(self) -> None:
-        """Send all workers home, and wait until they are gone."""
+        """Stop all workers, and wait until they have ended."""
         if self.stopping:
             return
         self.stopping = True

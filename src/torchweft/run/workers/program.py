@@ -1,6 +1,6 @@
-"""A `DevicePart`: the lanes of one device in a plan, with what they work on; and its message.
+"""A `Script`: a plan for workers, with a `DevicePart` for each device: its lanes, and its message.
 
-    Plan, groups --parts_of--> {device: DevicePart} --to_data--> message, tensors --> DevicePart
+    Plan, Drawing --write_script--> Script --message--> data, tensors --> DevicePart of the worker
 
 The plan is the lowered, verified one; a device gets its own lanes of it as text, and does what they
 say in the order in which they say it, waits included:
@@ -11,14 +11,15 @@ say in the order in which they say it, waits included:
     one.to.two   copy composer.3.out0 to two     sent beside compute, with the other copies there
 
 Rows live until the call ends, so that a `free` has nothing to do. What a cell needs of weights is
-*resident*: it was sent before.
+*resident*: it was sent before. A script serves all calls of its plan, so that messages are written
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 from torchweft.errors import CaptureError, PlanError, clip
 from torchweft.plan.plan import Plan
 from torchweft.run.workers.cell import ROOM, Cell, Spec, count_of, reading, spec_named
-from torchweft.run.workers.graphing import Block, Drawing
-from torchweft.run.workers.grouping import Group
+from torchweft.run.workers.graphing import HOME, Drawing
+from torchweft.run.workers.grouping import Block, Group
+from torchweft.run.workers.recorded import RecordedPart
 
 
 @dataclass(eq=False)
@@ -42,35 +44,35 @@ class Task:
 
     def messages(self) -> dict[str, list[str]]:
         """The values that each device is sent, in one message."""
-        found: dict[str, list[str]] = {}
+        by_device: dict[str, list[str]] = {}
         for value, target in self.sends:
-            found.setdefault(target, []).append(value)
-        return found
+            by_device.setdefault(target, []).append(value)
+        return by_device
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class DevicePart:
-    """The lanes of one device in one call: the groups that they run, where the values are that
-    they touch, and the rows of each spec. Raises `CaptureError` if they cannot be run."""
+    """The lanes of one device: the groups that they run, where the values are that they touch, and
+    the rows of each spec. Raises `CaptureError` if they cannot be run."""
 
     lanes: Plan
     groups: Mapping[str, Group]
     blocks: dict[str, Block]
     num_rows: dict[Spec, int]
     resident: Collection[str] = ()
-    tasks: list[Task] = field(init=False)
 
     kind = "call"
 
     def __post_init__(self) -> None:
-        self.tasks = _tasks(self)
+        _ = self.tasks  # or its error
 
-    @property
+    @cached_property
     def cells(self) -> list[Cell]:
         """The cells that its device needs."""
         return list(dict.fromkeys(task.group.cell for task in self.tasks))
 
-    def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
+    @cached_property
+    def message(self) -> tuple[dict[str, Any], list[Tensor]]:
         """The part as plain data, and the row numbers of all its groups in one tensor."""
         specs = list(self.num_rows)
         groups = [
@@ -82,37 +84,41 @@ class DevicePart:
             for name, (spec, start, count) in self.blocks.items()
         }
         rows = [[list(spec.shape), str(spec.dtype), n] for spec, n in self.num_rows.items()]
-        data = {"plan": str(self.lanes), "groups": groups, "blocks": blocks, "num_rows": rows}
-        data["resident"] = list(self.resident)
+        data = {
+            "plan": str(self.lanes), "groups": groups, "blocks": blocks, "num_rows": rows,
+            "resident": list(self.resident),
+        }  # fmt: skip
         return data, [torch.cat([task.group.rows.reshape(-1) for task in self.tasks])]
 
     @staticmethod
-    def from_data(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> DevicePart:
-        """The part of plain data. Raises `CaptureError` for data that is none."""
+    def from_message(
+        data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
+    ) -> DevicePart:
+        """The part of a message. Raises `CaptureError` for data that is none."""
         with reading("part"):
-            return _read_part(data, rows, cells)
+            return _read_part(data, tensors[0], cells)
 
-
-def _tasks(part: DevicePart) -> list[Task]:
-    """The steps of the lanes of a device, by the groups that they run."""
-    devices = {lane.device for lane in part.lanes.lanes}
-    here = f" to {devices.pop()}" if len(devices) == 1 else ""
-    arrivals = {f"copy {value}{here}": value for value in part.blocks}
-    there = {f"copy {value}{here}" for value in part.resident}
-    tasks: list[Task] = []
-    needs: list[str] = []
-    for step in part.lanes.steps:
-        if step.kind == "run" and step.label in part.groups and here:
-            tasks.append(Task(step.label, part.groups[step.label], needs))
-            there.add(step.label)
-            needs = []
-        elif step.kind == "wait" and step.target in arrivals:
-            needs.append(arrivals[step.target])
-        elif step.kind == "copy" and step.on and step.names[0] in part.blocks and tasks:
-            tasks[-1].sends.append((step.names[0], step.on))
-        elif step.kind != "free" and not (step.kind == "wait" and step.target in there):
-            raise CaptureError(f"part: its device cannot do this step: {clip(step)}.")
-    return tasks
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The steps of its lanes, by the groups that they run."""
+        devices = {lane.device for lane in self.lanes.lanes}
+        here = f" to {devices.pop()}" if len(devices) == 1 else ""
+        arrivals = {f"copy {value}{here}": value for value in self.blocks}
+        there = {f"copy {value}{here}" for value in self.resident}
+        tasks: list[Task] = []
+        needs: list[str] = []
+        for step in self.lanes.steps:
+            if step.kind == "run" and step.label in self.groups and here:
+                tasks.append(Task(step.label, self.groups[step.label], needs))
+                there.add(step.label)
+                needs = []
+            elif step.kind == "wait" and step.target in arrivals:
+                needs.append(arrivals[step.target])
+            elif step.kind == "copy" and step.on and step.names[0] in self.blocks and tasks:
+                tasks[-1].sends.append((step.names[0], step.on))
+            elif step.kind != "free" and not (step.kind == "wait" and step.target in there):
+                raise CaptureError(f"part: its device cannot do this step: {clip(step)}.")
+        return tasks
 
 
 @lru_cache(maxsize=64)
@@ -134,50 +140,55 @@ def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell])
         start = count_of(start, num_rows[spec])
         blocks[name] = spec, start, count_of(count, num_rows[spec] - start)
     if rows.dtype != torch.int64:
-        raise CaptureError(f"part: rows of groups cannot be {rows.dtype}.")
+        raise CaptureError(f"part: rows of groups must be int64; got {rows.dtype}.")
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < max(counts):
         raise CaptureError("part: its groups read rows that are not there.")
     groups = {}
     sizes = [len(cells[name].reads) * count for _, name, count, _ in data["groups"]]
     flat = torch.split(rows, sizes)
     for (label, name, count, given), mine in zip(data["groups"], flat, strict=True):
-        cell = cells[name]
-        makes = cell.makes if cell.kind != "unpack" else cell.makes[:1]
-        most = count * (len(cell.makes) if cell.kind == "unpack" else 1)
-        starts = tuple(
-            count_of(start, num_rows[spec] - most) for spec, start in zip(makes, given, strict=True)
-        )
-        groups[label] = Group(cell, count, mine.view(-1, count), starts)
+        made = zip(cells[name].rows_made(count), given, strict=True)
+        starts = tuple([count_of(start, num_rows[spec] - most) for (spec, most), start in made])
+        groups[label] = Group(cells[name], count, mine.view(-1, count), starts)
     return DevicePart(_lanes(data["plan"]), groups, blocks, num_rows, frozenset(data["resident"]))
 
 
-def parts_of(
-    plan: Plan, drawing: Drawing, home: str
-) -> tuple[dict[str, DevicePart], dict[str, list[str]]]:
-    """What each device does, in the order of their first groups; and the inputs that the lanes of
-    the home send to each of them."""
+@dataclass(frozen=True, eq=False)
+class Script:
+    """What each device does, in the order of their first groups; the inputs that the lanes of the
+    home send to each of them; and, if a planner placed it, the plan and its drawing."""
+
+    parts: Mapping[str, DevicePart | RecordedPart]
+    inputs: Mapping[str, list[str]] = field(default_factory=dict)
+    plan: Plan | None = None
+    drawing: Drawing | None = None
+
+
+def write_script(plan: Plan, drawing: Drawing) -> Script:
+    """The script of a lowered plan."""
     blocks: dict[str, dict[str, Block]] = {}
     inputs: dict[str, list[str]] = {}
     resident: dict[str, list[str]] = {}
+    runs: dict[str, None] = {}  # in order
     for step in plan.steps:
         device = plan.lane[step.lane].device
-        if step.kind == "run" and device != home:
+        if step.kind == "run" and device != HOME:
+            runs[device] = None
             for value in plan.graph.op[step.names[0]].makes:
                 blocks.setdefault(device, {})[value] = drawing.blocks[value]
-        elif step.kind == "copy" and step.on is not None and step.on != home:
+        elif step.kind == "copy" and step.on is not None and step.on != HOME:
             value = step.names[0]
             if value in drawing.weights:
                 resident.setdefault(step.on, []).append(value)
                 continue
-            if device == home:
+            if device == HOME:
                 inputs.setdefault(step.on, []).append(value)
             blocks.setdefault(step.on, {})[value] = drawing.blocks[value]
-    runs = [plan.lane[step.lane].device for step in plan.steps if step.kind == "run"]
     parts = {}
-    for device in dict.fromkeys(device for device in runs if device != home):
+    for device in runs:
         lanes = tuple(lane for lane in plan.lanes if lane.device == device)
         steps = tuple(step for step in plan.steps if plan.lane[step.lane].device == device)
         mine = replace(plan, lanes=lanes, steps=steps, history=(), bound=None)
         known = resident.get(device, ())
         parts[device] = DevicePart(mine, drawing.groups, blocks[device], drawing.num_rows, known)
-    return parts, inputs
+    return Script(parts, inputs, plan, drawing)

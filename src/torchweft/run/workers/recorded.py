@@ -1,15 +1,16 @@
-"""`RecordedPart`: a whole recording for one device, as plain data. The worker groups it itself.
+"""`RecordedPart`: what was recorded, as plain data; `RecordedRows`: its groups and rows.
 
-    Recording --take_all--> Recorded --message--> worker: layout, groups, rows --> the values wanted
+    Recording --take--> RecordedPart --RecordedRows.add--> groups to run, rows for all values
 
-In a stream the driver does no more than record and choose a device, so that it can feed many. What
-goes there and back is few tensors: numbers of the ops of each cell, inputs and answers by spec.
+In a stream this is done by a worker, so that the driver does no more than record and choose a
+device: the part is sent there as few tensors (numbers of the ops of each cell, inputs by spec),
+and the wanted values come back by spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,25 +23,26 @@ from torchweft.run.workers.grouping import (
     Group,
     Layout,
     Ops,
+    Packs,
     group,
     numbers_of,
+    packs_read,
     place_inputs,
 )
 from torchweft.run.workers.store import RowStore
 
-Packs = dict[int, tuple[Spec, list[int]]]
 MAX_VALUES = 50_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedPart:
-    """Ops by cell, packs, inputs by number, and the values wanted by the spec of rows."""
+    """Ops by cell, packs, inputs by number, and the wanted values by the spec of their rows."""
 
     num_values: int
     ops: Sequence[Ops]
     packs: Packs
     inputs: Sequence[Given]
-    wanted: Mapping[Spec, list[int]]
+    wanted: Mapping[Spec, list[int]] = field(default_factory=dict)
 
     kind = "recorded"
 
@@ -51,7 +53,7 @@ class RecordedPart:
 
     @property
     def num_ops(self) -> int:
-        """All its ops."""
+        """The number of all its ops."""
         return sum(item.num_ops for item in self.ops)
 
     @property
@@ -60,12 +62,16 @@ class RecordedPart:
         made = sum(
             item.num_ops * sum(spec.num_bytes for spec in item.cell.makes) for item in self.ops
         )
-        return made + sum(each.nbytes for _, each in self.inputs)
+        return made + sum(rows.nbytes for _, rows in self.inputs)
 
-    def to_data(self) -> tuple[dict[str, Any], list[Tensor]]:
+    @property
+    def message(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Plain data, and tensors: numbers of every cell's ops, then the inputs."""
         packs: dict[Spec, list[Any]] = {}
-        for number, (spec, values) in self.packs.items():
+        wanted = [number for each in self.wanted.values() for number in each]
+        needed = {*packs_read(self.packs, self.num_values, self.ops), *wanted}
+        for number in sorted(needed & self.packs.keys()):
+            spec, values = self.packs[number]
             packs.setdefault(spec, []).append((number, values))
         inputs: dict[Spec, list[Given]] = {}
         for numbers, rows in self.inputs:
@@ -74,88 +80,137 @@ class RecordedPart:
         data = {
             "num_values": self.num_values,
             "cells": [item.cell.name for item in self.ops],
-            "packs": [[spec.shape, str(spec.dtype), found] for spec, found in packs.items()],
-            "inputs": [[[n.start, n.stop] for n, _ in found] for found in inputs.values()],
+            "packs": [[spec.shape, str(spec.dtype), each] for spec, each in packs.items()],
+            "inputs": [[[n.start, n.stop] for n, _ in given] for given in inputs.values()],
             "wanted": [[spec.shape, str(spec.dtype), each] for spec, each in self.wanted.items()],
         }
-        rows_of = [torch.cat([rows for _, rows in found]) for found in inputs.values()]
+        rows_of = [torch.cat([rows for _, rows in given]) for given in inputs.values()]
         return data, [*(item.numbers for item in self.ops), *rows_of]
 
-    def answers(self, found: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The values wanted, by their numbers: of packs several rows, of others one."""
-        made = {}
-        for numbers, rows in zip(self.wanted.values(), found, strict=True):
+    @staticmethod
+    def from_message(
+        data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
+    ) -> RecordedPart:
+        """The part of a message. Raises `CaptureError` for data that is none."""
+        with reading("recording"):
+            return _read(data, tensors, cells)
+
+    def collect(self, rows: RecordedRows) -> list[Tensor]:
+        """The rows of the wanted values, by spec. Raises `CaptureError` if they are not there."""
+        with reading("recording"):
+            return [
+                rows.gather(spec, [v for number in numbers for v in self._values(number)])
+                for spec, numbers in self.wanted.items()
+            ]
+
+    def _values(self, number: int) -> Sequence[int]:
+        return self.packs[number][1] if number in self.packs else (number,)
+
+    def answers(self, made: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The wanted values by their numbers, from the rows of each spec: of packs several."""
+        values = {}
+        for numbers, rows in zip(self.wanted.values(), made, strict=True):
             at = 0
             for number in numbers:
                 if number in self.packs:
                     count = len(self.packs[number][1])
-                    made[number] = rows[at : at + count]
+                    values[number] = rows[at : at + count]
                     at += count
                 else:
-                    made[number] = rows[at]
+                    values[number] = rows[at]
                     at += 1
-        return made
+        return values
 
 
-class RecordedRun:
-    """A recorded part on its device: groups to run, and rows for what they make.
+def _read(
+    data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
+) -> RecordedPart:
+    num_values = count_of(data["num_values"], MAX_VALUES)
+    wanted = {spec_named(*spec): numbers for *spec, numbers in data["wanted"]}
+    names, packs = data["cells"], {}
+    for *spec, lists in data["packs"]:
+        packs.update({number: (spec_named(*spec), values) for number, values in lists})
+    named = (packs, *(values for _, values in packs.values()), *wanted.values())
+    said = numbers_of([number for each in named for number in each])
+    for numbers in (said, *tensors[: len(names)]):
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_values:
+            raise CaptureError("recording: it names values that are not there.")
+    ops = [Ops(cells[name], tensors[at]) for at, name in enumerate(names)]
+    given = []
+    for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
+        at = 0
+        for first, last in spans:
+            last = count_of(last, num_values)
+            count = count_of(last - first, min(last, len(rows) - at))
+            given.append((range(first, last), rows[at : at + count]))
+            at += count
+    return RecordedPart(num_values, ops, packs, given, wanted)
 
-    Raises `CaptureError` for data that is none.
-    """
 
-    def __init__(
-        self,
-        data: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        cells: Mapping[str, Cell],
-        store: RowStore,
-    ) -> None:
-        with reading("recording"):
-            self._read(data, tensors, cells, store)
+class RecordedRows:
+    """The rows of what was recorded, on one device: their layout, and the store."""
 
-    def _read(
-        self,
-        data: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        cells: Mapping[str, Cell],
-        store: RowStore,
-    ) -> None:
-        num_values = count_of(data["num_values"], MAX_VALUES)
-        self.wanted = [(spec_named(*spec), numbers) for *spec, numbers in data["wanted"]]
-        self.layout, self.store = Layout(), store
-        names = data["cells"]
-        for *spec, found in data["packs"]:
-            self.layout.packs.update({number: (spec_named(*spec), each) for number, each in found})
-        self.packs = dict(self.layout.packs)
-        lists = (self.packs, *(each for _, each in (*self.packs.values(), *self.wanted)))
-        said = numbers_of([number for each in lists for number in each])
-        for numbers in (said, *tensors[: len(names)]):
-            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_values:
-                raise CaptureError("recording: it names values that are not there.")
-        self.layout.grow(num_values)
-        pending = [Ops(cells[name], tensors[at]).pending for at, name in enumerate(names)]
-        given = []
-        for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
-            at = 0
-            for first, last in spans:
-                last = count_of(last, num_values)
-                count = count_of(last - first, min(last, len(rows) - at))
-                given.append((range(first, last), rows[at : at + count]))
-                at += count
-        inputs = place_inputs(self.layout, given)
-        self.groups: list[Group] = group(self.layout, pending)
-        store.reserve(self.layout.num_rows)
+    def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:
+        self.layout, self.store = Layout(), RowStore(device, grad=grad)
+        self.first_away, self.brought = 1 << 62, frozenset[int]()
+        self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
+
+    def add(self, part: RecordedPart, bundles: Sequence[int] = ()) -> list[Group]:
+        """Make room for a part, and write its inputs; the groups that are to run."""
+        self.layout.grow(part.num_values)
+        self.layout.packs.update(part.packs)
+        inputs = place_inputs(self.layout, part.inputs)
+        groups = group(self.layout, part.ops, bundles)
+        self.store.reserve(self.layout.num_rows)
         for spec, start, rows in inputs:
-            store.write(spec, start, rows.to(store.device))
+            self.store.write(spec, start, rows.to(self.store.device))
+        return groups
 
-    def answers(self) -> list[Tensor]:
-        """The values wanted, by spec: their rows, or those that packs consist of."""
-        found = []
-        with reading("recording"):
-            for spec, numbers in self.wanted:
-                values: list[int] = []
-                for number in numbers:
-                    values += self.packs[number][1] if number in self.packs else (number,)
-                rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
-                found.append(self.store.rows[spec].index_select(0, rows))
-        return found
+    def stay(self, first: int, brought: Iterable[int]) -> None:
+        """Values from this number on stay on the workers, except those that were brought."""
+        self.first_away, self.brought = first, frozenset(brought)
+
+    @property
+    def num_values(self) -> int:
+        """Values below this number are computed."""
+        return self.layout.num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value."""
+        if number >= self.first_away and number not in self.brought:
+            raise away(spec)
+        rows = self.layout.rows_of(number)
+        if rows.dim():
+            return self.gather(*self.layout.packs[number])
+        made = self.store.rows[spec][row := int(rows)]
+        owner = self.owner.setdefault((spec, row), number)
+        return made if owner == number else made.clone()  # equal values share a row
+
+    def values(self, wanted: Sequence[tuple[int, Spec]]) -> list[Tensor]:
+        """The tensors of many values: packs of one spec in one gather."""
+        by_spec: dict[Spec, list[int]] = {}
+        for number, _ in wanted:
+            if number in self.layout.packs:
+                by_spec.setdefault(self.layout.packs[number][0], []).append(number)
+        packed: dict[int, Tensor] = {}
+        for spec, numbers in by_spec.items():
+            lists = [self.layout.packs[number][1] for number in numbers]
+            rows = self.gather(spec, [value for values in lists for value in values])
+            packed.update(zip(numbers, torch.split(rows, [*map(len, lists)]), strict=True))
+        return [
+            packed[number] if number in packed else self.value(number, spec)
+            for number, spec in wanted
+        ]
+
+    def gather(self, spec: Spec, values: Sequence[int]) -> Tensor:
+        """The rows of values of one spec."""
+        rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
+        return self.store.rows[spec].index_select(0, rows)
+
+
+def away(spec: Spec) -> CaptureError:
+    """The error for a value that stayed where it was computed."""
+    return CaptureError(
+        f"kept: a value of {spec} was kept by your code and not among the outputs of its call, so "
+        "it stayed on a worker. Return it, or run the model without workers."
+    )

@@ -33,7 +33,7 @@ class RowStore:
         """Room for so many rows of each spec; what is there stays. Raises `CaptureError` if that is
         more than this box has."""
         if (size := sum(spec.num_bytes * count for spec, count in num_rows.items())) > ROOM:
-            raise CaptureError(f"rows: {size} bytes of rows, and this box has {ROOM}.")
+            raise CaptureError(f"rows: they need {size} bytes, and this box has {ROOM}.")
         for spec, count in num_rows.items():
             old = self.rows.get(spec)
             if old is not None and len(old) >= count:
@@ -76,10 +76,10 @@ class RowStore:
             return (self.rows[reads[0]][start : start + count],)
         rows = rows.to(self.device)
         if len(set(reads)) == 1:
-            found = self.rows[reads[0]].index_select(0, rows.reshape(-1))
+            gathered = self.rows[reads[0]].index_select(0, rows.reshape(-1))
             if len(reads) == 1:
-                return (found,)
-            return found.view(len(reads), count, *reads[0].shape).unbind(0)
+                return (gathered,)
+            return gathered.view(len(reads), count, *reads[0].shape).unbind(0)
         return [self.rows[spec].index_select(0, rows[at]) for at, spec in enumerate(reads)]
 
 

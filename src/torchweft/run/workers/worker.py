@@ -31,12 +31,12 @@ from torch import Tensor
 
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
-from torchweft.run.workers.cell import Cell, Spec, spec_named
-from torchweft.run.workers.channel import ChannelError, WorkerChannel
+from torchweft.run.workers.cell import Cell, Spec, reading, spec_named
+from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
 from torchweft.run.workers.graphing import HOME
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.program import DevicePart, Task
-from torchweft.run.workers.recorded import RecordedRun
+from torchweft.run.workers.recorded import RecordedPart, RecordedRows
 from torchweft.run.workers.store import Prepared, RowStore
 
 BEAT_S = 0.1
@@ -45,6 +45,7 @@ FROM_PEERS = ("echo", "rows")
 FROM_DRIVER = (
     *FROM_PEERS, "call", "cancel", "cell", "measure", "peer", "recorded", "stop", "throttle"
 )  # fmt: skip
+IN_TURN = ("call", "cell", "measure", "recorded")  # work of the main thread
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Worker:
         self.weights: dict[str, Tensor] = {}
         self.prepared: dict[str, Sequence[Any]] = {}
         self.calls: dict[int, _WorkerCall] = {}
-        self.early: dict[int, list[tuple[Mapping[str, Any], Sequence[Tensor]]]] = {}
+        self.early: dict[int, list[tuple[Message, Sequence[Tensor]]]] = {}
         self.over: set[int] = set()  # calls that have ended, or that nobody waits for
         self.news = threading.Condition()
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -109,12 +110,12 @@ class Worker:
         gc.collect()
         gc.freeze()  # to look through all of torch takes as long as several jobs
         while (job := self.jobs.get()) is not None:
-            job()
+            self._handle(*job)
 
     # Messages.
 
     def read(self, name: str, channel: WorkerChannel) -> None:
-        """Handle the messages of a channel until its other side is gone."""
+        """Take the messages of a channel until its other side is gone."""
         known = FROM_DRIVER if name == HOME else FROM_PEERS
         while True:
             try:
@@ -125,14 +126,22 @@ class Worker:
                 if self.channels.get(name) is channel:
                     del self.channels[name]
                 return
-            try:
-                if (kind := message["kind"]) not in known:
-                    raise CaptureError(f"message: {unknown('kind', kind, known)}")
-                with torch.inference_mode():
-                    getattr(self, f"on_{kind}")(message, tensors)
-            except Exception:
-                self._failed(message)
+            if message["kind"] in known and message["kind"] in IN_TURN:
+                self.jobs.put((message, tensors, known))
+            else:
+                self._handle(message, tensors, known)
             self.clocks[threading.get_ident()] = time.thread_time()
+
+    def _handle(self, message: Message, tensors: Sequence[Tensor], known: Sequence[str]) -> None:
+        """Do what a message says; report a failure to the driver."""
+        try:
+            if (kind := message["kind"]) not in known:
+                raise CaptureError(f"message: {unknown('kind', kind, known)}")
+            with torch.inference_mode():
+                getattr(self, f"on_{kind}")(message, tensors)
+        except Exception:
+            about: Message = {key: message[key] for key in ("call", "ticket") if key in message}
+            self._tell({"kind": "failed", "error": traceback.format_exc(limit=-3), **about})
 
     def _send(self) -> None:
         while True:
@@ -143,85 +152,84 @@ class Worker:
 
     def _beat(self) -> None:
         while True:
-            self.outbox.put((HOME, {"kind": "alive"}, ()))
+            self._tell({"kind": "alive"})
             time.sleep(BEAT_S)
 
-    def on_peer(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def _tell(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        self.outbox.put((HOME, message, tensors))
+
+    def on_peer(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Another worker; the end of a channel to it came through the door before."""
         _, (end,), _, _ = socket.recv_fds(self.door, 1, 1)
         name, channel = check_name(message["name"], "worker"), WorkerChannel(end)
         self.channels[name] = channel
         threading.Thread(target=self.read, args=(name, channel), daemon=True).start()
 
-    def on_cell(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_cell(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """A cell, and those of its weights that are not here yet."""
+        cell = Cell.from_data(message["cell"])
+        for name, weight in zip(message["weights"], tensors, strict=True):
+            self.weights[name] = weight.to(self.device)
+        self.cells[cell.name] = cell
+        new = set(message["weights"])
+        for name in [name for name in self.prepared if new & set(self.cells[name].weights)]:
+            del self.prepared[name]
 
-        def define() -> None:
-            cell = Cell.from_data(message["cell"])
-            for name, weight in zip(message["weights"], tensors, strict=True):
-                self.weights[name] = weight.to(self.device)
-            self.cells[cell.name] = cell
-            new = set(message["weights"])
-            for name in [name for name in self.prepared if new & set(self.cells[name].weights)]:
-                del self.prepared[name]
-
-        self._job(define, message)
-
-    def on_call(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_call(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """A part of a plan to run, with the inputs that come from home."""
-
-        def begin() -> None:
-            number, data = message["call"], message["part"]
-            part = DevicePart.from_data(data, tensors[0], self.cells)
-            call = _WorkerCall(number, part, RowStore(self.device))
-            call.store.reserve(part.num_rows)
-            given = zip(message["inputs"], tensors[1:], strict=True)
+        number, part = (
+            message["call"],
+            DevicePart.from_message(message["part"], tensors, self.cells),
+        )
+        call = _WorkerCall(number, part, RowStore(self.device))
+        call.store.reserve(part.num_rows)
+        with self.news:
+            self.calls[number] = call
+            for name, tensor in zip(message["inputs"], tensors[1:], strict=True):
+                self._write(call, name, tensor)
+            for early in self.early.pop(number, ()):
+                self._arrive(call, *early)
+            call.cancelled = number in self.over
+        try:
+            if not all(self._task(call, task) for task in part.tasks):
+                return  # cancelled
+        finally:
             with self.news:
-                self.calls[number] = call
-                for name, tensor in given:
-                    self._write(call, name, tensor)
-                for early, found in self.early.pop(number, ()):
-                    self._arrive(call, early, found)
-                call.cancelled = number in self.over
-            self._run(call)
+                del self.calls[number]
+                self.over.add(number)
+        facts = {"call": number, "spans": call.spans, "taken_s": call.taken_s}
+        self._tell({"kind": "done", **facts})
 
-        self._job(begin, message)
-
-    def on_recorded(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_recorded(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """A whole recording to group and run here."""
-
-        def begin() -> None:
-            number = message["call"]
+        number, began_s = message["call"], time.perf_counter()
+        if number in self.over:
+            return
+        part = RecordedPart.from_message(message["part"], tensors, self.cells)
+        rows, runs = RecordedRows(self.device), array("d")
+        with reading("recording"):
+            groups = rows.add(part)
+        for group in groups:
             if number in self.over:
                 return
-            began_s = time.perf_counter()
-            found = RecordedRun(message["part"], tensors, self.cells, RowStore(self.device))
-            runs = array("d")
-            for group in found.groups:
-                if number in self.over:
-                    return
-                since_s = self._group(found.store, group)
-                runs.extend((group.num_rows, since_s, time.perf_counter()))
-            facts = {"kind": "answer", "call": number, "source": self.name}
-            facts |= {"cells": [group.cell.name for group in found.groups]}
-            facts |= {"busy_s": time.perf_counter() - began_s}
-            seen = torch.frombuffer(runs, dtype=torch.float64).view(-1, 3)
-            self.outbox.put((HOME, facts, [seen, *found.answers()]))
+            since_s = self._group(rows.store, group)
+            runs.extend((group.num_rows, since_s, time.perf_counter()))
+        busy_s, names = time.perf_counter() - began_s, [group.cell.name for group in groups]
+        seen = torch.frombuffer(runs, dtype=torch.float64).view(-1, 3)
+        answer = {"kind": "answer", "call": number, "cells": names, "busy_s": busy_s}
+        self._tell(answer, [seen, *part.collect(rows)])
 
-        self._job(begin, message)
-
-    def on_rows(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_rows(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Rows that another device made."""
         with self.news:
             call = self.calls.get(message["call"])
-            if call is None:
-                if message["call"] not in self.over:
-                    self.early.setdefault(message["call"], []).append((message, tensors))
-                return
-            self._arrive(call, message, tensors)
-            self.news.notify_all()
+            if call is not None:
+                self._arrive(call, message, tensors)
+                self.news.notify_all()
+            elif message["call"] not in self.over:
+                self.early.setdefault(message["call"], []).append((message, tensors))
 
-    def on_cancel(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_cancel(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """A call that nobody waits for any more."""
         with self.news:
             self.over.add(message["call"])
@@ -230,53 +238,29 @@ class Worker:
                 call.cancelled = True
                 self.news.notify_all()
 
-    def on_throttle(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_throttle(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Be slower, or as fast as can be, from now on."""
         self.throttle = Throttle(_number(message["slowness"], MAX_SLOWNESS))
 
-    def on_echo(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_echo(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Rows to be sent on, or back: what links are measured with."""
         way = message["way"]
         self.outbox.put((way[0], {**message, "way": way[1:]}, tensors))
 
-    def on_measure(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_measure(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Time a cell over some numbers of rows, with weights of zeros."""
+        cell = Cell.from_data(message["cell"])
+        specs = [spec_named(*each) for each in message["weights"]]
+        zeros = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in specs]
+        ready = cell.functions[0](self.device, *zeros)
+        repeats = int(_number(message["repeats"], MAX_REPEATS))
+        sizes = [int(_number(rows, MAX_ROWS)) for rows in message["rows"]]
+        seconds = [self._time(cell, ready, rows, repeats) for rows in sizes]
+        self._tell({"kind": "measured", "ticket": message["ticket"], "seconds": seconds})
 
-        def measure() -> None:
-            cell = Cell.from_data(message["cell"])
-            specs = [spec_named(*each) for each in message["weights"]]
-            zeros = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in specs]
-            ready = cell.functions[0](self.device, *zeros)
-            repeats = int(_number(message["repeats"], MAX_REPEATS))
-            sizes = [int(_number(rows, MAX_ROWS)) for rows in message["rows"]]
-            found = [self._time(cell, ready, rows, repeats) for rows in sizes]
-            self._tell({"kind": "measured", "ticket": message["ticket"], "seconds": found})
-
-        self._job(measure, message)
-
-    def on_stop(self, message: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def on_stop(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Stop after queued jobs."""
         self.jobs.put(None)
-
-    def _job(self, work: Any, message: Mapping[str, Any]) -> None:
-        """Work for the main thread; its failure is the driver's news."""
-
-        def job() -> None:
-            try:
-                with torch.inference_mode():
-                    work()
-            except Exception:
-                self._failed(message)
-
-        self.jobs.put(job)
-
-    def _failed(self, message: Mapping[str, Any]) -> None:
-        """Tell the driver of the error that is being handled."""
-        about = {key: message[key] for key in ("call", "ticket") if key in message}
-        self._tell({"kind": "failed", "error": traceback.format_exc(limit=-3), **about})
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        self.outbox.put((HOME, message, ()))
 
     # Running.
 
@@ -292,33 +276,28 @@ class Worker:
         call.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
         call.arrived.add(value)
 
-    def _arrive(
-        self, call: _WorkerCall, message: Mapping[str, Any], found: Sequence[Tensor]
-    ) -> None:
+    def _arrive(self, call: _WorkerCall, message: Message, tensors: Sequence[Tensor]) -> None:
         where = f"{message['source']}.to.{self.name}", message["sent_s"]
-        for value, rows in zip(message["values"], found, strict=True):
+        for value, rows in zip(message["values"], tensors, strict=True):
             self._write(call, value, rows)
             call.spans.append((f"copy {value} to {self.name}", *where, time.perf_counter()))
 
-    def _run(self, call: _WorkerCall) -> None:
-        try:
-            if not all(self._task(call, task) for task in call.part.tasks):
-                return  # cancelled
-        finally:
-            with self.news:
-                del self.calls[call.number]
-                self.over.add(call.number)
-        facts = {"call": call.number, "spans": call.spans, "taken_s": call.taken_s}
-        self._tell({"kind": "done", **facts})
-
     def _task(self, call: _WorkerCall, task: Task) -> bool:
-        """Run a group and send what others need; False if the call was cancelled."""
-        if not self._wait(call, task):
-            return False
+        """Run a group when what it needs has arrived, and send what others need; False if the call
+        was cancelled."""
+        with self.news:
+            while not call.cancelled and not call.arrived.issuperset(task.needs):
+                self.news.wait()
+            if call.cancelled:
+                return False
         began_s = self._group(call.store, task.group)
         call.taken_s.append(self.taken_s)
         for target, values in task.messages().items():
-            self._send_rows(call, values, target)
+            blocks = [call.part.blocks[value] for value in values]
+            rows = [call.store.rows[spec][start : start + count] for spec, start, count in blocks]
+            facts = {"call": call.number, "values": values, "source": self.name}
+            facts |= {"kind": "rows", "sent_s": time.perf_counter()}
+            self.outbox.put((target, facts, rows))
         call.spans.append((task.label, self.name, began_s, time.perf_counter()))
         return True
 
@@ -327,7 +306,8 @@ class Worker:
         messages_s = sum(list(self.clocks.values()))
         began_s, worked_s = time.perf_counter(), self._clock()
         store.run(group, prepare or self._prepare)
-        self._synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         worked_s = self._clock() - worked_s
         messages_s = sum(list(self.clocks.values())) - messages_s
         self.taken_s = max(0.0, min(time.perf_counter() - began_s - worked_s, messages_s))
@@ -337,19 +317,6 @@ class Worker:
     def _clock(self) -> float:
         """Seconds of work: while others have the core, a device that is throttled does not work."""
         return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
-
-    def _send_rows(self, call: _WorkerCall, values: Sequence[str], target: str) -> None:
-        blocks = (call.part.blocks[value] for value in values)
-        rows = [call.store.rows[spec][start : start + count] for spec, start, count in blocks]
-        facts = {"call": call.number, "values": values, "source": self.name}
-        self.outbox.put((target, {"kind": "rows", "sent_s": time.perf_counter(), **facts}, rows))
-
-    def _wait(self, call: _WorkerCall, task: Task) -> bool:
-        """Wait for rows of other devices; False if the call was cancelled meanwhile."""
-        with self.news:
-            while not call.cancelled and not call.arrived.issuperset(task.needs):
-                self.news.wait()
-            return not call.cancelled
 
     def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
         """Seconds of one run of a cell as a group, the median of several."""
@@ -364,27 +331,20 @@ class Worker:
             times.append(time.perf_counter() - began_s)
         return sorted(times[2:])[repeats // 2]
 
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
-
-def _number(found: Any, most: float) -> float:
+def _number(item: Any, most: float) -> float:
     """A number of a message, from 1. Raises `CaptureError` if it is none."""
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 1 <= found <= most:
-        raise CaptureError(f"message: {clip(found)} is no number from 1 to {most:g}.")
-    return found
+    if isinstance(item, bool) or not isinstance(item, int | float) or not 1 <= item <= most:
+        raise CaptureError(f"message: a number must be from 1 to {most:g}; got {clip(item)}.")
+    return item
 
 
 def _example(cell: Cell, num_rows: int) -> tuple[Group, dict[Spec, int]]:
     """A group of a cell, and how many rows there must be for it."""
-    counts: dict[Spec, int] = {}
-    for spec in cell.reads:
-        counts[spec] = num_rows
-    starts = []
-    for spec in cell.makes if cell.kind != "unpack" else cell.makes[:1]:
+    counts, starts = dict.fromkeys(cell.reads, num_rows), []
+    for spec, count in cell.rows_made(num_rows):
         starts.append(counts.get(spec, 0))
-        counts[spec] = starts[-1] + num_rows * (len(cell.makes) if cell.kind == "unpack" else 1)
+        counts[spec] = starts[-1] + count
     rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
     return Group(cell, num_rows, rows, tuple(starts)), counts
 

@@ -51,7 +51,7 @@ DNN = {
 }  # fmt: skip
 ROW = [[2], "torch.float32"]
 CELL = {
-    "name": "x", "reads": [ROW], "makes": [ROW], "weights": ["w"], "kind": "calls", "flops": 8,
+    "name": "x", "reads": [ROW], "makes": [ROW], "weights": ["w"], "kind": "calls",
     "calls": [
         ["aten.mul.Tensor", [{"v": 0}, 2.0], {}, 2],
         ["aten.add.Tensor", [{"v": 1}, {"v": 2}], {"alpha": 1}, 3],
@@ -273,7 +273,8 @@ def _part(path: Path) -> None:
     from torchweft.run.workers.program import DevicePart
     from torchweft.run.workers.store import RowStore
 
-    part = DevicePart.from_data(_read_json(path), torch.tensor([0, 1]), {"x": Cell.from_data(CELL)})
+    cells = {"x": Cell.from_data(CELL)}
+    part = DevicePart.from_message(_read_json(path), [torch.tensor([0, 1])], cells)
     if sum(spec.num_bytes * count for spec, count in part.num_rows.items()) < 2**28:
         RowStore().reserve(part.num_rows)
 
@@ -281,15 +282,16 @@ def _part(path: Path) -> None:
 def _recorded(path: Path) -> None:
     import torch
 
-    from torchweft.run.workers.cell import Cell
-    from torchweft.run.workers.recorded import RecordedRun
-    from torchweft.run.workers.store import RowStore
+    from torchweft.run.workers.cell import Cell, reading
+    from torchweft.run.workers.recorded import RecordedPart, RecordedRows
 
-    cell, numbers = Cell.from_data(CELL), torch.tensor([2, 0, 3, 1])
-    recorded = RecordedRun(_read_json(path), [numbers, torch.ones(2, 2)], {"x": cell}, RowStore())
-    for group in recorded.groups:
-        recorded.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
-    recorded.answers()
+    tensors, cells = [torch.tensor([2, 0, 3, 1]), torch.ones(2, 2)], {"x": Cell.from_data(CELL)}
+    part, rows = RecordedPart.from_message(_read_json(path), tensors, cells), RecordedRows()
+    with reading("recording"):
+        groups = rows.add(part)
+    for group in groups:
+        rows.store.run(group, lambda cell: cell.functions[0]("cpu", torch.ones(2)))
+    part.collect(rows)
 
 
 def _message() -> bytes:

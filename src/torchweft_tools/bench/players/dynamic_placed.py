@@ -28,14 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.dynamic.local import load
 from torchweft.dynamic.model import Dynamic
-from torchweft.dynamic.placing import Placer, load
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
-from torchweft.run.workers.executor import Job
+from torchweft.run.driver.executor import Job
+from torchweft.run.driver.placing import Placer
+from torchweft.run.driver.prices import Prices
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.pool import Spot
-from torchweft.run.workers.prices import Prices
 from torchweft_tools.bench.measure.pairs import ratio
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.peers.dynpartition import MAX_OPS, Bandit, train
@@ -60,10 +61,10 @@ class Runs:
     apart: float = 0.0
 
     def simulate(self, placer: Placer) -> None:
-        """Predict, at current prices, the next runs of the input that ran last."""
-        assert self.job is not None and self.job.plan is not None, "it was placed"
+        """What the prices of now say of the next runs of the input that ran last."""
+        assert self.job is not None, "it was placed"
         placer.executor.prices = self.prices
-        self.simulated_s.append(placer.simulate(self.job.plan, self.job).makespan_s)
+        self.simulated_s.append(placer.simulate(self.job.script).makespan_s)
         self.measured_s.append([])
 
     def run(self, dynamic: Dynamic, given: Sequence[Input], wanted: Sequence[Tensor]) -> float:
@@ -210,8 +211,8 @@ class ByNodes:
             loaded = load(recording, [made], range(recording.next))  # each op is a group
             self.placer.planner = self._planner(loaded.groups, tree, devices)
             dynamic.job = self.placer.executor.submit(self.placer.planned(loaded))
-            dynamic.job.wait()
-            return list(recording.store.values([made]))
+            dynamic.job.over.result()
+            return list(recording.store.values([(made.id, made.spec)]))
 
     def _planner(self, groups: Sequence[Group], tree: Tree, devices: Sequence[int]) -> Planner:
         """A planner that puts the ops of each node on the device that was chosen for it."""

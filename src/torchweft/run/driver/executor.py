@@ -1,4 +1,4 @@
-"""The `Executor`: sends calls to the workers of a pool and brings their rows home.
+"""The `Executor`: sends jobs to workers, brings their rows home, and plans anew what was lost.
 
     submit:  cells and weights that are missing there  ->  each device its part  ->  Job
     rows come home while others compute; the job is over when every part is done
@@ -14,69 +14,71 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torchweft.errors import RunError, WeftError
-from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span, Trace
-from torchweft.run.workers.cell import Cell, Spec
+from torchweft.run.driver.prices import Prices
+from torchweft.run.driver.traffic import Traffic
+from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import Message
-from torchweft.run.workers.graphing import HOME, Drawing
-from torchweft.run.workers.pool import Mate, WorkerPool
-from torchweft.run.workers.prices import Prices
-from torchweft.run.workers.program import DevicePart
+from torchweft.run.workers.graphing import HOME, Load
+from torchweft.run.workers.pool import Mate, Spot, WorkerPool
+from torchweft.run.workers.program import DevicePart, Script
 from torchweft.run.workers.recorded import RecordedPart
-from torchweft.run.workers.store import RowStore
-from torchweft.run.workers.traffic import Traffic
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
-Parts = tuple[Mapping[str, DevicePart | RecordedPart], dict[str, list[str]], Plan | None]
 Measure = Callable[[Cell, str, Sequence[Tensor]], None]
 
 
 @dataclass(eq=False)
 class Job:
-    """One call: how it is planned, what it was given, and what came of it."""
+    """One call: how its script is written (for the devices that are alive then), what it loads, and
+    what came of its last try. `over` has the error if it failed."""
 
-    write: Callable[[], Parts]  # (parts, inputs of each device, plan), for the devices alive now
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    store: RowStore | None = None  # where rows go
-    drawing: Drawing | None = None
+    write: Callable[[Job], Script]
+    load: Load | None = None  # of a placed job
+    over: Future[None] = field(default_factory=Future)
+    tries: int = 0
     number: int = 0
-    parts: Mapping[str, DevicePart | RecordedPart] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
-    runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
-    busy_s: float = 0.0
-    plan: Plan | None = None
+    script: Script = field(default_factory=lambda: Script({}))
     waiting: set[str] = field(default_factory=set)
     written: dict[str, tuple[int, float]] = field(default_factory=dict)  # groups, seconds, by part
     taken_s: dict[str, list[float]] = field(default_factory=dict)  # from groups, by messages
     spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
-    blocks: dict[str, tuple[Spec, int, int]] = field(default_factory=dict)
-    tries: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0
-    error: WeftError | None = None
-    over: threading.Event = field(default_factory=threading.Event)
+    values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
+    runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
+    busy_s: float = 0.0
 
-    def wait(self) -> None:
-        """Wait for the end. Raises the job's error if it failed."""
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
+    @staticmethod
+    def ended(error: WeftError | None = None) -> Job:
+        """A job that has nothing to send, or that failed before."""
+        job = Job(lambda job: job.script)
+        job.end(error)
+        return job
+
+    def end(self, error: WeftError | None = None) -> None:
+        """Tell whoever waits for it."""
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
 
     def trace(self) -> Trace:
         """What happened when, on every device."""
-        spans, found = [], list(self.spans)
+        spans, facts = [], list(self.spans)
         if self.runs is not None:
             device, cells, runs = self.runs
             for at, (cell, (_, *times)) in enumerate(zip(cells, runs.tolist(), strict=True)):
-                found.append((f"{cell}.{at}", device, device, *times))
-        for label, lane, device, start_s, end_s in found:
+                facts.append((f"{cell}.{at}", device, device, *times))
+        for label, lane, device, start_s, end_s in facts:
             copy = label.startswith("copy ")
             where = ("copy" if copy else "run"), label, lane, device, "io" if copy else "compute"
             op = "" if copy else label
@@ -87,19 +89,23 @@ class Job:
 
 
 class Executor:
-    """Jobs on the workers of a pool."""
+    """Jobs on workers, which it starts."""
 
-    def __init__(self, pool: WorkerPool, weights: Mapping[str, Tensor]) -> None:
-        self.pool, self.weights = pool, weights
-        self.prices = Prices(pool)
+    def __init__(
+        self, spots: Sequence[Spot], weights: Mapping[str, Tensor], *, watchdog_s: float = 10.0
+    ) -> None:
+        self.weights = weights
         self.jobs: dict[int, Job] = {}
         self.cells: dict[Cell, None] = {}
         self.last = 0
         self.num_replanned = 0
         self.heard: Counter[str] = Counter()  # whole jobs of each device
         self.lock = threading.RLock()
-        self.ended = threading.Condition()  # a job has
-        pool.listen, pool.on_lost = self._hear, self._lost
+        with self.lock:  # until there are prices
+            self.pool = WorkerPool(
+                spots, watchdog_s=watchdog_s, listen=self._hear, on_lost=self._lost
+            )
+            self.prices = Prices(self.pool)
         self.prices.measure_links()
 
     def submit(self, job: Job) -> Job:
@@ -108,35 +114,36 @@ class Executor:
             self._send(job)
         return job
 
-    def measure(self, cells: Iterable[Cell], devices: Sequence[str]) -> None:
-        """Measure cells on devices, those that have not been."""
+    def measure(self, cells: Iterable[Cell], devices: Sequence[str] | None = None) -> None:
+        """Measure cells that have not been measured yet, by default on all devices."""
         for cell in cells:
             self.cells[cell] = None
-            new = [device for device in devices if (cell.name, device) not in self.prices.seconds]
-            if new:
-                self._measure(self.prices.measure, cell, new)
+            known = self.prices.seconds
+            for device in self.pool.names if devices is None else devices:
+                if (cell.name, device) not in known:
+                    self._measure(self.prices.measure, cell, device)
 
     def look_around(self) -> None:
         """Measure devices anew on which nothing has run since the last look: they may have changed,
         and nobody would see it."""
         idle = [name for name in self.pool.names if name not in self.prices.ran]
         for cell in list(self.cells):
-            self._measure(self.prices.measure_again, cell, idle)
+            for device in idle:
+                self._measure(self.prices.measure_again, cell, device)
         self.prices.ran.clear()
 
-    def _measure(self, how: Measure, cell: Cell, devices: Sequence[str]) -> None:
-        weights = [self.weights[name] for name in cell.weights]
-        for device in devices:
-            try:
-                how(cell, device, weights)
-            except RunError:
-                if not self.pool.mates[device].lost:
-                    raise
+    def _measure(self, how: Measure, cell: Cell, device: str) -> None:
+        try:
+            how(cell, device, [self.weights[name] for name in cell.weights])
+        except RunError:
+            if not self.pool.mates[device].lost:
+                raise
 
-    def welcome(self, device: str) -> None:
-        """Measure a device that has just joined: its links, and every cell that is known."""
+    def join(self, spot: Spot) -> None:
+        """Bring in a new worker, and measure its links and every cell that is known."""
+        self.pool.join(spot)
         self.prices.measure_links()
-        self.measure(list(self.cells), [device])
+        self.measure(list(self.cells), [spot.name])
 
     def _ship(self, cell: Cell, mate: Mate) -> None:
         """A cell, and those of its weights that the worker lacks or has in an older version."""
@@ -151,39 +158,37 @@ class Executor:
 
     def _send(self, job: Job) -> None:
         """Plan a job for the devices that are alive, and send the parts."""
-        job.tries += 1
-        if not self.pool.names or job.tries > MAX_TRIES:
-            why = "no worker is left" if not self.pool.names else f"it was lost {MAX_TRIES} times"
+        job.tries, job.began_s, names = job.tries + 1, time.perf_counter(), self.pool.names
+        if not names or job.tries > MAX_TRIES:
+            why = "no worker is left" if not names else f"it was lost {MAX_TRIES} times"
             return self._end(job, RunError(f"run: {why}; join one and call again."))
         try:
-            parts, given, job.plan = job.write()
+            job.script = job.write(job)
         except WeftError as error:
+            if self.pool.names != names:  # a worker was lost meanwhile
+                return self._send(job)
             return self._end(job, error)
         self.last += 1
-        job.number, job.parts, job.waiting = self.last, parts, set(parts)
-        job.written, job.taken_s = {}, {}
-        job.spans, job.began_s = [], time.perf_counter()
+        job.number, job.waiting = self.last, set(job.script.parts)
+        job.written, job.taken_s, job.spans = {}, {}, []
+        job.began_s = time.perf_counter()
         self.jobs[job.number] = job
-        for device, part in parts.items():
+        for device, part in job.script.parts.items():
             mate = self.pool.mates[device]
-            job.blocks |= part.blocks if isinstance(part, DevicePart) else {}
             for cell in part.cells:
                 self._ship(cell, mate)
-            data, rows = part.to_data()
-            names = given.get(device, [])
+            data, tensors = part.message
+            names = job.script.inputs.get(device, [])
             message = {"kind": part.kind, "call": job.number, "part": data, "inputs": names}
-            mate.send(message, [*rows, *(job.inputs[name] for name in names)])
+            mate.send(message, [*tensors, *(job.load.rows(name) for name in names if job.load)])
             if isinstance(part, DevicePart):
                 job.written[device] = len(part.tasks), time.perf_counter() - job.began_s
         return None
 
     def _end(self, job: Job, error: WeftError | None = None) -> None:
         self.jobs.pop(job.number, None)
-        job.ended_s, job.error = time.perf_counter(), error
-        job.write = _ended  # what it holds is let go; it may hold the job, and that is a circle
-        with self.ended:
-            job.over.set()
-            self.ended.notify_all()
+        job.ended_s = time.perf_counter()
+        job.end(error)
 
     # What workers say.
 
@@ -204,10 +209,10 @@ class Executor:
                 self._end(job, RunError(text, story=message["error"], lane=name))
 
     def _rows(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
-        assert job.store is not None, "rows come for jobs with a store"
+        assert job.load is not None and job.script.drawing is not None, "others answer"
         for value, rows in zip(message["values"], tensors, strict=True):
-            spec, start, count = job.blocks[value]
-            job.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
+            spec, start, count = job.script.drawing.blocks[value]
+            job.load.store.rows[spec][start : start + count] = rows.view(count, *spec.shape)
             lane, now_s = f"{name}.to.{HOME}", time.perf_counter()
             job.spans.append((f"copy {value} to {HOME}", lane, name, message["sent_s"], now_s))
 
@@ -222,11 +227,12 @@ class Executor:
 
     def _price(self, job: Job) -> None:
         """Prices follow what a placed call took."""
-        traffic, read_s = Traffic(job.spans, job.blocks), {}
+        assert job.load is not None and job.script.drawing is not None, "others answer"
+        traffic, read_s = Traffic(job.spans, job.script.drawing.blocks), {}
         for device, taken_s in job.taken_s.items():
-            part, spans = job.parts[device], [s[3:] for s in job.spans if s[1] == device]
+            part, spans = job.script.parts[device], [s[3:] for s in job.spans if s[1] == device]
             assert isinstance(part, DevicePart), "other parts answer"
-            if job.inputs.keys() >= set(part.tasks[0].needs):
+            if job.load.inputs.keys() >= set(part.tasks[0].needs):
                 read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
             self.prices.saw(device, [
@@ -241,19 +247,17 @@ class Executor:
         self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
-        part, runs = job.parts[name], tensors[0]
+        part, runs = job.script.parts[name], tensors[0]
         assert isinstance(part, RecordedPart), "other parts are done"
         job.runs = name, message["cells"], runs
         if self.heard[name] % SEEN == 0:
             cells = {cell.name: cell for cell in part.cells}
-            found = [
-                (cells[cell], int(rows), end_s - start_s)
-                for cell, (rows, start_s, end_s) in zip(
-                    message["cells"], runs.tolist(), strict=True
-                )
+            seen = zip(message["cells"], runs.tolist(), strict=True)
+            self.prices.saw(name, [
+                (cells[cell], int(num_rows), end_s - start_s)
+                for cell, (num_rows, start_s, end_s) in seen
                 if cell in cells  # else it is a gather of the worker's own
-            ]
-            self.prices.saw(name, found)
+            ])  # fmt: skip
         self.heard[name] += 1
         job.busy_s = message["busy_s"]
         with torch.inference_mode(False):  # they are the caller's, who may change them in place
@@ -265,21 +269,17 @@ class Executor:
             if not self.pool.mates[device].lost:
                 self.pool.mates[device].send({"kind": "cancel", "call": job.number})
 
-    def _lost(self, name: str, reason: str) -> None:
+    def _lost(self, name: str) -> None:
         """Plan anew what the lost worker had not done."""
         with self.lock:
-            self.prices.forget([name])
-            hit = [job for job in self.jobs.values() if name in job.parts]
+            self.prices.forget(name)
+            hit = [job for job in self.jobs.values() if name in job.script.parts]
             for job in hit:
                 if name in job.waiting or not job.waiting:
                     self._cancel(job, job.waiting - {name})
                     del self.jobs[job.number]
                     self.num_replanned += 1
                     self._send(job)
-
-
-def _ended() -> Parts:
-    raise AssertionError("a job that has ended is not sent again")
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

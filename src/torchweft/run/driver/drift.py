@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from statistics import median
+from typing import Any
 
 FOLLOW = 0.3  # how far one call moves what has changed
 STEADY = 0.1  # how far it moves what has not
@@ -57,9 +57,13 @@ class Drift(dict[Key, float]):
             self.settled.update((other, self[other]) for other in beside)
             self.epoch += 1
 
-    def forget(self, devices: Iterable[str]) -> None:
-        """Forget devices that are gone, and the links from and to them."""
-        gone = set(devices)
+    def forget(self, device: str) -> None:
+        """Forget a device that is gone, and the links from and to it."""
         for known in (self, self.settled, self.spent_s, self.seen):
-            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
-                del known[key]
+            forget(known, device)
+
+
+def forget(known: dict[Key, Any], device: str) -> None:
+    """Drop what is known of a device, and of the links from and to it."""
+    for key in [key for key in known if device in (key[0].removeprefix(FROM), key[1])]:
+        del known[key]

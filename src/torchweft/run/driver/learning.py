@@ -6,7 +6,7 @@ A call that was placed tells the learner its problem; when a turn is due it star
 its own once the answer is on its way, and the next input waits for its end: at most the learner's
 `limit_s` and the step under way. So no gradient is computed in the middle of an input. Before a
 turn, devices that nothing has run on are measured anew, so that one that recovered is used again. A
-turn that fails is told and counted; it never fails an input.
+turn that fails is logged and counted; it never fails an input.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from torchweft.dynamic.placing import Placer
 from torchweft.placement.learn.learner import Learner
 from torchweft.plan.trace import format_s
-from torchweft.run.workers.executor import Job
+from torchweft.run.driver.executor import Job
+from torchweft.run.driver.placing import Placer
 
 log = logging.getLogger("torchweft")
 
@@ -36,8 +36,8 @@ class Turns:
 
     def served(self, job: Job) -> None:
         """A placed call was answered: its problem can be learned from."""
-        assert job.drawing is not None, "a placed call has a drawing"
-        self.learner.served(partial(self.placer.problem, job.drawing))
+        assert job.script.drawing is not None, "a placed call has a drawing"
+        self.learner.served(partial(self.placer.problem, job.script.drawing))
 
     def begin(self) -> None:
         """Before an input: wait for the turn under way."""

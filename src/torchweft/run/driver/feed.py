@@ -15,12 +15,14 @@ share with which all of them end together.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from math import ceil
 
 from torchweft.errors import PlacementError
-from torchweft.run.workers.executor import Executor, Job, Parts
+from torchweft.run.driver.executor import Executor, Job
+from torchweft.run.workers.program import Script
 from torchweft.run.workers.recorded import RecordedPart
 
 SLOTS = 2
@@ -107,29 +109,28 @@ class Feed:
 
     def whole(self, recorded: RecordedPart, device: str = "", num_inputs: int = 1) -> Job:
         """A job that runs on one device: on this one, or where it would be done first."""
-        self.executor.measure(dict.fromkeys(recorded.cells), self.executor.pool.names)
+        self.executor.measure(recorded.cells)
         num_ops = recorded.num_ops
         ops = num_ops / num_inputs
         self.input_ops = FADE * self.input_ops + (1 - FADE) * ops if self.input_ops else ops
 
-        def write() -> Parts:
+        def write(job: Job) -> Script:
             name = self._device(recorded, num_ops, device)
             seconds = self._seconds(recorded, num_ops, name)
             self.sent[job] = SentJob(name, seconds, num_ops, num_inputs, time.perf_counter())
-            return {name: recorded}, {}, None
+            return Script({name: recorded})
 
-        job = Job(write)
-        return job
+        return Job(write)
 
-    def wait(self, jobs: Sequence[Job], num_left: int) -> None:
+    def wait(self, jobs: Iterable[Job], num_left: int) -> None:
         """Wait until no more than `num_left` of these jobs are under way."""
-        ended = self.executor.ended
-        with ended:
-            ended.wait_for(lambda: sum(not job.over.is_set() for job in jobs) <= num_left)
+        under_way = {job.over for job in jobs if not job.over.done()}
+        while len(under_way) > num_left:
+            under_way = wait(under_way, return_when=FIRST_COMPLETED).not_done
 
     def _settle(self) -> None:
         """Jobs that have ended: devices are free of them, and what they take is known better."""
-        for job in [job for job in self.sent if job.over.is_set()]:
+        for job in [job for job in self.sent if job.over.done()]:
             sent = self.sent.pop(job)
             self.freed_s[sent.device] = job.ended_s
             if job.busy_s:
@@ -158,19 +159,19 @@ class Feed:
         executor, now_s = self.executor, time.perf_counter()
         names = {name for cell in recorded.cells for name in cell.weights}
         need = recorded.num_bytes + sum(executor.weights[name].nbytes for name in names)
-        found = []
+        choices = []
         for name in executor.pool.names:
             room = executor.pool.mates[name].spot.memory_bytes
             if room is None or need <= room:
                 done_s = self._busy_s(name, now_s) + self._seconds(recorded, num_ops, name)
-                found.append((name != device, done_s, name))
-        if not found:
+                choices.append((name != device, done_s, name))
+        if not choices:
             raise PlacementError(
                 f"memory: this input needs {need} bytes on one device, and none has room for them. "
                 "Raise memory_bytes, or let a planner spread it: call the model without stream().",
                 rule="memory",
             )
-        return min(found)[2]
+        return min(choices)[2]
 
     def _seconds(self, recorded: RecordedPart, num_ops: int, device: str) -> float:
         """What a job should take: as those before it did; at first, as if each cell ran once."""

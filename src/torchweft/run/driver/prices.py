@@ -16,7 +16,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.trace import Trace
+from torchweft.run.driver.drift import FOLLOW, FROM, Drift, forget
 from torchweft.run.workers.cell import Cell
-from torchweft.run.workers.drift import FOLLOW, FROM, Drift
 from torchweft.run.workers.graphing import HOME, Drawing, body_of
 from torchweft.run.workers.pool import WorkerPool
 
@@ -58,9 +60,9 @@ class Prices:
 
     def anew(self) -> Prices:
         """What was measured, without anything that was seen since."""
-        found = Prices(self.pool)
-        found.seconds, found.links = dict(self.seconds), dict(self.links)
-        return found
+        prices = Prices(self.pool)
+        prices.seconds, prices.links = dict(self.seconds), dict(self.links)
+        return prices
 
     @property
     def epoch(self) -> int:
@@ -92,9 +94,9 @@ class Prices:
             if key not in known:
                 known[key] = self.of(cell, num_rows, device)
             seen.setdefault(cell.name, []).append((max(0.0, seconds), known[key]))
-        for name, found in seen.items():
-            ratio = self._jitter((name, device), found)
-            self.drift.saw((name, device), ratio, sum(seconds for seconds, _ in found))
+        for name, runs_of in seen.items():
+            ratio = self._jitter((name, device), runs_of)
+            self.drift.saw((name, device), ratio, sum(seconds for seconds, _ in runs_of))
 
     def started(
         self, written: Mapping[str, tuple[int, float]], read_s: Mapping[str, float]
@@ -119,11 +121,11 @@ class Prices:
     def begins_s(self, num_groups: Mapping[str, int]) -> dict[str, float]:
         """When devices begin that have so many groups: the driver writes one part after another,
         in this order, and each device reads its own."""
-        found, written_s = {}, 0.0
+        begins_s, written_s = {}, 0.0
         for device, num in num_groups.items():
             written_s += (self.write_s or 0.0) * _units(num)
-            found[device] = max(0.0, written_s + self.read_s.get(device, 0.0) * _units(num))
-        return found
+            begins_s[device] = max(0.0, written_s + self.read_s.get(device, 0.0) * _units(num))
+        return begins_s
 
     def start_s(self, device: str) -> float:
         """Seconds to begin, for each group of a device."""
@@ -132,31 +134,29 @@ class Prices:
     def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
         """The copies of a call over a link, as (bytes, seconds): the drift follows."""
         key, link = (FROM + source, target), self.links[source, target]
-        found = [(s, link.latency_s + size / link.bytes_per_s) for size, s in copies]
-        ratio = self._jitter(key, found)
+        ratio = self._jitter(key, [(s, _copy_s(link, size)) for size, s in copies])
         self.drift.saw(key, ratio / self.drift.get(key, 1.0), 0.0)
 
-    def _jitter(self, key: tuple[str, str], found: Sequence[tuple[float, float]]) -> float:
-        """All of what was (seen, priced) together, and how far each was from that."""
-        took_s, priced_s = map(sum, zip(*found, strict=True))
+    def _jitter(self, key: tuple[str, str], runs: Sequence[tuple[float, float]]) -> float:
+        """The ratio of what was (seen, priced), all together; how far each was off is kept."""
+        took_s, priced_s = map(sum, zip(*runs, strict=True))
         ratio: float = max(1e-9, took_s) / priced_s
         jitter = self.jitter.setdefault(key, deque(maxlen=NUM_JITTER))
-        jitter.extend(seconds / priced / ratio for seconds, priced in found)
+        jitter.extend(seconds / priced / ratio for seconds, priced in runs)
         return ratio
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
-        """Measure a cell on a device, once, with weights of these shapes; none are sent."""
+        """Measure a cell on a device, with weights of these shapes; none are sent."""
         key, room = (cell.name, device), self.pool.mates[device].spot.memory_bytes
-        need = sum(weight.numel() * weight.element_size() for weight in weights)
-        if key in self.seconds or cell.kind != "calls" or (room is not None and need > room):
-            return
-        self.seconds[key] = self._ask(cell, device, weights)
+        need = sum(weight.nbytes for weight in weights)
+        if cell.kind == "calls" and (room is None or need <= room):
+            self.seconds[key] = self._ask(cell, device, weights)
 
     def measure_again(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
         """Measure a cell that was measured before: the drift follows, as after runs."""
         if (cell.name, device) in self.seconds:
-            found = self._ask(cell, device, weights)
-            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in found.items()])
+            measured = self._ask(cell, device, weights)
+            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in measured.items()])
 
     def _ask(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> dict[int, float]:
         shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
@@ -171,15 +171,13 @@ class Prices:
             small, large = (self._around([name], size) / 2 for size in PROBE_BYTES)
             for pair in ((HOME, name), (name, HOME)):
                 self.links.setdefault(pair, _link(*pair, small, large))
-        for one in names:
-            for other in names:
-                if one != other and (one, other) not in self.links:
-                    times = []
-                    for size in PROBE_BYTES:
-                        known = self.links[HOME, one], self.links[other, HOME]
-                        legs = sum(link.latency_s + size / link.bytes_per_s for link in known)
-                        times.append(max(1e-6, self._around([one, other], size) - legs))
-                    self.links[one, other] = _link(one, other, *times)
+        for one, other in permutations(names, 2):
+            if (one, other) not in self.links:
+                times, legs = [], (self.links[HOME, one], self.links[other, HOME])
+                for size in PROBE_BYTES:
+                    legs_s = sum(_copy_s(link, size) for link in legs)
+                    times.append(max(1e-6, self._around([one, other], size) - legs_s))
+                self.links[one, other] = _link(one, other, *times)
 
     def _around(self, way: Sequence[str], num_bytes: int) -> float:
         """Seconds of rows from home over these devices and back, the median of several."""
@@ -188,7 +186,7 @@ class Prices:
             began_s = time.perf_counter()
             self.pool.ask(way[0], {"kind": "echo", "way": [*way[1:], HOME]}, [rows])
             times.append(time.perf_counter() - began_s)
-        return sorted(times)[len(times) // 2]
+        return median(times)
 
     def machine(self) -> Machine:
         """The devices that are alive, the caller's first, and their links."""
@@ -221,34 +219,20 @@ class Prices:
     def rehearse(self, plan: Plan, drawing: Drawing) -> Trace:
         """The trace that a plan of these groups would leave: of several with drawn jitter, the one
         in the middle. The seed is fixed: the same prices, the same trace."""
-        machine, draw = self.machine(), Random(0)
-        found = []
+        machine, draw, traces = self.machine(), Random(0), []
         for _ in range(NUM_DRAWN):
             costs = CallCosts(machine, prices=self, plan=plan, drawing=drawing, draw=draw)
-            found.append(simulate(plan, Context(), machine, costs, contention=False))
-        return sorted(found, key=lambda trace: trace.makespan_s)[NUM_DRAWN // 2]
+            traces.append(simulate(plan, Context(), machine, costs, contention=False))
+        return sorted(traces, key=lambda trace: trace.makespan_s)[NUM_DRAWN // 2]
 
-    def table(self) -> CostTable:
-        """All that was measured, with its drift, as a cost table."""
-        return CostTable.of(
-            {
-                key: {rows: s * self.drift.get(key, 1.0) for rows, s in points.items()}
-                for key, points in self.seconds.items()
-            }
-        )
-
-    def forget(self, devices: Iterable[str]) -> None:
-        """Forget devices that are gone: a new worker of that name is another one."""
-        gone = set(devices)
-        self.links = {pair: link for pair, link in self.links.items() if not gone & set(pair)}
-        for name in gone:
-            self.read_s.pop(name, None)
-            self.message_s.pop(name, None)
-        self.drift.forget(gone)
+    def forget(self, device: str) -> None:
+        """Forget a device that is gone: a new worker of that name is another one."""
+        self.read_s.pop(device, None)
+        self.message_s.pop(device, None)
+        self.drift.forget(device)
         known: dict[tuple[str, str], Any]
-        for known in (self.seconds, self.jitter):
-            for key in [key for key in known if gone & {key[0].removeprefix(FROM), key[1]}]:
-                del known[key]
+        for known in (self.links, self.seconds, self.jitter):
+            forget(known, device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -273,26 +257,26 @@ class CallCosts(Costs):
     @cached_property
     def num_bytes(self) -> Counter[tuple[str, str]]:
         """Bytes of each message."""
-        graph, found = self.plan.graph, Counter[tuple[str, str]]()
+        graph, num_bytes = self.plan.graph, Counter[tuple[str, str]]()
         for step in self.plan.steps:
             if step.kind == "copy" and step.on and (maker := graph.maker.get(step.names[0])):
                 spec, _, count = self.drawing.blocks[step.names[0]]
-                found[maker.name, step.on] += count * spec.num_bytes
-        return found
+                num_bytes[maker.name, step.on] += count * spec.num_bytes
+        return num_bytes
 
     @cached_property
     def num_messages(self) -> Counter[str]:
         """Messages that an op sends, or is the first to need."""
         graph, handled = self.plan.graph, set[tuple[str, str]]()
-        found = Counter(op for op, _ in self.num_bytes)
+        num = Counter(op for op, _ in self.num_bytes)
         for step in self.plan.steps:
             if step.kind == "run":
                 makers = (graph.maker.get(value) for value in graph.op[step.names[0]].touched)
                 needs = {(maker.name, step.lane) for maker in makers if maker is not None}
                 new = needs & self.num_bytes.keys() - handled
-                found[step.names[0]] += len(new)
+                num[step.names[0]] += len(new)
                 handled |= new
-        return found
+        return num
 
     @cached_property
     def begins_s(self) -> dict[str, float]:
@@ -346,6 +330,10 @@ def _units(num_groups: int) -> int:
 
 def _followed(before_s: float | None, seconds: float) -> float:
     return seconds if before_s is None else before_s + FOLLOW * (seconds - before_s)
+
+
+def _copy_s(link: Link, num_bytes: int) -> float:
+    return link.latency_s + num_bytes / link.bytes_per_s
 
 
 def _link(source: str, target: str, small_s: float, large_s: float) -> Link:

@@ -58,9 +58,9 @@ class Traffic:
 
     def waited(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """By (source, target): bytes and seconds of the messages that were waited for."""
-        found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        by_link: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for (lane, start_s), until_s in self.until_s.items():
             source, _, target = lane.partition(".to.")
             facts = self.num_bytes[lane, start_s], until_s - start_s
-            found.setdefault((source, target), []).append(facts)
-        return found
+            by_link.setdefault((source, target), []).append(facts)
+        return by_link
