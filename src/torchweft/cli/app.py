@@ -52,6 +52,7 @@ app.add_typer(place, name="place")
 app.add_typer(bench.app, name="bench")
 app.add_typer(tools.lab_app, name="lab")
 app.command("dryrun", context_settings=tools.AS_IS)(tools.dryrun_command)
+app.command("selftest")(tools.selftest_command)
 app.command("demo")(tools.demo_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]

@@ -28,6 +28,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from torchweft.cli.text import Json, UsageError, printable, say, say_json
 from torchweft.errors import WeftError, clip, unknown
+from torchweft_tools.cli.bar import bar
 
 BENCHES = (
     *("ablation", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
@@ -147,16 +148,7 @@ def _with_bar(name: str, run: Callable[..., Any], options: dict[str, Any]) -> An
     """Run it under a progress bar on stderr, if it reports progress."""
     if "progress" not in inspect.signature(run).parameters:
         return run(**options)
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"bench {name}", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with bar(f"bench {name}") as progress:
         return run(**options, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""The commands `torchweft lab`, `dryrun` and `demo`.
+"""The commands `torchweft lab`, `dryrun`, `selftest` and `demo`.
 
     torchweft lab run --link 1gbit -- torchrun --nproc-per-node 2 script.py
     torchweft dryrun --devices 8 --calls calls.json -- torchrun --nproc-per-node 8 serve.py
@@ -9,6 +9,7 @@ run exits with 1 if the command itself succeeded but mistakes were found. Advice
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,8 @@ from typing import Annotated
 import typer
 
 from torchweft import lab
-from torchweft.cli.text import say
+from torchweft.cli.text import Json, say, say_json
+from torchweft_tools.cli.bar import bar
 from torchweft_tools.dryrun.calls import read_calls, save_calls
 from torchweft_tools.dryrun.check import check
 from torchweft_tools.dryrun.run import run
@@ -73,6 +75,34 @@ def dryrun_command(
     print(report(ranks, faults, max_lines=lines))
     wrong = any(not fault.is_advice for fault in faults)
     raise typer.Exit(outcome.code or int(wrong))
+
+
+def selftest_command(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    ranks: Annotated[int, typer.Option(help="processes that take part, one a device")] = 2,
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="no device: judge what would be asked of one")
+    ] = False,
+    only: Annotated[str, typer.Option(help="names of checks, with commas between")] = "",
+    pairs: Annotated[int, typer.Option(min=3, help="timed rounds of each race")] = 30,
+    bundle: Annotated[Path | None, typer.Option(help="write all outcomes to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Try this node: lanes, lifetimes, graphs, agreement, faults, equal numbers, noise, speed."""
+    selftest = import_module("torchweft_tools.selftest.selftest")
+    chosen = [word.strip() for word in only.split(",") if word.strip()]
+    with bar("selftest") as progress:
+        outcomes = selftest.run(
+            device=device, num_ranks=ranks, dryrun=dryrun, only=chosen, num_pairs=pairs,
+            progress=progress,
+        )  # fmt: skip
+    if bundle is not None:
+        bundle.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        say_json(outcomes)
+    else:
+        say(selftest.summary(outcomes))
+    raise typer.Exit(int(bool(outcomes["failed"])))
 
 
 def demo_command(
