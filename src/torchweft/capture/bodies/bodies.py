@@ -111,7 +111,7 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
     """For each node the autocast switches it stands under, and the grad mode if it was set."""
     stack: list[fx.Node] = []
     grad: bool | None = None
-    found: dict[fx.Node, Modes] = {}
+    modes: dict[fx.Node, Modes] = {}
     for node in graph.nodes:
         match state_name(node):
             case "_enter_autocast":
@@ -120,8 +120,8 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
                 stack = [enter for enter in stack if enter is not node.args[0]]
             case "_set_grad_enabled":
                 grad = bool(node.args[0])
-        found[node] = (tuple(stack), grad)
-    return found
+        modes[node] = (tuple(stack), grad)
+    return modes
 
 
 class BodyWriter:
