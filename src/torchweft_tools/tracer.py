@@ -23,7 +23,7 @@ from torch import fx
 
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.marks import MarkRule, require_matched
-from torchweft.capture.probe import merge, take_rows
+from torchweft.capture.probe import merge, rows_apart
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.plan.graph import Op
 
@@ -122,4 +122,7 @@ class _ReferenceRun:
         if batch is None:
             return self.wholes[name]
         start, stop = self.bounds[number], self.bounds[number + 1]
-        return take_rows(self.wholes[name], batch, start, stop, self.env, keep_view=writable)
+        whole, dim = self.wholes[name], batch.dim
+        rows = rows_apart(whole, batch, self.env).narrow(dim + 1, start, stop - start)
+        piece = rows.flatten(dim, dim + 2)
+        return piece.contiguous() if whole.is_contiguous() and not writable else piece

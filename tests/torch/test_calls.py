@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.bodies.calls import MAX_CALLS, calls_of
+from torchweft.capture.bodies.calls import MAX_CALLS, write_calls
 from torchweft.errors import RunError
 
 
@@ -20,11 +20,8 @@ def written(build) -> list[str] | None:
     graph = fx.Graph()
     made = build(graph, graph.placeholder("x"))
     graph.output(made)
-    calls = calls_of(graph)
-    if calls is None:
-        return None
-    targets = [f"y{number}" for number in range(len(calls.makes))]
-    return calls.write(["x"], targets, lambda value: getattr(value, "__name__", "constant"))
+    targets = [f"y{number}" for number in range(len(made))]
+    return write_calls(graph, ["x"], targets, lambda v: getattr(v, "__name__", "constant"))
 
 
 def test_calls_are_written_as_python():
@@ -72,10 +69,9 @@ def test_an_argument_that_is_no_name_is_not_written_twice():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(operator.add, (x, x)),))
-    calls = calls_of(graph)
-    assert calls is not None
-    assert calls.write(["t0(v1, b1, b0, b1)"], ["y"], str) is None
-    assert calls.write(["{v1_0_1}"], ["{v2_0_1}"], str) == ["{v2_0_1} = {v1_0_1} + {v1_0_1}"]
+    assert write_calls(graph, ["t0(v1, b1, b0, b1)"], ["y"], str) is None
+    lines = write_calls(graph, ["{v1_0_1}"], ["{v2_0_1}"], str)
+    assert lines == ["{v2_0_1} = {v1_0_1} + {v1_0_1}"]
 
 
 class Chain(nn.Module):
@@ -143,8 +139,6 @@ def test_what_is_made_inside_ends_as_early_as_in_a_body():
     x = graph.placeholder("x")
     inside = graph.call_function(torch.sin, (x,))
     graph.output((graph.call_function(torch.cos, (inside,)),))
-    calls = calls_of(graph)
-    assert calls is not None
     space: dict[str, object] = {}
 
     def constant(value):
@@ -158,7 +152,7 @@ def test_what_is_made_inside_ends_as_early_as_in_a_body():
         seen.append(weakref.ref(made))
         return made
 
-    lines = calls.write(["x"], ["y"], constant)
+    lines = write_calls(graph, ["x"], ["y"], constant)
     assert lines is not None
     space |= {"sin": watched, "x": torch.ones(2)}
     exec("\n".join(lines), space)

@@ -130,7 +130,7 @@ WRONG = {
     "blocks": (None, "blocks must be True or False; got None"),
     "zero_copy": ("", "zero_copy must be True or False"),
     "capture": ("grahp", "Did you mean 'graph'"),
-    "splitters": ([3], "no splitter with a name"),
+    "splitters": ([3], "names are identifiers"),
 }
 
 

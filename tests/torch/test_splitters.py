@@ -342,7 +342,7 @@ def test_calls_that_an_argument_tells_apart_share_an_op() -> None:
 
 
 def test_two_splitters_of_one_name_are_an_error() -> None:
-    with pytest.raises(WeftError, match="have one name"):
+    with pytest.raises(WeftError, match="different names"):
         compiled(splitters=[splitter(), splitter()])
 
 

@@ -1,4 +1,4 @@
-"""What was `Capture`: a graph, a body for each op, and how calls bind to it.
+"""The `Capture` of a model: a graph, a body for each op, and how calls bind to it.
 
     def backend(gm, example_inputs):          # what Dynamo calls
         captured = capture(gm, example_inputs)
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.plan.graph import Graph
 from torchweft.plan.sizes import ONE, Size
-from torchweft.private.core import is_traceable_wrapper_subclass, tree_map
+from torchweft.private.core import is_traceable_wrapper_subclass
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
@@ -54,7 +54,7 @@ class Capture:
     constants: Mapping[str, torch.Tensor]
     symbols: tuple[SymbolSlot, ...]
     num_inputs: int
-    outputs: tuple[Any, ...]
+    outputs: tuple[Slot, ...]
     same: tuple[str, ...] = ()
     matched: frozenset[MarkRule] = field(default=frozenset())
     assumed: tuple[str, ...] = ()
@@ -80,8 +80,10 @@ class Capture:
     def sizes_of(self) -> Callable[[tuple[Any, ...]], object]:
         """What tells calls of unlike sizes apart, from the inputs of one."""
         plain = [slot.argument for slot in self.symbols if slot.dim is None]
+        if not self.symbols:
+            return lambda inputs: None
         if len(plain) == len(self.symbols):
-            return itemgetter(*plain) if plain else lambda inputs: None
+            return itemgetter(*plain)
         return lambda inputs: tuple(self.env(inputs).values())
 
     def env(self, inputs: Sequence[Any]) -> dict[str, int]:
@@ -105,7 +107,7 @@ class Capture:
             tensor = values[name]
             if isinstance(tensor, torch.Tensor) and tensor.shape[dim] > 1:
                 mark_batch(tensor, dim)
-        return tuple(tree_map(lambda slot: slot.take(values, env), self.outputs, is_leaf=_is_slot))
+        return tuple(slot.take(values, env) for slot in self.outputs)
 
     @cached_property
     def _handed_on(self) -> tuple[tuple[str, int], ...]:
@@ -159,10 +161,6 @@ def mark_batch(tensor: torch.Tensor, dim: int) -> None:
     setattr(tensor, MARKED, {*getattr(tensor, MARKED, ()), dim})
 
 
-def _is_slot(item: Any) -> bool:
-    return isinstance(item, Slot)
-
-
 def capture(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any] = (),
@@ -187,8 +185,8 @@ def capture(
     if blocks:
         inline(gm, rules)
     tried = candidates(gm, example_inputs, batch)
-    found, _ = analyse(gm, tried, rules=rules, name=name)
-    return replace(found, broken=break_of(gm))
+    captured, _ = analyse(gm, tried, rules=rules, name=name)
+    return replace(captured, broken=break_of(gm))
 
 
 def analyse(
@@ -201,16 +199,13 @@ def analyse(
     given: Mapping[str, Axis | None] | None = None,
 ) -> tuple[Capture, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
-    best: tuple[float, Assembly, frozenset[MarkRule]] | None = None
+    tries: list[tuple[float, Assembly, frozenset[MarkRule]]] = []
     for symbols in tried:
         built, matched = assemble(gm, symbols, rules=rules, level=level, given=given)
-        share = _share(built)
-        if best is None or share > best[0]:
-            best = (share, built, matched)
-        if share >= GOOD_SHARE:
+        tries.append((_share(built), built, matched))
+        if tries[-1][0] >= GOOD_SHARE:
             break
-    assert best is not None, "there is always a candidate"
-    _, built, matched = best
+    _, built, matched = max(tries, key=itemgetter(0))
     return _captured(built, matched, name), built.rows
 
 
@@ -228,11 +223,11 @@ def _refuse_subclasses(gm: fx.GraphModule) -> None:
             )
 
 
-def _share(assembly: Assembly) -> float:
-    counts = Counter({op.rows: 0 for op in assembly.ops})
-    for op in assembly.ops:
-        counts[op.rows] += assembly.num_calls[op.name]
-    return (counts["row-wise"] + counts["additive"]) / max(1, sum(counts.values()))
+def _share(built: Assembly) -> float:
+    """The share of calls that stand in ops whose parts can run one by one."""
+    kinds = ("row-wise", "additive")
+    inside = sum(built.num_calls[op.name] for op in built.ops if op.rows in kinds)
+    return inside / max(1, sum(built.num_calls.values()))
 
 
 def candidates(
@@ -274,16 +269,15 @@ def _likely(counts: Counter[Any], hints: Mapping[Any, Any]) -> list[Symbols]:
 
     Inputs that never meet have a symbol each although they are one batch (texts and pictures, a
     mask and its tokens). They are tried as one where they are equal in the example, and kept as
-    one if more calls are row-wise then; `Captured.splits` asks at each call if they are equal.
+    one if more calls are row-wise then; `Capture.splits` asks at each call if they are equal.
     """
     most = max(counts.values(), default=0)
     common = [symbol for symbol, count in counts.items() if count == most][:4]
-    found = [Symbols(symbol) for symbol in common]
-    if common:
-        same = [symbol for symbol in counts if hints[symbol] == hints[common[0]] is not None]
-        if len(same) > 1:
-            found.insert(0, Symbols(common[0], frozenset(same) - {common[0]}))
-    return found
+    likely = [Symbols(symbol) for symbol in common]
+    same = [symbol for symbol in counts if hints[symbol] == hints[common[0]] is not None]
+    if len(same) > 1:
+        likely.insert(0, Symbols(common[0], frozenset(same) - {common[0]}))
+    return likely
 
 
 def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
@@ -296,36 +290,38 @@ def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
 
 
 def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Capture:
-    gm, rows = built.gm, built.rows
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = built.gm.graph.find_nodes(op="placeholder")
     slot_of = {node: number for number, node in enumerate(placeholders)}
-    constants = {
-        n: _attribute(gm, node) for n, node in built.inputs.items() if node.op == "get_attr"
-    }
-    batch = rows.symbols.batch
+    given = built.inputs.items()
+
+    def attribute(path: str) -> torch.Tensor:
+        tensor = attrgetter(path)(built.gm)
+        assert isinstance(tensor, torch.Tensor), "only tensors are constants of a graph"
+        return tensor
+
+    batch = built.rows.symbols.batch
     beside = (name for name in built.values if name == RNG or name.startswith(STATE))
-    inputs = (*built.inputs, *beside)
     outputs, named = _outputs(built)
     graph = Graph(
         name=name,
         values=tuple(built.values.values()),
         ops=tuple(built.ops),
-        inputs=inputs,
+        inputs=(*built.inputs, *beside),
         outputs=named,
         batch=str(batch) if batch is not None else None,
-        level=rows.level,
+        level=built.rows.level,
     )
     return Capture(
         graph=graph,
         bodies=built.bodies,
         reasons=built.reasons,
         num_calls=built.num_calls,
-        slots={n: slot_of[node] for n, node in built.inputs.items() if node.op == "placeholder"},
-        constants=constants,
+        slots={n: slot_of[node] for n, node in given if node.op == "placeholder"},
+        constants={n: attribute(str(node.target)) for n, node in given if node.op == "get_attr"},
         symbols=symbol_slots(_sizes(placeholders)),
         num_inputs=len(placeholders),
         outputs=outputs,
-        same=tuple(sorted(map(str, rows.symbols.same))),
+        same=tuple(sorted(map(str, built.rows.symbols.same))),
         matched=matched,
         unplaced=built.unplaced,
         unbatched=_unbatched(placeholders) if batch is None else "",
@@ -345,14 +341,6 @@ def _unbatched(placeholders: Sequence[fx.Node]) -> str:
     return f"Dynamo fixed the rows of its inputs: {', '.join(sizes)}."
 
 
-def _attribute(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    found: Any = gm
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    assert isinstance(found, torch.Tensor), "only tensors are constants of a graph"
-    return found
-
-
 def _sizes(placeholders: Sequence[fx.Node]) -> Iterator[tuple[int, int | None, Size]]:
     """The symbolic sizes of inputs: (input, dim or None for a number, size)."""
     for number, node in enumerate(placeholders):
@@ -368,19 +356,19 @@ def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """A slot for each output, and the names of the values among them."""
     named: dict[str, None] = {}
 
-    def slot(node: Any) -> Any:
+    def slot(node: Any) -> Slot:
         if not isinstance(node, fx.Node):
             return Slot(constant=node)
         value = built.rows.value(node)
-        if built.is_copied(node):
-            if isinstance(value, SYMBOLIC):
-                try:
-                    return Slot(size=size_of(built.rows.symbols.expr(value)))
-                except SizeError:
-                    raise CaptureError(
-                        f"capture: output {value} is no integer expression."
-                    ) from None
+        if built.is_copied(node) and not isinstance(value, SYMBOLIC):
             return Slot(constant=value)
+        if built.is_copied(node):
+            try:
+                return Slot(size=size_of(built.rows.symbols.expr(value)))
+            except SizeError:
+                raise CaptureError(
+                    f"capture: output {value} is not an integer expression of the input sizes."
+                ) from None
         name = value_name(built.canonical[node])
         named[name] = None
         return Slot(value=name)

@@ -69,8 +69,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 def break_of(gm: fx.GraphModule) -> str:
     """Where and why the graph was ended; empty if the model, or a frame of it, just ended."""
-    found: Any = getattr(gm, "compile_subgraph_reason", None)
-    return "" if found is None or not found.graph_break else described(found)
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    return described(reason) if reason is not None and reason.graph_break else ""
 
 
 def num_breaks() -> int:
@@ -80,13 +80,13 @@ def num_breaks() -> int:
 
 def breaks_since(number: int) -> list[str]:
     """The breaks that came behind the first `number`, those too that left no graph."""
-    return [described(found) for found in graph_break_reasons[number:]]
+    return [described(reason) for reason in graph_break_reasons[number:]]
 
 
-def described(found: Any) -> str:
+def described(reason: Any) -> str:
     """A break in one line: the user's line, and Dynamo's reason."""
-    why = str(found.reason).strip().split("\n")[0]
-    frames = list(found.user_stack)
+    why = str(reason.reason).strip().split("\n")[0]
+    frames = list(reason.user_stack)
     if not frames:
         return why
     # Dynamo's own frames come last: they only tell how it stumbled.

@@ -87,16 +87,16 @@ def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -
         return Guards()
     known = {str(symbol): symbol for symbol in env.var_to_range}
     other = {known[name]: known[batch] for name in same if name in known}
-    found: list[Any] = []
+    conditions: list[Any] = []
     for symbol, span in env.var_to_range.items():
         if str(symbol) in (batch, *same):
-            found.append(sympy.Ge(known[batch], span.lower))
-            found += [sympy.Le(known[batch], span.upper)] if span.upper != int_oo else []
+            conditions.append(sympy.Ge(known[batch], span.lower))
+            conditions += [sympy.Le(known[batch], span.upper)] if span.upper != int_oo else []
     for guard in env.guards:
         condition = guard.expr.xreplace(other)
         if batch in map(str, getattr(condition, "free_symbols", ())):
-            found.append(condition)
-    return Guards(tuple(c for c in dict.fromkeys(found) if c not in (sympy.true, sympy.false)))
+            conditions.append(condition)
+    return Guards(tuple(c for c in dict.fromkeys(conditions) if c not in (sympy.true, sympy.false)))
 
 
 def _shape_env(gm: fx.GraphModule) -> Any:

@@ -4,7 +4,7 @@
     in parts:  op(x[:1]), op(x[1:4]), op(x[4:])   must join to y
     permuted:  op(x[order])                       must be y[order]
 
-An op that passes is row-wise as far as anybody saw: it is listed in `Captured.assumed`. That is no
+An op that passes is row-wise as far as anybody saw: it is listed in `Capture.assumed`. That is no
 proof (it may mix rows once a number is large), so only strict=False has ops tried. Only
 marked ops and custom operators are tried, on the values of one real call; never an op that
 writes, draws random numbers or talks to other ranks.
@@ -39,7 +39,8 @@ def probe(captured: Capture, inputs: Sequence[Any], names: Iterable[str] | None 
 
     names: the ops to try; by default every marked op and every custom operator.
     """
-    values, env = captured.bind([_kept(item) for item in inputs])
+    copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+    values, env = captured.bind(copies)  # ops that write leave the caller's tensors alone
     batch = captured.graph.batch
     wanted = set(names) if names is not None else None
     candidates = {op.name for op in captured.graph.ops if _is_candidate(captured, op, wanted)}
@@ -84,34 +85,40 @@ def _passes(
     """Whether parts join to the whole, and permuted rows give permuted results."""
     batch = captured.graph.batch
     assert batch is not None, "a graph without a batch has no rows to try"
-    rows, body = env[batch], captured.bodies[op.name]
-    places = [captured.graph.value[name].batch for name in op.reads]
-    results = [captured.graph.value[name].batch for name in op.makes]
-    found: list[tuple[Any, ...]] = []
+    rows = env[batch]
+
+    def run(chosen: torch.Tensor) -> tuple[Any, ...]:
+        """What the op makes of some rows."""
+        pairs = zip(op.reads, reads, strict=True)
+        given = [_rows_at(captured, name, read, chosen, env) for name, read in pairs]
+        sizes = {**env, **dict.fromkeys((batch, *captured.same), len(chosen))}
+        return captured.bodies[op.name](*given, env=sizes)
+
     order = torch.roll(torch.arange(rows), 1).flip(0)
     try:
-        for start, stop in pairwise((0, 1, rows // 2 + 1, rows)):
-            part = [
-                read if place is None else take_rows(read, place, start, stop, env)
-                for read, place in zip(reads, places, strict=True)
-            ]
-            sizes = {**env, **dict.fromkeys((batch, *captured.same), stop - start)}
-            found.append(body(*part, env=sizes))
-        mixed = [
-            read if place is None else permute_rows(read, place, order, env)
-            for read, place in zip(reads, places, strict=True)
-        ]
-        permuted = body(*mixed, env=env)
-        for number, (whole, place) in enumerate(zip(made, results, strict=True)):
+        parts = [run(torch.arange(*span)) for span in pairwise((0, 1, rows // 2 + 1, rows))]
+        permuted = run(order)
+        for number, (name, whole) in enumerate(zip(op.makes, made, strict=True)):
+            place = captured.graph.value[name].batch
             assert place is not None, "only values with a batch are tried"
-            joined = merge([parts[number] for parts in found], place, env)
-            if not _close(joined, whole):
+            if not _close(merge([part[number] for part in parts], place, env), whole):
                 return False
-            if not _close(permuted[number], permute_rows(whole, place, order, env)):
+            if not _close(permuted[number], _rows_at(captured, name, whole, order, env)):
                 return False
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return True
+
+
+def _rows_at(
+    captured: Capture, name: str, value: Any, chosen: torch.Tensor, env: dict[str, int]
+) -> Any:
+    """Some rows of a value, copied; all of it if it has no rows."""
+    place = captured.graph.value[name].batch
+    if place is None:
+        return value
+    apart = rows_apart(value, place, env).index_select(place.dim + 1, chosen)
+    return apart.flatten(place.dim, place.dim + 2)
 
 
 def _unheard(
@@ -137,51 +144,14 @@ def _close(got: Any, want: Any) -> bool:
     return bool(torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
 
 
-def _kept(item: Any) -> Any:
-    """A copy, so that ops which write leave the caller's tensors alone."""
-    return item.detach().clone() if isinstance(item, torch.Tensor) else item
-
-
-def take_rows(
-    tensor: torch.Tensor,
-    batch: Batch,
-    start: int,
-    stop: int,
-    env: dict[str, int],
-    *,
-    keep_view: bool = False,
-) -> torch.Tensor:
-    """Rows `start` to `stop` of a tensor whose rows are where `batch` says."""
-    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    if outer == 1:
-        piece = tensor.narrow(batch.dim, start * inner, (stop - start) * inner)
-    else:
-        apart = _apart(tensor, batch.dim, outer, inner)
-        piece = apart.narrow(batch.dim + 1, start, stop - start).flatten(batch.dim, batch.dim + 2)
-    if not keep_view and tensor.is_contiguous() and not piece.is_contiguous():
-        return piece.contiguous()
-    return piece
-
-
 def merge(parts: Sequence[torch.Tensor], batch: Batch, env: dict[str, int]) -> torch.Tensor:
     """Parts joined to the whole."""
-    outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    if outer == 1:
-        return torch.cat(list(parts), batch.dim)
-    apart = [_apart(part, batch.dim, outer, inner) for part in parts]
+    apart = [rows_apart(part, batch, env) for part in parts]
     return torch.cat(apart, batch.dim + 1).flatten(batch.dim, batch.dim + 2)
 
 
-def permute_rows(
-    tensor: torch.Tensor, batch: Batch, order: torch.Tensor, env: dict[str, int]
-) -> torch.Tensor:
-    """The rows of a tensor in another order."""
+def rows_apart(tensor: torch.Tensor, batch: Batch, env: dict[str, int]) -> torch.Tensor:
+    """The dim of the rows as three: outer, rows, inner."""
     outer, inner = batch.outer.evaluate(env), batch.inner.evaluate(env)
-    apart = _apart(tensor, batch.dim, outer, inner).index_select(batch.dim + 1, order)
-    return apart.flatten(batch.dim, batch.dim + 2)
-
-
-def _apart(tensor: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
-    """Dim `dim` as three: outer, rows, inner."""
     shape = list(tensor.shape)
-    return tensor.reshape(*shape[:dim], outer, -1, inner, *shape[dim + 1 :])
+    return tensor.reshape(*shape[: batch.dim], outer, -1, inner, *shape[batch.dim + 1 :])

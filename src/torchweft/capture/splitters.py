@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, permutations
 from typing import Any
 
 from torchweft.errors import RefusedError, StateError, StrategyError
@@ -52,12 +53,9 @@ class Parts:
         borders = (0, *accumulate(self.context.tokens_per_request))
         if borders[-1] != self.context.batch:
             raise RefusedError("requests: the host has not told the tokens of each request")
-        spans = list(enumerate(pairwise(borders)))
-        found = []
-        for first, last in self.rows:
-            inside = [at for at, (start, stop) in spans if start < last and first < stop]
-            found.append((inside[0], inside[-1] + 1))
-        return tuple(found)
+        firsts = [bisect_right(borders, first) - 1 for first, _ in self.rows]
+        ends = [bisect_left(borders, last) for _, last in self.rows]
+        return tuple(zip(firsts, ends, strict=True))
 
 
 Rule = Callable[[Any, Parts], Sequence[Any]]
@@ -131,14 +129,14 @@ def blocks_touched(
     request as well (prefix caching), which may be filling it in this very call.
     """
     tokens = parts.context.tokens_per_request
-    found: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in parts.rows]
+    touched: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in parts.rows]
     for tables, lengths, size in caches:
-        for (first, last), (reads, writes) in zip(parts.requests, found, strict=True):
+        for (first, last), (reads, writes) in zip(parts.requests, touched, strict=True):
             for at in range(first, last):
                 filled = (lengths[at] - tokens[at]) // size
                 reads.update(tables[at][:filled])
                 writes.update(tables[at][filled : -(-lengths[at] // size)])
-    return found
+    return touched
 
 
 @dataclass(frozen=True)
@@ -166,39 +164,31 @@ class Splitter:
     def split(self, state: Any, parts: Parts) -> list[Any]:
         """The state of each part. Raises `StateError` and `RefusedError`."""
         items = _fields(self.name, state)
-        for name in items:
-            if name not in self.fields:
-                known = ", ".join(sorted(self.fields)) or "none"
-                raise self._error(
-                    name,
-                    f"no rule says how it falls into parts. Known: {known}. Give the splitter a "
-                    "rule for it: by_rows, by_requests, shared or a function.",
-                )
-        if self.touched is not None:
-            self._refuse_crossings(self.touched(state, parts))
         cut = {name: self._cut(name, value, parts) for name, value in items.items()}
+        touched = self.touched(state, parts) if self.touched is not None else ()
+        for (reads, _), (_, writes) in permutations(touched, 2):
+            if not set(reads).isdisjoint(writes):
+                why = "a part reads what another part writes in the same call"
+                raise RefusedError(f"state: {why} ({self.name!r})", rule="state")
         return [
             _with(state, {name: values[number] for name, values in cut.items()})
             for number in range(len(parts.rows))
         ]
 
     def _cut(self, name: str, value: Any, parts: Parts) -> Sequence[Any]:
+        if name not in self.fields:
+            known = ", ".join(sorted(self.fields)) or "none"
+            raise self._error(
+                name,
+                f"no rule says how it falls into parts. Known: {known}. Give the splitter a "
+                "rule for it: by_rows, by_requests, shared or a function.",
+            )
         values = self.fields[name](value, parts)
         if len(values) != len(parts.rows):
             raise self._error(
                 name, f"its rule made {len(values)} values for {len(parts.rows)} parts."
             )
         return values
-
-    def _refuse_crossings(self, touched: Sequence[tuple[Collection[Any], Collection[Any]]]) -> None:
-        for reader, (reads, _) in enumerate(touched):
-            for writer, (_, writes) in enumerate(touched):
-                if reader != writer and not set(reads).isdisjoint(writes):
-                    raise RefusedError(
-                        f"state: a part reads what another part writes in the same call "
-                        f"({self.name!r})",
-                        rule="state",
-                    )
 
     def _error(self, name: str, why: str) -> StateError:
         error = StateError(f"state: field {name!r} of {self.name!r}: {why}", rule="state")
@@ -250,10 +240,13 @@ def check_splitters(splitters: Sequence[Splitter]) -> tuple[Splitter, ...]:
     """The splitters themselves. Raises `StrategyError` unless each has a name of its own."""
     for item in splitters:
         if not isinstance(item, Splitter) or not item.name.isidentifier():
-            raise StrategyError(f"splitters: {item!r} is no splitter with a name.", rule="option")
+            raise StrategyError(
+                f"splitters must be Splitters whose names are identifiers; got {item!r}.",
+                rule="option",
+            )
     names = [item.name for item in splitters]
     if len(set(names)) < len(names):
-        raise StrategyError(f"splitters: two of {names} have one name.", rule="option")
+        raise StrategyError(f"splitters must have different names; got {names}.", rule="option")
     return tuple(splitters)
 
 

@@ -1,4 +1,4 @@
-"""The `Watch`: sees to it that Dynamo compiles the calls of a model as capture needs it.
+"""The `Watch`: makes Dynamo compile the calls of a model as capture needs it.
 
     watch = Watch(dim=0, blocks=Blocks(model))
     watch(compile_by(backend, model), args, kwargs)     # equal to model(*args, **kwargs)
@@ -71,10 +71,10 @@ _calling: ContextVar[_TracedCall | None] = ContextVar("weft calling", default=No
 
 
 class Watch:
-    """Sees to it that Dynamo compiles the calls of a model as capture needs it.
+    """Makes Dynamo compile the calls of a model as capture needs it.
 
-    A call that Dynamo knows already pays for nothing but being announced: settings and marks are
-    made when Dynamo starts to compile, and taken back at its end.
+    A call that Dynamo has compiled before pays almost nothing: settings and marks are made when
+    Dynamo starts to compile, and taken back at its end.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ def _locals() -> Mapping[str, Any]:
 
 def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
     """Tensors of the same batch (None: of any) in the attributes of objects, a few levels deep."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     waiting = [(leaf, 0) for leaf in tree_leaves(thing)]
     seen: set[int] = set()
     while waiting and len(seen) < MAX_HELD:
@@ -342,10 +342,10 @@ def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             if depth and item.dim() > dim and (batches is None or item.shape[dim] in batches):
-                found.append(item)
+                tensors.append(item)
             continue
         inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
         slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
         inside += [getattr(item, name, None) for name in slots]
         waiting += [(leaf, depth + 1) for leaf in tree_leaves(inside)]
-    return found
+    return tensors

@@ -1,21 +1,6 @@
 """Private parts of PyTorch: AOTAutograd."""
 
-from torch._dynamo.backends.common import (
-    aot_autograd,
-)
-from torch._functorch import (
-    config as functorch_config,
-)
-from torch._functorch._aot_autograd.utils import (
-    make_boxed_func,
-)
-from torch._functorch.partitioners import (
-    min_cut_rematerialization_partition,
-)
-
-__all__ = [
-    "aot_autograd",
-    "functorch_config",
-    "make_boxed_func",
-    "min_cut_rematerialization_partition",
-]
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition

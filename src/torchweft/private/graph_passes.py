@@ -5,5 +5,3 @@ from torch._inductor.custom_graph_pass import (
     get_custom_graph_passes,
     get_hash_for_files,
 )
-
-__all__ = ["CustomGraphPass", "get_custom_graph_passes", "get_hash_for_files"]

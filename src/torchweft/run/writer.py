@@ -261,10 +261,10 @@ class Writer(Variables):
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
             return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
-        calls = getattr(self.bodies[step.names[0]], "calls", None) if step.by is None else None
+        write = getattr(self.bodies[step.names[0]], "write_calls", None)
         lines: list[str] | None = None
-        if calls is not None and arguments is not None:
-            lines = calls.write(arguments, targets, self.source.constant)
+        if write is not None and step.by is None and arguments is not None:
+            lines = write(arguments, targets, self.source.constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
 
     def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:

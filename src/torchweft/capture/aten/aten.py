@@ -12,7 +12,7 @@ batch, and the backward graph takes the rows of saved values from the forward gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,12 +56,12 @@ def run_aten(
 ) -> Callable[..., Any]:
     """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
     tried = candidates(gm, example_inputs, batch)
-    pair = _Pair(make, rules, tried, batch if isinstance(batch, int) else 0, name)
-    pair.broken = break_of(gm)
+    dim = batch if isinstance(batch, int) else 0
+    pair = _Pair(make, rules, tried, dim, name, break_of(gm))
     backend = aot_autograd(
-        fw_compiler=pair.forward,
-        bw_compiler=pair.backward,
-        inference_compiler=pair.inference,
+        fw_compiler=partial(pair.compile, "forward"),
+        bw_compiler=partial(pair.compile, "backward"),
+        inference_compiler=partial(pair.compile, "inference"),
         partition_fn=pair.partition,
         keep_inference_input_mutations=True,
     )
@@ -111,86 +111,70 @@ class FirstGradient(torch.autograd.Function):
         )
 
 
+@dataclass
 class _Pair:
-    """The graphs that come of one graph of Dynamo, captured as they come."""
+    """The graphs that come of one graph of Dynamo, captured as they come.
 
-    def __init__(
-        self,
-        make: Make,
-        rules: Sequence[MarkRule],
-        tried: Sequence[Symbols],
-        dim: int,
-        name: str,
-    ) -> None:
-        self.make, self.rules, self.tried, self.dim, self.name = make, rules, tried, dim, name
-        self.num_outputs, self.broken, self.has_gradients = 0, "", False
-        self.saved: dict[str, Axis | None] = {}
-        self.shown: list[tuple[Any, Axis | None]] = []
+    saved: where the rows of the forward graph's results are, by name; shown: the same, by shape,
+    for those that the caller gets.
+    """
+
+    make: Make
+    rules: Sequence[MarkRule]
+    tried: Sequence[Symbols]
+    dim: int
+    name: str
+    broken: str
+    num_outputs: int = 0
+    has_gradients: bool = False
+    saved: dict[str, Axis | None] = field(default_factory=dict)
+    shown: list[tuple[Any, Axis | None]] = field(default_factory=list)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """How AOTAutograd cuts forward from backward; here we learn how many outputs are asked."""
         self.num_outputs, self.has_gradients = options["num_fwd_outputs"], True
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
-    def inference(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph of a call without gradients."""
+    def compile(
+        self, kind: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """What runs in the place of a graph: inference, forward, or backward (of gradients)."""
+        if kind != "inference":
+            _keep_saved()
+        return make_boxed_func(self.make(gm, partial(self._capture, kind, gm)))
 
-        def capture() -> Capture:
-            _, notes = prepare(gm)
-            captured, _ = self._analyse(gm, "inference", None)
-            return replace(captured, notes=tuple(notes), broken=self.broken)
-
-        return make_boxed_func(self.make(gm, capture))
-
-    def forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph of a call that keeps what the backward graph needs."""
-        _keep_saved()
-
-        def capture() -> Capture:
-            names, notes = prepare(gm)
-            captured, rows = self._analyse(gm, "forward", {})
-            self._remember(gm, names, rows)
-            return replace(captured, notes=tuple(notes), broken=self.broken)
-
-        return make_boxed_func(self.make(gm, capture))
-
-    def backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph of gradients: saved values and tangents in, gradients out."""
-        _keep_saved()
-
-        def capture() -> Capture:
-            prepare(gm)
+    def _capture(self, kind: str, gm: fx.GraphModule) -> Capture:
+        names, notes = prepare(gm)
+        given: Mapping[str, Axis | None] | None = None if kind == "inference" else {}
+        if kind == "backward":
             given = {n.name: self._rows_of(n) for n in gm.graph.nodes if n.op == "placeholder"}
-            return self._analyse(gm, "backward", given)[0]
-
-        return make_boxed_func(self.make(gm, capture))
-
-    def _analyse(
-        self, gm: fx.GraphModule, kind: str, given: Mapping[str, Axis | None] | None
-    ) -> tuple[Capture, Rows]:
-        name = f"{self.name}.{kind}"
-        if kind != "backward":
+        else:
             self.tried = self._known(gm)
-        return analyse(gm, self.tried, rules=self.rules, name=name, level="aten", given=given)
+        name = f"{self.name}.{kind}"
+        captured, rows = analyse(
+            gm, self.tried, rules=self.rules, name=name, level="aten", given=given
+        )
+        if kind == "forward":
+            self._remember(gm, names, rows)
+        if kind == "backward":
+            return captured
+        return replace(captured, notes=tuple(notes), broken=self.broken)
 
     def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
         """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""
-        sizes = [
-            size.node.expr
-            for node in gm.graph.nodes
-            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
-            for size in node.meta["val"].shape
-            if isinstance(size, torch.SymInt)
-        ]
-        known = set().union(*(expr.free_symbols for expr in sizes)) if sizes else set()
-        found = [symbols for symbols in self.tried if symbols.batch in known]
-        return found or candidates(gm, (), self.dim)
+        known: set[Any] = set()
+        for node in gm.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            for size in value.shape if isinstance(value, torch.Tensor) else ():
+                known |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+        tried = [symbols for symbols in self.tried if symbols.batch in known]
+        return tried or candidates(gm, (), self.dim)
 
     def _remember(self, gm: fx.GraphModule, names: Sequence[str], rows: Rows) -> None:
         """Note the symbol of the batch, and where the rows of each output are."""
         self.tried = [rows.symbols]
-        output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-        for number, (item, name) in enumerate(zip(output.args[0], names, strict=True)):
+        outputs: Any = gm.graph.output_node().args[0]
+        for number, (item, name) in enumerate(zip(outputs, names, strict=True)):
             value = rows.value(item) if isinstance(item, fx.Node) else None
             if not isinstance(value, torch.Tensor):
                 continue
@@ -210,8 +194,8 @@ class _Pair:
         if plain is not None and plain.inner == 1:
             return plain
         shape = symbols.shape(value)
-        found = {axis for shown, axis in self.shown if shown == shape}
-        return found.pop() if len(found) == 1 else None
+        axes = {axis for shown, axis in self.shown if shown == shape}
+        return axes.pop() if len(axes) == 1 else None
 
 
 def _keep_saved() -> None:
@@ -221,6 +205,4 @@ def _keep_saved() -> None:
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        donated = context.fw_metadata.bw_donated_idxs
-        if donated:
-            donated.clear()
+        (context.fw_metadata.bw_donated_idxs or []).clear()

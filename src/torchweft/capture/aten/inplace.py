@@ -20,29 +20,22 @@ from torch import fx
 from torchweft.private.core import tree_leaves
 
 aten = torch.ops.aten
-Path = tuple[tuple[Any, Any], ...]
+Cuts = tuple[tuple[Any, Any], ...]
+"""How a view is cut out of a tensor: slices and selections with their arguments, first to last."""
+NAMES = (
+    "index_put.default index_copy.default index_add.default index_fill.int_Scalar scatter.src "
+    "scatter.value scatter_add.default masked_fill.Scalar masked_scatter.default fill.Scalar "
+    "copy.default add.Tensor sub.Tensor mul.Tensor div.Tensor lerp.Scalar"
+)
 WRITES: dict[Any, Any] = {
-    aten.index_put.default: aten.index_put_.default,
-    aten.index_copy.default: aten.index_copy_.default,
-    aten.index_add.default: aten.index_add_.default,
-    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter.value: aten.scatter_.value,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.masked_scatter.default: aten.masked_scatter_.default,
-    aten.fill.Scalar: aten.fill_.Scalar,
-    aten.copy.default: aten.copy_.default,
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.lerp.Scalar: aten.lerp_.Scalar,
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
+    for name, overload in (text.split(".") for text in NAMES.split())
 }
 PIECES: dict[Any, Any] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
 }
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def put_back(gm: fx.GraphModule) -> list[str]:
@@ -66,7 +59,7 @@ def _put_back(graph: fx.Graph, copy: fx.Node) -> str:
         # Whole new content (running statistics) has to be copied anyhow.
         return f"{last.name} is no known write to it" if target in last.all_input_nodes else ""
     for version in versions:
-        inside = _inside(version, ())
+        inside = _inside(version)
         why = _refused(graph, target, inside, copy)
         if why:
             return why
@@ -83,49 +76,48 @@ def _put_back(graph: fx.Graph, copy: fx.Node) -> str:
 
 def _versions(target: fx.Node, last: fx.Node) -> list[fx.Node]:
     """The writes that lead from an input to its final content, first to last; none if unknown."""
-    found: list[fx.Node] = []
+    versions: list[fx.Node] = []
     node: Any = last
     while node is not target:
-        if not isinstance(node, fx.Node) or (
-            node.target not in WRITES and node.target not in PIECES
-        ):
+        if not _is_write(node, target):
             return []
-        value, wanted = node.meta["val"], target.meta["val"]
-        if value.dtype != wanted.dtype or list(value.shape) != list(wanted.shape):
-            return []
-        found.append(node)
+        versions.append(node)
         node = node.args[0]
-    return found[::-1]
+    return versions[::-1]
 
 
-def _inside(version: fx.Node, path: Path) -> list[fx.Node]:
+def _is_write(node: Any, whole: Any) -> bool:
+    """Whether a call makes the content of a tensor anew, and could be done in place."""
+    if not isinstance(node, fx.Node) or node.target not in WRITES.keys() | PIECES.keys():
+        return False
+    value, wanted = node.meta["val"], whole.meta["val"]
+    return value.dtype == wanted.dtype and list(value.shape) == list(wanted.shape)
+
+
+def _inside(version: fx.Node) -> list[fx.Node]:
     """The calls that one write is made of, from the whole to the piece of a piece.
 
     slice_scatter(x, index_put(slice(x), ...)) is an index_put into a slice, if both slices are one.
     """
-    if version.target not in PIECES:
-        return [version]
-    source = version.args[1]
-    deeper = (*path, (PIECES[version.target], version.args[2:]))
-    if isinstance(source, fx.Node) and len(source.users) == 1:
-        known = source.target in WRITES or source.target in PIECES
-        value = version.meta["val"]
-        if known and source.meta["val"].dtype == value.dtype and _path(source.args[0]) == deeper:
-            return [version, *_inside(source, deeper)]
-    return [version]
+    inside = [version]
+    cuts: Cuts = ()
+    while inside[-1].target in PIECES:
+        source, *where = inside[-1].args[1:]
+        cuts = (*cuts, (PIECES[inside[-1].target], tuple(where)))
+        if not isinstance(source, fx.Node) or len(source.users) > 1 or not source.args:
+            break
+        if _cut_out(source.args[0])[1] != cuts or not _is_write(source, source.args[0]):
+            break
+        inside.append(source)
+    return inside
 
 
-def _path(node: Any) -> Path:
-    """How a view was cut out of its root: the slices and selections, outermost first."""
-    if isinstance(node, fx.Node) and node.target in PIECES.values():
-        return (*_path(node.args[0]), (node.target, node.args[1:]))
-    return ()
-
-
-def _root(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in PIECES.values():
-        node = node.args[0]
-    return node
+def _cut_out(node: Any) -> tuple[Any, Cuts]:
+    """What a view was cut out of, and how."""
+    if not isinstance(node, fx.Node) or node.target not in PIECES.values():
+        return node, ()
+    root, cuts = _cut_out(node.args[0])
+    return root, (*cuts, (node.target, node.args[1:]))
 
 
 def _refused(graph: fx.Graph, target: fx.Node, inside: list[fx.Node], copy: fx.Node) -> str:
@@ -133,7 +125,7 @@ def _refused(graph: fx.Graph, target: fx.Node, inside: list[fx.Node], copy: fx.N
     version = inside[0]
     if any(user.op == "output" for user in version.users):
         return f"{version.name} is handed out as it is"
-    if any(_root(node.args[0]) is not target for node in inside):
+    if any(_cut_out(node.args[0])[0] is not target for node in inside):
         return f"{inside[-1].name} starts from something else"
     aliases = list(_aliases(target))
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -153,31 +145,28 @@ def _aliases(node: fx.Node) -> Iterator[fx.Node]:
     """A value and every view of it."""
     yield node
     for user in node.users:
-        if user.args and user.args[0] is node and _is_view(user):
+        shows = user.target is operator.getitem or is_view(user)
+        if shows and user.args and user.args[0] is node:
             yield from _aliases(user)
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target in (aten._unsafe_view.default, aten.reshape.default, operator.getitem):
-        return True
+def is_view(node: fx.Node) -> bool:
+    """Whether a call gives another look at the bytes of an argument, or may do so."""
     schema = getattr(node.target, "_schema", None)
     returned = [result.alias_info for result in schema.returns] if schema is not None else []
-    return any(info is not None and not info.is_write for info in returned)
+    return node.target in VIEWS or any(info and not info.is_write for info in returned)
 
 
 def _write(graph: fx.Graph, view: fx.Node, inside: list[fx.Node]) -> None:
     """The write of a version, done to `view`, at the graph's point of insertion."""
-    version = inside[0]
-    if version.target in WRITES:
-        _call(graph, WRITES[version.target], (view, *version.args[1:]), version, version.kwargs)
-        return
-    source = version.args[1]
-    assert isinstance(source, fx.Node), "a piece is filled with a tensor"
-    piece = _call(graph, PIECES[version.target], (view, *version.args[2:]), source)
-    if inside[1:]:
-        _write(graph, piece, inside[1:])
-    else:
-        _call(graph, aten.copy_.default, (piece, source), source)
+    for version in inside:
+        if version.target in WRITES:
+            form, args = WRITES[version.target], (view, *version.args[1:])
+            _call(graph, form, args, version, version.kwargs)
+            return
+        source: Any = version.args[1]
+        view = _call(graph, PIECES[version.target], (view, *version.args[2:]), source)
+    _call(graph, aten.copy_.default, (view, source), source)
 
 
 def _call(

@@ -19,27 +19,20 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-from torchweft.capture.aten.inplace import put_back
+from torchweft.capture.aten.inplace import VIEWS, is_view, put_back
 from torchweft.capture.ops.collectives import drop_buffers
-from torchweft.private.core import OpOverload, is_fake, suggest_memory_format
+from torchweft.private.core import is_fake, suggest_memory_format
 
 aten = torch.ops.aten
-SPLIT = {
-    aten.native_layer_norm_backward.default: 7,
-    aten.native_group_norm_backward.default: 9,
-    aten.convolution_backward.default: 10,
-    aten._fused_rms_norm_backward.default: 5,
-    aten.native_batch_norm_backward.default: 9,
-}
 NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
     """Run all passes; the names of the outputs as they were before, and notes on mutations."""
     notes = put_back(gm)
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    names = [getattr(item, "name", "") for item in output.args[0]]
+    output = gm.graph.output_node()
+    outputs: Any = output.args[0]
+    names = [getattr(item, "name", "") for item in outputs]
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
@@ -47,7 +40,7 @@ def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
             split_gradient(gm.graph, node)
         elif node.target is aten.native_dropout.default and node.args[2] in (True, None):
             split_dropout(gm.graph, node)
-        elif node.target in VIEWS[:2]:
+        elif node.target in VIEWS:
             node.target = aten.reshape.default
         elif node.target is aten.new_zeros.default:
             node.target, node.args = aten.zeros.default, node.args[1:]
@@ -98,20 +91,22 @@ def group_norm_backward(
     return (None, *made[1:]) if spare else made
 
 
-WRAPPED: Mapping[Any, Any] = MappingProxyType(
+SPLIT: Mapping[Any, tuple[int, Any]] = MappingProxyType(
     {
-        aten.native_group_norm_backward.default: group_norm_backward,
-        aten.native_layer_norm_backward.default: layer_norm_backward,
-        aten._fused_rms_norm_backward.default: rms_norm_backward,
+        aten.native_layer_norm_backward.default: (7, layer_norm_backward),
+        aten.native_group_norm_backward.default: (9, group_norm_backward),
+        aten.convolution_backward.default: (10, aten.convolution_backward.default),
+        aten._fused_rms_norm_backward.default: (5, rms_norm_backward),
+        aten.native_batch_norm_backward.default: (9, aten.native_batch_norm_backward.default),
     }
 )
+"""Gradients of several tensors: which argument says whose, and what is called instead."""
 
 
 def split_gradient(graph: fx.Graph, node: fx.Node) -> None:
     """One call for the gradient of the input, another for those of the weights."""
-    at = SPLIT[node.target]  # type: ignore[index]
+    at, node.target = SPLIT[node.target]
     mask = list(node.args[at])  # type: ignore[arg-type]
-    node.target = WRAPPED.get(node.target, node.target)
     if not mask[0] or not any(mask[1:]):
         return
     wanted = [[True] + [False] * (len(mask) - 1), [False, *mask[1:]]]
@@ -185,27 +180,25 @@ def part_outputs(graph: fx.Graph, output: fx.Node) -> None:
     A view that shares its bytes with another output is handed out whole; readers inside of the
     graph shall not wait for that.
     """
-    items = list(output.args[0])  # type: ignore[arg-type]
-    nodes = [item for item in items if isinstance(item, fx.Node)]
-    roots = [_root(node) for node in nodes]
-    for number, item in enumerate(items):
-        if not isinstance(item, fx.Node) or _root(item) is item:
+    items: Any = output.args[0]
+    roots = [_root(item) if isinstance(item, fx.Node) else None for item in items]
+    made = list(items)
+    for number, (item, root) in enumerate(zip(items, roots, strict=True)):
+        if root is None or root is item or set(item.users) == {output}:
             continue
-        inside = any(user is not output for user in item.users)
-        if inside and (roots.count(_root(item)) > 1 or _root(item).op == "placeholder"):
+        if roots.count(root) > 1 or root.op == "placeholder":
             with graph.inserting_before(output):
-                items[number] = _again(graph, item)
-    output.args = (tuple(items),)
+                made[number] = _again(graph, item)
+    output.args = (tuple(made),)
 
 
 def _root(node: fx.Node) -> fx.Node:
-    while _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return _root(node.all_input_nodes[0]) if _shows_first(node) else node
 
 
 def _again(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if not _is_view(node):
+    """A view, taken once more."""
+    if not _shows_first(node):
         return node
     source = _again(graph, node.all_input_nodes[0])
     copied = graph.node_copy(node, lambda used: source if used is node.all_input_nodes[0] else used)
@@ -213,13 +206,5 @@ def _again(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copied
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether a call's one result shows the bytes of its first argument."""
-    target = node.target
-    if target in VIEWS:
-        return True
-    if not isinstance(target, OpOverload) or not node.all_input_nodes:
-        return False
-    shown = [result.alias_info for result in target._schema.returns]
-    shows = len(shown) == 1 and shown[0] is not None and not shown[0].is_write
-    return shows and node.args[0] is node.all_input_nodes[0]
+def _shows_first(node: fx.Node) -> bool:
+    return is_view(node) and node.all_input_nodes[:1] == list(node.args[:1])

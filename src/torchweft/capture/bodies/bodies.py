@@ -10,16 +10,15 @@ that of the whole. Equal stretches of a graph have equal keys and share one modu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchweft.capture.bodies.calls import Calls, calls_of
+from torchweft.capture.bodies.calls import write_calls
 from torchweft.capture.bodies.outs import Into
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.units import source_of, state_name, storages
@@ -64,17 +63,16 @@ class Body:
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
-        made: tuple[Any, ...] = self.function(
-            *reads, *[size.evaluate(env or {}) for size in self.sizes]
-        )
+        sizes = [size.evaluate(env or {}) for size in self.sizes]
+        made: tuple[Any, ...] = self.function(*reads, *sizes)
         return made
 
     @property
     def function(self) -> Function:
         """The plain function of reads and sizes."""
-        if self.issue is not None and self.complete is not None:
-            return partial(_at_once, self.issue, self.complete)
-        forward: Function = self.code.forward
+        issue, complete, forward = self.issue, self.complete, self.code.forward
+        if issue is not None and complete is not None:
+            return lambda *arguments: complete(issue(*arguments))
         if not self.switches_grad:
             return forward
 
@@ -84,15 +82,13 @@ class Body:
 
         return restoring
 
-    @cached_property
-    def calls(self) -> Calls | None:
-        """What it does, call by call, if that is little enough to stand in a program."""
-        plain = self.issue is None and not self.switches_grad
-        return calls_of(self.code.graph) if plain else None
-
-
-def _at_once(issue: Function, complete: Function, *arguments: Any) -> Any:
-    return complete(issue(*arguments))
+    def write_calls(
+        self, arguments: Sequence[str], targets: Sequence[str], constant: Callable[[Any], str]
+    ) -> list[str] | None:
+        """What it does as lines of a program; None if the program must call it. See `calls`."""
+        if self.issue is not None or self.switches_grad:
+            return None
+        return write_calls(self.code.graph, arguments, targets, constant)
 
 
 # This Python function refuses a part of one row, for the sake of training; its kernel does not.
@@ -115,7 +111,7 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
     """For each node the autocast switches it stands under, and the grad mode if it was set."""
     stack: list[fx.Node] = []
     grad: bool | None = None
-    found: dict[fx.Node, Modes] = {}
+    modes: dict[fx.Node, Modes] = {}
     for node in graph.nodes:
         match state_name(node):
             case "_enter_autocast":
@@ -124,8 +120,8 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
                 stack = [enter for enter in stack if enter is not node.args[0]]
             case "_set_grad_enabled":
                 grad = bool(node.args[0])
-        found[node] = (tuple(stack), grad)
-    return found
+        modes[node] = (tuple(stack), grad)
+    return modes
 
 
 class BodyWriter:
@@ -181,14 +177,8 @@ class BodyWriter:
         if target_name(node).split(".")[-1] == "as_strided":
             args = (self._laid_out(node.args[0], args[0]), *args[1:])
         if isinstance(node.target, HigherOrderOperator) and str(node.target) in INLINED:
-            module = next(
-                arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"
-            )
-            operands = [
-                given
-                for old, given in zip(node.args, args, strict=True)
-                if old is not module and not isinstance(old, str)
-            ]
+            module = next(arg for arg in args if isinstance(arg, fx.Node) and arg.op == "get_attr")
+            operands = [arg for arg in args if arg is not module and not isinstance(arg, str)]
             new = self.graph.call_module(str(module.target), tuple(operands))
         else:
             target = UNCHECKED.get(node.target, node.target)
@@ -212,9 +202,7 @@ class BodyWriter:
         if target_name(node).split(".")[-1] not in COPIES_OR_NOT:
             return False
         made = storages(self.rows.value(node))
-        given = {
-            number for used in node.all_input_nodes for number in storages(self.rows.value(used))
-        }
+        given = storages([self.rows.value(used) for used in node.all_input_nodes])
         return bool(made & self.written) and not made & given
 
     def _switch(self, wanted: Modes) -> None:
@@ -235,27 +223,20 @@ class BodyWriter:
 
     def _argument(self, node: fx.Node) -> Any:
         """What stands for `node` in the new graph: a copy, a size, a constant or an argument."""
-        for known in (node, self.canonical[node]):
-            if known in self.local:
-                return self.local[known]
+        if node in self.local:
+            return self.local[node]
         node = self.canonical[node]
+        if node in self.local:
+            return self.local[node]
         value = self.rows.value(node)
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             self.local[node] = self.graph.get_attr(str(node.target))
             return self.local[node]
         if self.is_copied(node):
             try:
-                return tree_map(self._size, value) if self._is_size(value) else self._copy(node)
+                return tree_map(self._size, value) if _is_size(value) else self._copy(node)
             except SizeError:
                 return self._copy(node)
-        return self.read(node)
-
-    def read(self, node: fx.Node) -> fx.Node:
-        """The argument for a value from outside."""
-        if node in self.local:
-            found: fx.Node = self.local[node]
-            return found
-        value = self.rows.value(node)
         if isinstance(value, list | tuple | dict):
             raise CaptureError(
                 f"capture: {target_name(node)} hands a whole {type(value).__name__} to another op. "
@@ -267,10 +248,6 @@ class BodyWriter:
             self.reads[node] = self.graph.placeholder(f"read{len(self.reads)}")
         return self.reads[node]
 
-    def _is_size(self, value: Any) -> bool:
-        leaves = tree_leaves(value)
-        return bool(leaves) and all(isinstance(leaf, (*SYMBOLIC, int, float)) for leaf in leaves)
-
     def _size(self, leaf: Any) -> Any:
         if not isinstance(leaf, SYMBOLIC):
             return leaf
@@ -280,6 +257,11 @@ class BodyWriter:
         if size not in self.sizes:
             self.sizes[size] = self.graph.placeholder(f"size{len(self.sizes)}")
         return self.sizes[size]
+
+
+def _is_size(value: Any) -> bool:
+    leaves = tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, (*SYMBOLIC, int, float)) for leaf in leaves)
 
 
 def key_of(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.bodies.outs import ResultBytes
-from torchweft.capture.guards import Guards, SymbolSlot, symbol_slots
+from torchweft.capture.guards import Guards, symbol_slots
 from torchweft.capture.marks import target_name
 from torchweft.capture.rows.rows import id_of
 from torchweft.errors import RunError
@@ -77,7 +77,8 @@ class Structure:
     ) -> None:
         self.name, self.body, self.eager = name, body, body.function
         self.reads, self.writes, self.rooms = reads, writes, rooms
-        self.orders = [_order_of_fake(fake) for fake in body.examples]
+        fakes = body.examples
+        self.orders = [order_of(fake) if isinstance(fake, Tensor) else None for fake in fakes]
         self.checked = [
             n for n, order in enumerate(self.orders) if n not in guarded or order is None
         ]
@@ -111,13 +112,14 @@ class Structure:
         def call(*arguments: Any) -> Any:
             key = key_of(arguments)
             function = known.get(key)
+            given = list(arguments)
             if function is None:
-                if key is None:
-                    return self._unusual(list(arguments))
+                function = self._choose(given)
                 if len(known) >= MAX_SIZES:
                     known.clear()
-                function = known[key] = self._find(self._orders(arguments), arguments)
-            return function(list(arguments))
+                if key is not None:  # else a read lies otherwise, and perhaps otherwise again
+                    known[key] = function
+            return function(given)
 
         def careful(*arguments: Any) -> Any:
             """For a body that writes: Inductor was told that no read shares the bytes."""
@@ -127,20 +129,20 @@ class Structure:
 
         return careful if self.writes else call
 
-    def _unusual(self, arguments: list[Any]) -> Any:
-        """A call with a read whose dims lie in another order, or with gaps."""
+    def _choose(self, arguments: list[Any]) -> Function:
+        """The function for these arguments; reads with gaps among them are replaced by copies."""
+        orders = list(self.orders)
         for place in self.checked:
-            if order_of(arguments[place]) is None:
+            orders[place] = order_of(arguments[place])
+            if orders[place] is None:
                 if self.writes:  # a copy would hide the write
-                    return self.eager(*arguments)
+                    return self._eagerly
                 arguments[place] = arguments[place].contiguous()
-        return self._find(self._orders(arguments), arguments)(arguments)
+                orders[place] = order_of(arguments[place])
+        return self._find(tuple(order or () for order in orders), arguments)
 
-    def _orders(self, arguments: Sequence[Any]) -> tuple[Order, ...]:
-        found = list(self.orders)
-        for place in self.checked:
-            found[place] = order_of(arguments[place])
-        return tuple(order or () for order in found)
+    def _eagerly(self, arguments: list[Any]) -> Any:
+        return self.eager(*arguments)
 
     def _find(self, orders: tuple[Order, ...], arguments: Sequence[Any]) -> Function:
         """A variant that is right for these reads, compiled if there is none."""
@@ -160,7 +162,7 @@ class Structure:
                     text = (str(error).strip().splitlines() or [""])[0]
                     self.refused = f"Inductor failed: {type(error).__name__}: {text[:200]}"
                     log.warning("%s runs eagerly: %s", self.name, self.refused)
-        return lambda given: self.eager(*given)
+        return self._eagerly
 
     def _require_shapes(self, arguments: Sequence[Any], env: Mapping[str, int]) -> None:
         """Raise `RunError` if a read is not what the graph says: kernels trust their sizes."""
@@ -205,8 +207,12 @@ class Structure:
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
         source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
         plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
-        function = made[0].current_callable if plain else lambda given: tuple(whole(*given))
-        return Variant(_told(function, unseen), orders, guards, source)
+        kernels = made[0].current_callable if plain else lambda given: tuple(whole(*given))
+
+        def telling(given: list[Any]) -> Any:
+            return kernels([*(slot.number(given) for slot in unseen), *given])
+
+        return Variant(telling if unseen else kernels, orders, guards, source)
 
     def _passes(self) -> AbstractContextManager[Any]:
         """Inductor's settings while it compiles: ours comes behind the user's own passes."""
@@ -239,32 +245,22 @@ class Structure:
 
 
 def order_of(tensor: Tensor) -> Order | None:
-    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    order = _by_stride(tensor.shape, tensor.stride())
-    return order if tensor.permute(order).is_contiguous() else None
+    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps.
 
-
-def _order_of_fake(fake: Any) -> Order | None:
-    """The same for a fake tensor, by what its sizes are at the time."""
-    if not isinstance(fake, Tensor):
-        return None
-    shape, stride = ([_hint(size) for size in sizes] for sizes in (fake.shape, fake.stride()))
-    order = _by_stride(shape, stride)
-    wanted = 1
-    for dim in reversed(order):
-        if shape[dim] != 1 and stride[dim] != wanted:
-            return None
-        wanted *= shape[dim]
-    return order
-
-
-def _by_stride(shape: Sequence[int], stride: Sequence[int]) -> Order:
-    """Dims by falling stride; a dim of one entry stays where it is."""
+    A dim of one entry stays where it is. Of a fake tensor, by what its sizes are at the time.
+    """
+    shape, stride = ([_hint(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
     moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    if 0 in shape:
+        return tuple(range(len(shape)))
     places = iter(sorted(moving, key=lambda dim: -stride[dim]))
-    return tuple(dim if shape[dim] == 1 else next(places) for dim in range(len(shape)))
+    order = tuple(next(places) if dim in moving else dim for dim in range(len(shape)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return None
+        step *= shape[dim]
+    return order
 
 
 def _hint(size: Any) -> int:
@@ -283,13 +279,6 @@ def _sizes(reads: Sequence[Value], body: Body) -> Iterator[tuple[int, int | None
     """The sizes of a body's arguments: numbers first, then the dims of its reads."""
     yield from ((len(reads) + n, None, size) for n, size in enumerate(body.sizes))
     yield from ((n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape))
-
-
-def _told(function: Function, slots: Sequence[SymbolSlot]) -> Function:
-    """The function, but it gets the numbers in these slots first."""
-    if not slots:
-        return function
-    return lambda given: function([*(slot.number(given) for slot in slots), *given])
 
 
 def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:

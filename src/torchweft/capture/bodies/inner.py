@@ -117,15 +117,13 @@ def _fitting(chosen: str, into: Into) -> tuple[Into | None, dict[int, str]]:
     except Unfit as unfit:
         fitting = None
         reasons = {n: reasons.get(n, f"in the same op, {unfit}") for n in range(len(into.rooms))}
-    rooms = fitting.rooms if fitting is not None else ()
-    kept = {number for room in rooms for number in room.views}
-    told = {
+    kept = fitting.placed if fitting is not None else set()
+    unplaced = {
         number: reasons.get(n, "its maker has another result that cannot be placed")
         for n, room in enumerate(into.rooms)
-        for number in room.views
-        if number not in kept
+        for number in room.views.keys() - kept
     }
-    return fitting if rooms else None, told
+    return fitting if kept else None, unplaced
 
 
 def _reason(chosen: str, room: ResultBytes) -> str:
@@ -145,8 +143,7 @@ def _in_place(body: Body, into: Into) -> Body:
     assert into.code is not None, "captured bodies have the graph of this form"
     graph = fx.Graph()
     makes: Any = graph.graph_copy(into.code.graph, {})
-    shown = {number for room in into.rooms for number in room.views}
-    graph.output(tuple(None if n in shown else make for n, make in enumerate(makes)))
+    graph.output(tuple(None if n in into.placed else make for n, make in enumerate(makes)))
     code = fx.GraphModule(into.code, graph, class_name="Into")
     return Body(into.key, code, into.sizes, examples=body.examples)
 

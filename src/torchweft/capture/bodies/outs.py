@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class ResultBytes:
     @property
     def has_gaps(self) -> bool:
         """Whether the rows of a part are not next to each other in memory."""
-        return _has_gaps(self.shape, self.batch, self.order)
+        outside = self.order[: self.order.index(self.batch.dim)]
+        return any(self.shape[dim] != ONE for dim in outside)
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,24 @@ class Into:
     code: fx.GraphModule | None = None
     key: str = ""
 
+    @property
+    def placed(self) -> set[int]:
+        """The makes that lie in rooms, by number."""
+        return {number for room in self.rooms for number in room.views}
+
 
 @dataclass(frozen=True)
 class Maker:
-    """The operator that makes the bytes of a value: number `at` of a call, its result `which`."""
+    """The operator that makes the bytes of a value: number `at` of a call, its result `which`.
+
+    room: for these bytes, still without views. form: the operator as it writes into a slice.
+    """
 
     node: fx.Node
     at: int
     which: int
-    tensor: torch.Tensor
-    func: Any
-    form: Function
+    room: ResultBytes
+    form: Function = field(compare=False)
 
 
 class Unfit(Exception):  # noqa: N818 - not a failure: a finding
@@ -113,44 +121,33 @@ class Makers:
         for at, call in enumerate(self.rows.calls[source].atens):
             if number in map(id_of, call.tensors):
                 break
-            found = [which for which, made in enumerate(call.results) if id_of(made) == number]
-            if found:
-                tensor = call.results[found[0]]
-                form = _form(call)
-                layout(self.rows, tensor, strided=_is_strided(call))
-                return Maker(source, at, found[0], tensor, call.func, form)
+            made = [id_of(result) for result in call.results]
+            if number in made:
+                which, form = made.index(number), _form(call)
+                room = self._room(call.results[which], call.func, source.target)
+                if room.has_gaps and not _is_strided(call):
+                    raise Unfit(GAPS)
+                return Maker(source, at, which, room, form)
         raise Unfit("its bytes are not made by a plain call")
 
-
-def layout(
-    rows: Rows, tensor: torch.Tensor, *, strided: bool
-) -> tuple[tuple[Size, ...], Batch, tuple[int, ...]]:
-    """Shape, rows and order of dims of the room for a result. Raises `Unfit` if it has no slices.
-
-    strided: a slice may have gaps.
-    """
-    axis = rows.axis(tensor)
-    try:
-        shape = tuple(size_of(expr) for expr in rows.symbols.shape(tensor))
-        strides = [size_of(rows.symbols.expr(stride)) for stride in tensor.stride()]
-        batch = axis.batch() if axis is not None else None
-    except SizeError:
-        raise Unfit("its sizes depend on data") from None
-    if batch is None or batch.outer != ONE:
-        raise Unfit("its rows are not next to each other")
-    order = tuple(sorted(range(len(shape)), key=lambda dim: (-_hint(tensor.stride(dim)), dim)))
-    step = ONE
-    for dim in reversed(order):
-        if shape[dim] != ONE and strides[dim] != step:
-            raise Unfit("its result has gaps")
-        step = step * shape[dim]
-    if not strided and _has_gaps(shape, batch, order):
-        raise Unfit(GAPS)
-    return shape, batch, order
-
-
-def _has_gaps(shape: tuple[Size, ...], batch: Batch, order: tuple[int, ...]) -> bool:
-    return any(shape[dim] != ONE for dim in order[: order.index(batch.dim)])
+    def _room(self, tensor: torch.Tensor, func: Any, call: Any) -> ResultBytes:
+        """The room for a result. Raises `Unfit` if it has no slices."""
+        axis, symbols = self.rows.axis(tensor), self.rows.symbols
+        try:
+            shape = tuple(size_of(expr) for expr in symbols.shape(tensor))
+            strides = [size_of(symbols.expr(stride)) for stride in tensor.stride()]
+            batch = axis.batch() if axis is not None else None
+        except SizeError:
+            raise Unfit("its sizes depend on data") from None
+        if batch is None or batch.outer != ONE:
+            raise Unfit("its rows are not next to each other")
+        order = tuple(sorted(range(len(shape)), key=lambda dim: (-_hint(tensor.stride(dim)), dim)))
+        step = ONE
+        for dim in reversed(order):
+            if shape[dim] != ONE and strides[dim] != step:
+                raise Unfit("its result has gaps")
+            step = step * shape[dim]
+        return ResultBytes(shape, tensor.dtype, tensor.device, batch, order, {}, func, call)
 
 
 GAPS = "its batch is not the leading dim"
@@ -174,9 +171,8 @@ def _is_nested(unit: Unit) -> bool:
 def _form(call: AtenCall) -> Function:
     """The form of an operator that writes where it is told. Raises `Unfit` if there is none."""
     packet = call.func.overloadpacket
-    special = FORMS.get(packet)
-    if special is not None:
-        return special
+    if _plain_name(call) in (*FILLS, "embedding"):
+        return partial(_filled, _plain_name(call))
     overload = _out_overload(call.func)
     names = [item.name for item in overload._schema.arguments if item.is_out] if overload else []
     if len(names) != len(call.results):  # none, or one for a list of results
@@ -257,58 +253,40 @@ def _kept(func: Any) -> list[tuple[str, str]]:
 ALLOCATING = ("dtype", "layout", "device", "pin_memory")
 
 
-def _empty(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
+FILLS = ("empty", "empty_strided", "zeros", "ones", "full", "clone", "_to_copy")
+
+
+def _plain_name(call: AtenCall) -> str:
+    """The name of an operator of torch's own: "zeros" for `aten.new_zeros` and its like."""
+    name = str(call.func.overloadpacket.__name__) if call.func.namespace == "aten" else ""
+    return name.removeprefix("new_").removesuffix("_like")
+
+
+def _filled(name: str, graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
+    """The form of an operator that fills or copies: it does so in the slice."""
+    match name:
+        case "zeros":
+            return [graph.call_function(aten.zero_.default, (given[0],))]
+        case "ones" | "full":
+            value = 1 if name == "ones" else args[-1] if args else kwargs["fill_value"]
+            return [graph.call_function(aten.fill_.Scalar, (given[0], value))]
+        case "clone" | "_to_copy":
+            return [graph.call_function(aten.copy_.default, (given[0], args[0]))]
+        case "embedding":
+            return [graph.call_function(embed, (given[0], *args[:2]))]
     return [given[0]]
 
 
-def _zeros(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-    return [graph.call_function(aten.zero_.default, (given[0],))]
-
-
-def _ones(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-    return [graph.call_function(aten.fill_.Scalar, (given[0], 1))]
-
-
-def _full(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-    value = args[-1] if args else kwargs["fill_value"]
-    return [graph.call_function(aten.fill_.Scalar, (given[0], value))]
-
-
-def _copied(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-    """What copies anyway copies to where it is told."""
-    return [graph.call_function(aten.copy_.default, (given[0], args[0]))]
-
-
-def _embedding(graph: fx.Graph, args: Any, kwargs: Any, given: Slices) -> list[Any]:
-    return [graph.call_function(embed, (args[0], args[1], given[0]))]
-
-
-def embed(weight: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def embed(out: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """`aten.embedding` into `out`: it is an index_select, and that has an `out=`."""
     rows = out.view(indices.numel(), weight.shape[1])
     torch.index_select(weight, 0, indices.reshape(-1), out=rows)
     return out
 
 
-FORMS: Mapping[Any, Function] = MappingProxyType(
-    {
-        **dict.fromkeys((aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided), _empty),
-        **dict.fromkeys((aten.zeros, aten.new_zeros, aten.zeros_like), _zeros),
-        **dict.fromkeys((aten.ones, aten.new_ones, aten.ones_like), _ones),
-        **dict.fromkeys((aten.full, aten.new_full, aten.full_like), _full),
-        **dict.fromkeys((aten.clone, aten._to_copy), _copied),
-        aten.embedding: _embedding,
-    }
-)
-
-
 def _is_strided(call: AtenCall) -> bool:
     """Whether an operator writes into a slice with gaps as well as into one without."""
-    packet = call.func.overloadpacket
-    return torch.Tag.pointwise in call.func.tags or packet is aten.cat or packet in FILLS
-
-
-FILLS = frozenset(packet for packet in FORMS if packet is not aten.embedding)
+    return torch.Tag.pointwise in call.func.tags or _plain_name(call) in ("cat", *FILLS)
 
 
 def view_of(base: fx.Node, make: fx.Node, sizes: list[fx.Node], views: set[fx.Node]) -> Any:

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from torchweft.capture.bodies.bodies import BodyWriter, key_of
-from torchweft.capture.bodies.outs import Into, Maker, Makers, ResultBytes, Unfit, layout, view_of
+from torchweft.capture.bodies.outs import Into, Maker, Makers, Unfit, view_of
 from torchweft.capture.rows.aten_call import AtenCall
-from torchweft.capture.rows.rows import id_of, is_getitem, is_view
+from torchweft.capture.rows.rows import is_getitem, is_view
 from torchweft.errors import SizeError
 from torchweft.plan.graph import Graph
 from torchweft.private.core import tree_leaves, tree_map
@@ -41,61 +41,53 @@ def into_of(
 
     writer: has written the body itself.
     """
-    replayer = Replayer(writer, makers)
+    chosen: dict[fx.Node, Maker] = {}
     reasons: dict[fx.Node, str] = {}
     for node in wanted:
         try:
-            replayer.want(node, calls)
+            maker = makers.maker(node)
+            if maker.node not in calls:
+                raise Unfit("it is a view of what another op made")
+            if writer.modes[maker.node][0] or torch.is_autocast_enabled("cpu"):
+                raise Unfit("it is made under autocast")
+            chosen[node] = maker
         except Unfit as unfit:
             reasons[node] = str(unfit)
-    if not replayer.wanted:
+    if not chosen:
         return None, reasons
     try:
+        replayer = Replayer(writer, chosen)
         replayer.write(calls)
         return replayer.into(makes), reasons
     except (Unfit, SizeError) as unfit:
-        return None, reasons | dict.fromkeys(replayer.wanted, str(unfit))
+        return None, reasons | dict.fromkeys(chosen, str(unfit))
 
 
 def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
     """The graph, with places only for what these bodies can write where they are told."""
-    intos = [(op, getattr(bodies.get(op.name), "into", None)) for op in graph.ops]
-    able = {
-        op.makes[number]
-        for op, into in intos
-        if into
-        for room in into.rooms
-        for number in room.views
-    }
+    able: set[str] = set()
+    for op in graph.ops:
+        into = getattr(bodies.get(op.name), "into", None)
+        able.update(op.makes[number] for number in (into.placed if into else ()))
     values = (replace(v, placeable=v.placeable and v.name in able) for v in graph.values)
     return replace(graph, values=tuple(values))
 
 
 class Replayer(BodyWriter):
-    """A writer that replays the calls which make wanted results."""
+    """A writer that replays the calls which make wanted results; `wanted` has their makers."""
 
-    def __init__(self, writer: BodyWriter, known: Makers) -> None:
+    def __init__(self, writer: BodyWriter, wanted: Mapping[fx.Node, Maker]) -> None:
         super().__init__(
             writer.gm, writer.rows, writer.is_copied, writer.canonical, writer.modes, writer.written
         )
-        self.like, self.known = writer, known
-        self.makers: dict[fx.Node, list[Maker]] = {}
-        self.wanted: list[fx.Node] = []
+        self.like, self.wanted = writer, wanted
+        self.makers: dict[fx.Node, dict[int, dict[int, Maker]]] = {}
+        for maker in wanted.values():
+            results = self.makers.setdefault(maker.node, {}).setdefault(maker.at, {})
+            results.setdefault(maker.which, maker)
         self.slices: list[fx.Node] = []
         self.bases: list[tuple[Maker, fx.Node]] = []
         self.views: set[fx.Node] = set()
-
-    def want(self, node: fx.Node, calls: Sequence[fx.Node]) -> None:
-        """Ask for one of the makes. Raises `Unfit` if it cannot be had so."""
-        maker = self.known.maker(node)
-        if maker.node not in calls:
-            raise Unfit("it is a view of what another op made")
-        if self.modes[maker.node][0] or torch.is_autocast_enabled("cpu"):
-            raise Unfit("it is made under autocast")
-        self.wanted.append(node)
-        makers = self.makers.setdefault(maker.node, [])
-        if not any((other.at, other.which) == (maker.at, maker.which) for other in makers):
-            makers.append(maker)
 
     def into(self, makes: Sequence[fx.Node]) -> Into:
         """The finished form. Raises `Unfit` if it would not read what the body reads."""
@@ -103,18 +95,14 @@ class Replayer(BodyWriter):
             raise Unfit("its op switches the grad mode")
         self._switch(((), self.grad))
         self.graph.output(tuple(self.local[node] for node in makes))
-        sizes, rooms = list(self.sizes.values()), []
+        rooms = []
         for maker, base in self.bases:
-            shape, batch, order = layout(self.rows, maker.tensor, strided=True)
-            number = id_of(maker.tensor)
             views = {
-                at: view_of(base, self.local[node], sizes, self.views)
+                at: view_of(base, self.local[node], list(self.sizes.values()), self.views)
                 for at, node in enumerate(makes)
-                if node in self.wanted and id_of(self.rows.value(node)) == number
+                if self.wanted.get(node) == maker
             }
-            dtype, device = maker.tensor.dtype, maker.tensor.device
-            by = maker.func, maker.node.target
-            rooms.append(ResultBytes(shape, dtype, device, batch, order, views, *by))
+            rooms.append(replace(maker.room, views=views))
         self._order_placeholders(self.slices)
         code = fx.GraphModule(self.gm, self.graph, class_name="Into")
         all_sizes = tuple(self.sizes)
@@ -146,12 +134,12 @@ class Replayer(BodyWriter):
                 known[id(value)] = self._argument(used)
         for at, call in enumerate(self.rows.calls[node].atens):
             args, kwargs = (tree_map(lambda leaf: self._known(leaf, known), g) for g in call.given)
-            made = self._operator(call, args, kwargs, [m for m in self.makers[node] if m.at == at])
+            made = self._operator(call, args, kwargs, self.makers[node].get(at))
             for tensor, new in zip(call.results, made, strict=True):
                 known.setdefault(id(tensor), new)  # what an operator changes stays what it was
         value = self.rows.value(node)
-        found = [known[id(leaf)] for leaf in tree_leaves(value)]
-        return found[0] if isinstance(value, torch.Tensor) else tuple(found)
+        results = [known[id(leaf)] for leaf in tree_leaves(value)]
+        return results[0] if isinstance(value, torch.Tensor) else tuple(results)
 
     def _known(self, leaf: Any, known: Mapping[int, Any]) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -160,19 +148,20 @@ class Replayer(BodyWriter):
             raise Unfit("its maker reads what no call shows")
         return known[id(leaf)]
 
-    def _operator(self, call: AtenCall, args: Any, kwargs: Any, makers: list[Maker]) -> list[Any]:
+    def _operator(
+        self, call: AtenCall, args: Any, kwargs: Any, makers: Mapping[int, Maker] | None
+    ) -> list[Any]:
+        """Nodes for the results of an operator; `makers`: for those that are placed."""
         if makers:
-            given = {}
-            for maker in makers:
-                given[maker.which] = self.graph.placeholder(f"slice{len(self.slices)}")
-                self.slices.append(given[maker.which])
-            results: list[Any] = makers[0].form(self.graph, args, kwargs, given)
-            self.bases += [(maker, results[maker.which]) for maker in makers]
+            first = len(self.slices)
+            given = {n: self.graph.placeholder(f"slice{at}") for at, n in enumerate(makers, first)}
+            self.slices += given.values()
+            results: list[Any] = next(iter(makers.values())).form(self.graph, args, kwargs, given)
+            self.bases += [(maker, results[n]) for n, maker in makers.items()]
             return results
         made = self.graph.call_function(SAFE.get(call.func, call.func), args, kwargs)
-        returns = [str(item.type) for item in call.func._schema.returns]
         items = [made]
-        if returns != ["Tensor"]:
+        if [str(item.type) for item in call.func._schema.returns] != ["Tensor"]:
             count = range(len(call.results))
             items = [self.graph.call_function(operator.getitem, (made, n)) for n in count]
         if is_view(call) and not call.written:

@@ -222,7 +222,7 @@ class Assembly:
             if into is None:
                 continue
             self.bodies[op.name] = replace(self.bodies[op.name], into=into)
-            for number in {number for room in into.rooms for number in room.views}:
+            for number in into.placed:
                 name = op.makes[number]
                 self.values[name] = replace(self.values[name], placeable=True)
 
