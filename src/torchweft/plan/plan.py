@@ -18,8 +18,10 @@
       compute  merge y                    y is handed out whole
     end
 
-`docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no code, and
-`Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind` joins them.
+A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`) has format 2, every other
+plan format 1. `docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no
+code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind`
+joins them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.plan.sizes import Size
 
-VERSION = 1
+FORMATS = ("1", "2")
 MAX_STEPS, MAX_LINE, MAX_MEMORY = 100_000, 100_000, 10_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
@@ -189,7 +191,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"weft plan {VERSION}",
+            f"weft plan {FORMATS[any(lane.to for lane in self.lanes)]}",
             f"graph {self.graph_name} {self.digest}",
             f"parts {self.cut}",
         ]
@@ -263,14 +265,13 @@ class _Parser:
 
     def plan(self) -> Plan:
         """The plan, or the error of the first line that is wrong."""
-        version = self.lines[0].split() if self.lines else []
-        if version[:2] != ["weft", "plan"]:
+        first = self.lines[0].split() if self.lines else []
+        if first[:2] != ["weft", "plan"]:
             self.fail("syntax", "this is not a plan; a plan starts with 'weft plan 1'.")
-        if version[2:] != [str(VERSION)]:
-            self.fail(
-                "version",
-                f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
-            )
+        self.format = " ".join(first[2:])
+        if self.format not in FORMATS:
+            why = f"this torchweft reads plan formats {' and '.join(FORMATS)}"
+            self.fail("version", f"{why}; got {clip(self.format)}. Use the one that wrote it.")
         if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
             limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
             self.fail(
@@ -347,5 +348,15 @@ class _Parser:
             self.fail("syntax", f"a plan has at most {MAX_DEVICES} lanes.")
         (name, digest), cut = head["graph"][0], head["parts"][0]
         places, history = tuple(head["place"]), tuple(head["history"])
-        lanes, buffers = tuple(head["lane"]), tuple(head["buffer"])
+        lanes, buffers = tuple(map(self.lane, head["lane"])), tuple(head["buffer"])
         return Plan(name, digest, cut, lanes, steps, buffers, places, history)
+
+    def lane(self, lane: Lane) -> Lane:
+        """The lane; in format 1, which has no `to`, a link's lane is known by its name."""
+        if self.format != "1":
+            return lane
+        if lane.to is not None:
+            self.fail("version", f"lane {lane.name!r} has 'to', which starts with plan format 2.")
+        source, _, target = lane.name.partition(".to.")
+        is_link = source == lane.device and target and lane.uses == ("io",) and lane.via is None
+        return replace(lane, to=target) if is_link else lane

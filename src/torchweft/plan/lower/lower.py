@@ -130,7 +130,7 @@ class _Sender:
                 continue
             self.sent.add((name, parts, device))
             link = f"{source}.to.{device}"
-            self.links.setdefault(link, Lane(link, source, ("io",)))
+            self.links.setdefault(link, Lane(link, source, ("io",), to=device))
             after = max(made_at, self.written.get(self.graph.root[name], AHEAD))
             self.behind.setdefault(after, []).append(Step("copy", link, (name,), parts, on=device))
 
