@@ -22,7 +22,7 @@ which is the busiest device or link (in a stream a link carries one value at a t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -95,11 +95,6 @@ class Problem:
         return len(self.devices)
 
     @cached_property
-    def number(self) -> Mapping[str, int]:
-        """The number of an op, by its name."""
-        return {name: number for number, name in enumerate(self.ops)}
-
-    @cached_property
     def values(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """Every value that an op reads from another: (its maker, bytes, its readers)."""
         readers: dict[str, list[int]] = {}
@@ -125,12 +120,14 @@ class Problem:
         for edge in self.edges:
             key = edge.source, edge.target
             largest[key] = max(largest.get(key, 0), edge.num_bytes)
-        known: dict[int, Matrix] = {}
+        known, every = dict[int, Matrix](), range(self.num_devices)
         preds: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
         succs: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
         for (source, target), num_bytes in largest.items():
             if num_bytes not in known:
-                known[num_bytes] = self.transfer_matrix(num_bytes)
+                known[num_bytes] = tuple(
+                    tuple(self.transfer_s(num_bytes, a, b) for b in every) for a in every
+                )
             preds[target].append((source, known[num_bytes]))
             succs[source].append((target, known[num_bytes]))
         return tuple(map(tuple, preds)), tuple(map(tuple, succs))
@@ -140,11 +137,6 @@ class Problem:
         if source == target:
             return 0.0
         return self.latency_s[source][target] + num_bytes * self.byte_s[source][target]
-
-    def transfer_matrix(self, num_bytes: float) -> Matrix:
-        """`transfer_s` for every pair of devices."""
-        every = range(self.num_devices)
-        return tuple(tuple(self.transfer_s(num_bytes, a, b) for b in every) for a in every)
 
     @cached_property
     def group(self) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +200,7 @@ class Problem:
 
     @cached_property
     def free(self) -> bool:
-        """Whether each op may go where it likes: no memory limits, no groups."""
+        """Whether any op may go to any device that can run it: no memory limits, no groups."""
         return not self.limited and len(self.groups) == self.num_ops
 
     def __str__(self) -> str:

@@ -61,8 +61,8 @@ class Batch:
 class Value:
     """What an op makes or the caller gives: shape, dtype, and which dim is the batch.
 
-    `placeable`: its maker can write it where it is told (an `out=` variant). An `opaque` value
-    (dtype "opaque") is no tensor and has no bytes.
+    `placeable`: its maker can write it into given memory (an `out=` variant). An `opaque` value
+    (dtype "opaque") is not a tensor and has no bytes.
     """
 
     name: str
@@ -157,15 +157,15 @@ class Graph:
     @cached_property
     def readers(self) -> Mapping[str, tuple[Op, ...]]:
         """The ops that read or mutate a value by this name."""
-        found: dict[str, list[Op]] = {value.name: [] for value in self.values}
+        readers: dict[str, list[Op]] = {value.name: [] for value in self.values}
         for op in self.ops:
             for name in op.touched:
-                found[name].append(op)
-        return {name: tuple(ops) for name, ops in found.items()}
+                readers[name].append(op)
+        return {name: tuple(ops) for name, ops in readers.items()}
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The value whose bytes a value shares; its own name if it is no alias."""
+        """The value whose bytes a value shares; its own name if it is not an alias."""
         roots = {value.name: value.name for value in self.values if value.alias_of is None}
         for value in self.values:
             chain, name = dict[str, None](), value.name

@@ -123,20 +123,20 @@ class Machine:
 
     def lanes_for(self, op: Op) -> list[Lane]:
         """The lanes that take an op. Those without a thread come first, for ops of two phases."""
-        found = [lane for lane in self.lanes if op.uses in lane.uses]
-        hosted = [lane for lane in found if lane.via is not None and op.two_phase]
-        return hosted + [lane for lane in found if lane.via is None]
+        lanes = [lane for lane in self.lanes if op.uses in lane.uses]
+        hosted = [lane for lane in lanes if lane.via is not None and op.two_phase]
+        return hosted + [lane for lane in lanes if lane.via is None]
 
     def lane_for(self, op: Op) -> Lane:
         """The lane that an op runs on unless a strategy says otherwise.
 
         Raises `MachineError` if no lane takes it.
         """
-        found = self.lanes_for(op)
-        if not found:
+        lanes = self.lanes_for(op)
+        if not lanes:
             text = f"no lane of machine {self.name!r} takes op {op.name!r}, which uses {op.uses}."
             raise MachineError(f"lane: {text}", rule="lane")
-        return found[0]
+        return lanes[0]
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises `MachineError` if nothing joins them."""
@@ -160,9 +160,12 @@ def _faults(machine: Machine) -> Iterator[str]:
     for item in numbered:
         for spec in fields(item):
             number = getattr(item, spec.name)
-            optional = number is None and spec.default is None
-            if "str" not in str(spec.type) and not optional and not _fits(spec.name, number):
-                yield f"{type(item).__name__.lower()}: {spec.name} cannot be {clip(number)}."
+            if "str" in str(spec.type) or (number is None and spec.default is None):
+                continue
+            least, most = _limits(spec.name)
+            if not isinstance(number, int | float) or not least <= number <= most:
+                limits = f"must be a number from {least:g} to {most:g}; got {clip(number)}"
+                yield f"{type(item).__name__.lower()}: {spec.name} {limits}."
     for lane in machine.lanes:
         where = f"lane {lane.name!r}"
         if lane.device not in machine.device:
@@ -173,9 +176,10 @@ def _faults(machine: Machine) -> Iterator[str]:
         if lane.to is not None:
             yield f"{where} is a link's; list the link under 'links' instead."
         if not -MAX_PRIORITY <= lane.priority <= MAX_PRIORITY:
-            yield f"{where} cannot have priority {clip(lane.priority)}."
+            limits = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}; got {clip(lane.priority)}"
+            yield f"{where}: the priority must be {limits}."
         if lane.num_sms is not None and not 0 < lane.num_sms <= MAX_SMS:
-            yield f"{where} cannot have {clip(lane.num_sms)} multiprocessors."
+            yield f"{where}: num_sms must be from 1 to {MAX_SMS}; got {clip(lane.num_sms)}."
         for uses in lane.uses:
             if uses not in USES:
                 yield f"{where}: {unknown('resource', uses, USES)}"
@@ -184,12 +188,11 @@ def _faults(machine: Machine) -> Iterator[str]:
             yield f"link {link.source!r} -> {link.target!r} joins no two devices."
 
 
-def _fits(name: str, number: object) -> bool:
-    """Whether a rate is above zero, or a latency or share zero or more; neither is without end."""
+def _limits(name: str) -> tuple[float, float]:
+    """A rate is above zero, a latency or share zero or more; neither is without end."""
     is_time = name.endswith("_s") and "per_s" not in name
     least = 0.0 if is_time or name.endswith("_share") else 1e-12
-    most = MAX_S if is_time else MAX_RATE
-    return isinstance(number, int | float) and least <= number <= most
+    return least, MAX_S if is_time else MAX_RATE
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
@@ -245,9 +248,9 @@ def load_machine(path: str | Path) -> Machine:
     return from_data(read_json(path, MachineError, "machine"))
 
 
-def from_data(found: object) -> Machine:
+def from_data(data: object) -> Machine:
     """The machine of plain data. Raises `MachineError` for data that is none."""
-    read = Reader(found, MachineError, "machine")
+    read = Reader(data, MachineError, "machine")
     if read.take("weft_machine", int, None) != VERSION:
         raise read.fail(f"this is not a machine file of version {VERSION}.")
     name = read.take("name", str, "machine")

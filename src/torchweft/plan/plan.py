@@ -152,8 +152,8 @@ class Plan:
     def copied(self) -> frozenset[str]:
         """Values that get into their place by copies: no out= form, or a kernel makes them."""
         kernels = [op for step in self.steps if step.by for op in step.names]
-        found = {name for op in kernels for name in self.graph.op[op].makes}
-        return frozenset(found.union(v.name for v in self.graph.values if not v.placeable))
+        made = {name for op in kernels for name in self.graph.op[op].makes}
+        return frozenset(made.union(v.name for v in self.graph.values if not v.placeable))
 
     @property
     def graph(self) -> Graph:
@@ -227,22 +227,24 @@ class Plan:
 _NAME = NAME.pattern
 _RANGE = r"(?:\[([0-9]{1,4})(?::([0-9]{1,4}))?\])?"
 _FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"
-_LINES = {
-    "graph": re.compile(rf"graph ({_NAME}) ([0-9a-f]{{16}})"),
-    "parts": re.compile(rf"parts ({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?"),
-    "lane": re.compile(f"lane {LANE.pattern}"),
-    "buffer": re.compile(rf"buffer ({_NAME}) on ({_NAME}) unit (.+)"),
-    "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))"),
-    "history": re.compile(r"history (\S.*)"),
+_HEAD: dict[str, tuple[str, Callable[..., object]]] = {
+    "graph": (rf"({_NAME}) ([0-9a-f]{{16}})", lambda name, digest: (name, digest)),
+    "parts": (
+        rf"({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?",
+        lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
+    ),
+    "lane": (LANE.pattern, make_lane),
+    "buffer": (
+        rf"({_NAME}) on ({_NAME}) unit (.+)",
+        lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
+    ),
+    "place": (
+        rf"({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))",
+        lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
+    ),
+    "history": (r"(\S.*)", lambda note: note),
 }
-_MAKE: dict[str, Callable[..., object]] = {
-    "graph": lambda name, digest: (name, digest),
-    "parts": lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
-    "lane": make_lane,
-    "buffer": lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
-    "place": lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
-    "history": lambda note: note,
-}
+"""By its first word, how a head line goes on, and what is made of it."""
 _ACT = (
     rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
 )
@@ -277,10 +279,13 @@ class _Parser:
             self.fail(
                 "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
             )
-        head: dict[str, list[Any]] = {word: [] for word in _LINES}
+        head: dict[str, list[Any]] = {word: [] for word in _HEAD}
         self.at = 1
         while self.here() != "steps":
-            head[self.word()].append(self.head_line())
+            word, _, rest = self.here().partition(" ")
+            if word not in _HEAD:
+                self.fail("syntax", f"a head line starts with {', '.join(_HEAD)} or steps.")
+            head[word].append(self.head_line(word, rest))
             self.at += 1
             if len(head["buffer"]) + len(head["place"]) > MAX_MEMORY:
                 self.fail("syntax", f"a plan has at most {MAX_MEMORY} buffers and places.")
@@ -301,28 +306,23 @@ class _Parser:
             self.fail("truncated", "the plan is cut off: there is no line 'end'.")
         return self.lines[self.at].strip()
 
-    def word(self) -> str:
-        word = self.here().split(" ")[0]
-        if word not in _LINES:
-            self.fail("syntax", f"a head line starts with {', '.join(_LINES)} or steps.")
-        return word
-
-    def head_line(self) -> object:
-        found = _LINES[self.word()].fullmatch(self.here())
-        if found is None:
-            self.fail("syntax", f"cannot read this {self.word()!r} line.")
+    def head_line(self, word: str, rest: str) -> object:
+        pattern, make = _HEAD[word]
+        match = re.fullmatch(pattern, rest)
+        if match is None:
+            self.fail("syntax", f"cannot read this {word!r} line.")
         try:
-            return _MAKE[self.word()](*found.groups())
+            return make(*match.groups())
         except (WeftError, ZeroDivisionError) as error:
             self.fail("syntax", f"{error}")
 
     def step(self, line: str) -> Step:
-        if found := _WAIT.fullmatch(line):
-            return Step("wait", found[1], target=found[2])
-        found = _STEP.fullmatch(line)
-        if found is None:
+        if match := _WAIT.fullmatch(line):
+            return Step("wait", match[1], target=match[2])
+        match = _STEP.fullmatch(line)
+        if match is None:
             self.fail("syntax", "cannot read this step.")
-        lane, kind, name, names, start, stop, to, by, on = found.groups()
+        lane, kind, name, names, start, stop, to, by, on = match.groups()
         kind = kind or "run"
         if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
             self.fail("syntax", f"'{'to' if to else 'by'}' does not go with a {kind} step.")
