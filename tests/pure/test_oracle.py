@@ -66,7 +66,7 @@ def plan(
 ) -> Plan:
     lines = [line for text in (lanes, places) for line in text.split("\n") if line]
     body = [f"  {step.strip()}" for step in steps.split(";") if step.strip()]
-    head = ["weft plan 1", f"graph {graph.name} {graph.digest}", f"parts {parts}"]
+    head = ["weft plan 2", f"graph {graph.name} {graph.digest}", f"parts {parts}"]
     return Plan.parse("\n".join([*head, *lines, "steps", *body, "end"])).bind(graph)
 
 
@@ -156,6 +156,9 @@ UNSAFE = {
     "a range that means all": plan(CHAIN, "A first[0:2]; A second; A merge y", parts=TWO),
     "a merge with one part": plan(CHAIN, "A first; A second; A merge y"),
     "a lane that does not take it": plan(CHAIN, "A first; A second", lanes="lane A on cpu uses io"),
+    "a run on a link's lane": plan(
+        CHAIN, "A first; A second",
+        lanes="lane A on cpu uses compute to gpu\nlane G on gpu uses io"),
     "a step on a hosted lane": plan(CHAIN, "A first; net second", lanes=HOSTED),
     "an issue of a one-phase op": plan(
         CHAIN, "A first; A issue second on net; A complete second", lanes=HOSTED),

@@ -179,7 +179,7 @@ def assert_simulated(problem: Problem, found: Placement) -> None:
         found.ops, found.device, found.start_s, found.end_s, strict=True
     ):
         # A step that takes no time leaves a span without a start of its own.
-        if problem.seconds[problem.number[op]][device]:
+        if problem.seconds[problem.ops.index(op)][device]:
             assert starts[op] == pytest.approx(start_s)
             assert ends[op] == pytest.approx(end_s)
     assert trace.makespan_s == pytest.approx(found.makespan_s)
@@ -473,7 +473,7 @@ def test_a_graph_of_ours_is_placed_verified_and_simulated():
     problem = graph_problem(graph, MACHINE, context=Context(128))
     for op in graph.ops:  # a changed input stays at home, and only `a` has a network
         if op.mutates or op.uses == "network":
-            assert problem.allowed[problem.number[op.name]] == (0,)
+            assert problem.allowed[problem.ops.index(op.name)] == (0,)
     for name in QUICK:
         found = plan(problem, name)
         safe = verify(as_plan(problem, found))

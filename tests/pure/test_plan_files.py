@@ -78,7 +78,42 @@ def test_plan_of_another_graph_is_refused(tmp_path: Path) -> None:
         verify(Plan.load(tmp_path / "one.plan"))
 
 
-@pytest.mark.parametrize("version", ["2", "0", "1.0", "", "one", "1 1"])
+LINKED = """weft plan 2
+graph transformer2 0123456789abcdef
+parts 1
+lane one on one uses compute
+lane one.to.two on one uses io to two
+steps
+  one         a
+  one.to.two  wait a
+  one.to.two  copy v to two
+end
+"""
+
+
+def test_plan_with_lanes_of_links_is_of_format_2() -> None:
+    plan = Plan.parse(LINKED)
+    assert str(plan) == LINKED
+    assert [lane.to for lane in plan.lanes] == [None, "two"]
+    assert str(PLAN).startswith("weft plan 1\n")
+    assert Plan.parse(edited("weft plan 1", "weft plan 2")) == PLAN
+
+
+def test_lane_of_a_link_is_known_by_its_name_in_format_1() -> None:
+    old = LINKED.replace("plan 2", "plan 1").replace(" uses io to two", " uses io")
+    assert Plan.parse(old) == Plan.parse(LINKED)
+    for other in ("uses io,memory", "uses io via one"):
+        assert all(lane.to is None for lane in Plan.parse(old.replace("uses io", other)).lanes)
+    assert Plan.parse(old.replace("one.to.two", "wire")).lanes[1].to is None
+
+
+def test_lane_of_a_link_cannot_say_so_in_format_1() -> None:
+    with pytest.raises(PlanError, match="starts with plan format 2") as caught:
+        Plan.parse(LINKED.replace("plan 2", "plan 1"))
+    assert caught.value.rule == "version"
+
+
+@pytest.mark.parametrize("version", ["3", "0", "1.0", "", "one", "1 1"])
 def test_plan_of_another_version_is_refused(version: str) -> None:
     with pytest.raises(PlanError, match="this torchweft reads") as caught:
         Plan.parse(edited("weft plan 1", f"weft plan {version}"))

@@ -230,7 +230,7 @@ def a_run(num_ops: int = 6, slowness: float = 2.0) -> ServedRun:
 def test_a_served_run_says_what_ops_took(tmp_path: Path) -> None:
     run = a_run()
     problem = run.problem()
-    seconds = problem.seconds[problem.number["op3"]]
+    seconds = problem.seconds[problem.ops.index("op3")]
     assert seconds[1:] == (0.5 + 1.5, 2.0), "its spans and a start; the table"
     assert problem.ready_s[0][1] > 0
     run.save(tmp_path / "run.json")

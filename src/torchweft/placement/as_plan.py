@@ -1,8 +1,8 @@
 """A placement as the project's own `Plan`: its order and its devices; `lower` does the rest.
 
-    weft plan 1
+    weft plan 2
     lane fast on fast uses compute,memory            one a device, named after it
-    lane fast.to.slow on fast uses io                one a link that is used, by `lower`
+    lane fast.to.slow on fast uses io to slow        one a link that is used, by `lower`
     steps
       fast          leaf0
       fast.to.slow  wait leaf0

@@ -15,19 +15,19 @@ from torchweft.placement.problem import INF, Matrix, Problem
 
 def heads(problem: Problem) -> Matrix:
     """For each op and device: no placement ends the op on the device earlier."""
-    found: list[tuple[float, ...]] = []
+    rows: list[tuple[float, ...]] = []
     every = range(problem.num_devices)
     for op in range(problem.num_ops):
         row = []
         for device in every:
             at_s = problem.ready_s[op][device]
             for source, seconds in problem.preds[op]:
-                early_s = found[source]
+                early_s = rows[source]
                 there_s = min(early_s[d] + seconds[d][device] for d in problem.allowed[source])
                 at_s = max(at_s, there_s)
             row.append(at_s + problem.seconds[op][device])
-        found.append(tuple(row))
-    return tuple(found)
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 def tails(problem: Problem) -> Matrix:
@@ -35,20 +35,20 @@ def tails(problem: Problem) -> Matrix:
 
     This is the optimistic cost table of PEFT.
     """
-    found: list[tuple[float, ...]] = [()] * problem.num_ops
+    rows: list[tuple[float, ...]] = [()] * problem.num_ops
     every = range(problem.num_devices)
     for op in reversed(range(problem.num_ops)):
         row = [0.0] * problem.num_devices
         for target, seconds in problem.succs[op]:
-            own, behind, allowed = problem.seconds[target], found[target], problem.allowed[target]
+            own, behind, allowed = problem.seconds[target], rows[target], problem.allowed[target]
             left = [(d, own[d] + behind[d]) for d in allowed]
             for device in every:
                 away = seconds[device]
                 least_s = min(away[d] + left_s for d, left_s in left)
                 if least_s > row[device]:
                     row[device] = least_s
-        found[op] = tuple(row)
-    return tuple(found)
+        rows[op] = tuple(row)
+    return tuple(rows)
 
 
 def speeds(problem: Problem) -> list[float]:

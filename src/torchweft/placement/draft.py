@@ -155,10 +155,10 @@ def run(
 
 def busy_s(problem: Problem, devices: Sequence[int]) -> list[float]:
     """The seconds that each device works."""
-    found = [0.0] * problem.num_devices
+    totals = [0.0] * problem.num_devices
     for op, device in enumerate(devices):
-        found[device] += problem.seconds[op][device]
-    return found
+        totals[device] += problem.seconds[op][device]
+    return totals
 
 
 def period_s(problem: Problem, devices: Sequence[int]) -> float:

@@ -16,7 +16,7 @@ from torchweft.errors import MachineError, PlacementError, unknown
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs
-from torchweft.plan.graph import Graph, Op
+from torchweft.plan.graph import Graph
 from torchweft.plan.machine import Machine
 from torchweft.plan.precedence import precedence
 
@@ -47,11 +47,12 @@ def graph_problem(
         raise PlacementError(f"resident: {unknown('input', extra[0], graph.inputs)}")
     devices = tuple(machine.device)
     latency_s, byte_s = links(machine)
-    fixed = _changed_inputs(graph)
+    takes = {(lane.device, uses) for lane in machine.lanes for uses in lane.uses}
+    fixed, ops_of = _changed_inputs(graph), _touching(graph)
     seconds = tuple(
         tuple(
             costs.run_s(graph, op, env, device)
-            if _takes(machine, device, op) and (op.name not in fixed or device == home)
+            if (device, op.uses) in takes and (op.name not in fixed or device == home)
             else INF
             for device in devices
         )
@@ -66,18 +67,14 @@ def graph_problem(
         edges=_edges(graph, sizes),
         latency_s=latency_s,
         byte_s=byte_s,
-        holds=_holds(graph, sizes),
+        holds=tuple(Hold(sizes[root], ops) for root, ops in ops_of.items() if sizes[root]),
         room_bytes=tuple(INF if room is None else float(room) for room in rooms),
-        together=_together(graph),
+        together=tuple(ops_of[root] for root in sorted(graph.mutated) if len(ops_of[root]) > 1),
         ready_s=_ready(graph, sizes, set(resident), devices.index(home), latency_s, byte_s),
         objective=objective,
         home=devices.index(home),
         graph=graph,
     )
-
-
-def _takes(machine: Machine, device: str, op: Op) -> bool:
-    return any(lane.device == device and op.uses in lane.uses for lane in machine.lanes)
 
 
 def links(machine: Machine) -> tuple[Matrix, Matrix]:
@@ -105,40 +102,29 @@ def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
     """Values from their makers to their readers, and orders that other dependencies ask for."""
     number = {op.name: at for at, op in enumerate(graph.ops)}
     before = precedence(graph).before
-    found = []
+    edges = []
     for op in graph.ops:
         reads = [name for name in op.touched if name in graph.maker]
-        found += [
+        edges += [
             Edge(number[graph.maker[name].name], number[op.name], sizes[name], name)
             for name in reads
         ]
         made = {graph.maker[name].name for name in reads}
-        found += [
+        edges += [
             Edge(number[other], number[op.name])
             for other, _ in before[op.name]
             if other not in made
         ]
-    return tuple(found)
+    return tuple(edges)
 
 
-def _touching(graph: Graph) -> dict[str, list[int]]:
-    """For each root the ops that make, read or change it, by any name."""
-    found: dict[str, list[int]] = {}
+def _touching(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """For each root (weights, inputs, what is made) the ops that touch it, by any name."""
+    ops_of: dict[str, list[int]] = {}
     for at, op in enumerate(graph.ops):
         for root in dict.fromkeys(graph.root[name] for name in op.touched + op.makes):
-            found.setdefault(root, []).append(at)
-    return found
-
-
-def _holds(graph: Graph, sizes: Mapping[str, int]) -> tuple[Hold, ...]:
-    """One hold a root: weights, inputs and what is made, wherever an op touches it."""
-    found = _touching(graph)
-    return tuple(Hold(sizes[root], tuple(ops)) for root, ops in found.items() if sizes[root])
-
-
-def _together(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    found = _touching(graph)
-    return tuple(tuple(found[root]) for root in sorted(graph.mutated) if len(found[root]) > 1)
+            ops_of.setdefault(root, []).append(at)
+    return {root: tuple(ops) for root, ops in ops_of.items()}
 
 
 def _changed_inputs(graph: Graph) -> set[str]:

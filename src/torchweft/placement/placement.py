@@ -126,9 +126,9 @@ class Placement:
         return Placement.from_data(read_json(path, PlacementError, "placement"))
 
     @staticmethod
-    def from_data(found: object) -> Placement:
+    def from_data(data: object) -> Placement:
         """A placement from plain data. Raises `PlacementError` naming the field that is wrong."""
-        read = Reader(found, PlacementError, "placement")
+        read = Reader(data, PlacementError, "placement")
         if read.take("weft_placement", int, None) != VERSION:
             raise read.fail(f"this is not a placement of version {VERSION}.")
         devices = tuple(
@@ -158,8 +158,8 @@ class Placement:
         )
 
 
-def _row(found: object, numbers: Mapping[str, int]) -> tuple[str, int, float, float]:
-    read = Reader(found, PlacementError, "placed op")
+def _row(data: object, numbers: Mapping[str, int]) -> tuple[str, int, float, float]:
+    read = Reader(data, PlacementError, "placed op")
     name = check_name(read.take("op", str), "op", PlacementError)
     device = read.take("device", str)
     if device not in numbers:
@@ -174,7 +174,7 @@ def _row(found: object, numbers: Mapping[str, int]) -> tuple[str, int, float, fl
 def _seconds(read: Reader, name: str, default: object = ...) -> float:
     number = read.take(name, (int, float), default)
     if not 0 <= number < math.inf:
-        raise read.fail(f"the field {name!r} cannot be {clip(number)}.")
+        raise read.fail(f"{name} must be a number of seconds from 0 on; got {clip(number)}.")
     return float(number)
 
 

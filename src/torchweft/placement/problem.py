@@ -22,7 +22,7 @@ which is the busiest device or link (in a stream a link carries one value at a t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -81,7 +81,8 @@ class Problem:
             object.__setattr__(self, "room_bytes", (INF,) * len(self.devices))
         if not self.ready_s:
             object.__setattr__(self, "ready_s", ((0.0,) * len(self.devices),) * len(self.ops))
-        _check(self)
+        for fault in _faults(self):
+            raise PlacementError(fault)
 
     @property
     def num_ops(self) -> int:
@@ -92,11 +93,6 @@ class Problem:
     def num_devices(self) -> int:
         """How many devices there are."""
         return len(self.devices)
-
-    @cached_property
-    def number(self) -> Mapping[str, int]:
-        """The number of an op, by its name."""
-        return {name: number for number, name in enumerate(self.ops)}
 
     @cached_property
     def values(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
@@ -124,12 +120,14 @@ class Problem:
         for edge in self.edges:
             key = edge.source, edge.target
             largest[key] = max(largest.get(key, 0), edge.num_bytes)
-        known: dict[int, Matrix] = {}
+        known, every = dict[int, Matrix](), range(self.num_devices)
         preds: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
         succs: list[list[tuple[int, Matrix]]] = [[] for _ in self.ops]
         for (source, target), num_bytes in largest.items():
             if num_bytes not in known:
-                known[num_bytes] = self.transfer_matrix(num_bytes)
+                known[num_bytes] = tuple(
+                    tuple(self.transfer_s(num_bytes, a, b) for b in every) for a in every
+                )
             preds[target].append((source, known[num_bytes]))
             succs[source].append((target, known[num_bytes]))
         return tuple(map(tuple, preds)), tuple(map(tuple, succs))
@@ -139,11 +137,6 @@ class Problem:
         if source == target:
             return 0.0
         return self.latency_s[source][target] + num_bytes * self.byte_s[source][target]
-
-    def transfer_matrix(self, num_bytes: float) -> Matrix:
-        """`transfer_s` for every pair of devices."""
-        every = range(self.num_devices)
-        return tuple(tuple(self.transfer_s(num_bytes, a, b) for b in every) for a in every)
 
     @cached_property
     def group(self) -> tuple[tuple[int, ...], ...]:
@@ -173,11 +166,11 @@ class Problem:
     def allowed(self) -> tuple[tuple[int, ...], ...]:
         """For each op the devices that can run all of its group, memory aside."""
         every = range(self.num_devices)
-        found = {
+        devices = {
             group: tuple(d for d in every if all(self.seconds[op][d] < INF for op in group))
             for group in self.groups
         }
-        return tuple(found[group] for group in self.group)
+        return tuple(devices[group] for group in self.group)
 
     @cached_property
     def others_s(self) -> tuple[tuple[float, ...], ...]:
@@ -185,20 +178,20 @@ class Problem:
 
         The first op of a group decides for all of it, so a planner weighs these too.
         """
-        found: list[tuple[float, ...]] = []
+        rows: list[tuple[float, ...]] = []
         for op, group in enumerate(self.group):
             columns = zip(*(self.seconds[other] for other in group if other != op), strict=True)
-            found.append(tuple(map(sum, columns)))
-        return tuple(found)
+            rows.append(tuple(map(sum, columns)))
+        return tuple(rows)
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """For each op the numbers of the holds that it needs."""
-        found: list[list[int]] = [[] for _ in self.ops]
+        numbers: list[list[int]] = [[] for _ in self.ops]
         for number, hold in enumerate(self.holds):
             for op in hold.ops:
-                found[op].append(number)
-        return tuple(map(tuple, found))
+                numbers[op].append(number)
+        return tuple(map(tuple, numbers))
 
     @cached_property
     def limited(self) -> bool:
@@ -207,7 +200,7 @@ class Problem:
 
     @cached_property
     def free(self) -> bool:
-        """Whether each op may go where it likes: no memory limits, no groups."""
+        """Whether any op may go to any device that can run it: no memory limits, no groups."""
         return not self.limited and len(self.groups) == self.num_ops
 
     def __str__(self) -> str:
@@ -215,54 +208,47 @@ class Problem:
         return f"problem {self.name}: {size}, for {self.objective}"
 
 
-def _check(problem: Problem) -> None:
-    """Raise `PlacementError` for a problem that contradicts itself or has no answer at all."""
+def _faults(problem: Problem) -> Iterator[str]:
+    """What contradicts itself in a problem, or leaves it without an answer; each rule trusts those
+    before it."""
     check_name(problem.name, "problem", PlacementError)
+    where, num_ops, num_devices = f"problem {problem.name!r}", problem.num_ops, problem.num_devices
     for names, what, limit in (
         (problem.ops, "op", MAX_OPS),
         (problem.devices, "device", MAX_DEVICES),
     ):
         if not 0 < len(names) <= limit:
-            text = f"a problem has 1 to {limit} {what}s, not {len(names)}."
-            raise PlacementError(f"size: problem {problem.name!r}: {text}")
+            yield f"size: {where} must have 1 to {limit} {what}s; got {len(names)}."
         for name in names:
             check_name(name, what, PlacementError)
         if len(set(names)) < len(names):
-            raise PlacementError(
-                f"duplicate: problem {problem.name!r} has two {what}s of one name."
-            )
+            yield f"duplicate: {where} has two {what}s of one name."
     if problem.objective not in OBJECTIVES:
-        raise PlacementError(f"objective: {unknown('objective', problem.objective, OBJECTIVES)}")
-    num_ops, num_devices = problem.num_ops, problem.num_devices
-    square, wide = (num_devices, num_devices), (num_ops, num_devices)
-    for matrix, shape, what, most in (
-        (problem.seconds, wide, "seconds", INF),
-        (problem.ready_s, wide, "ready_s", 1e300),
-        (problem.latency_s, square, "latency_s", 1e300),
-        (problem.byte_s, square, "byte_s", 1e300),
-        ((problem.room_bytes,), (1, num_devices), "room_bytes", INF),
+        yield f"objective: {unknown('objective', problem.objective, OBJECTIVES)}"
+    for matrix, num_rows, what, most in (
+        (problem.seconds, num_ops, "seconds", INF),
+        (problem.ready_s, num_ops, "ready_s", 1e300),
+        (problem.latency_s, num_devices, "latency_s", 1e300),
+        (problem.byte_s, num_devices, "byte_s", 1e300),
+        ((problem.room_bytes,), 1, "room_bytes", INF),
     ):
-        if len(matrix) != shape[0] or any(len(row) != shape[1] for row in matrix):
-            raise PlacementError(f"shape: {what} is not {shape[0]} x {shape[1]}.")
+        if len(matrix) != num_rows or any(len(row) != num_devices for row in matrix):
+            yield f"shape: {what} is not {num_rows} x {num_devices}."
         if wrong := [n for row in matrix for n in row if not 0 <= n <= most]:  # NaN is not, either
-            text = f"{what} must be numbers from 0 to {most:g}; got {clip(wrong[0])}"
-            raise PlacementError(f"number: {text}.")
+            yield f"number: {what} must be numbers from 0 to {most:g}; got {clip(wrong[0])}."
     if not 0 <= problem.home < num_devices:
-        text = f"home must be the number of a device, below {num_devices}; got {clip(problem.home)}"
-        raise PlacementError(f"home: {text}.")
+        yield f"home: must be a device's number, below {num_devices}; got {clip(problem.home)}."
     for edge in problem.edges:
         if not 0 <= edge.source < edge.target < num_ops or not 0 <= edge.num_bytes < 1e30:
-            raise PlacementError(f"edge: {clip(edge)} does not lead from an op to a later one.")
+            yield f"edge: {clip(edge)} does not lead from an op to a later one."
     sizes = {edge.value: (edge.source, edge.num_bytes) for edge in problem.edges}
     for edge in problem.edges:
         if edge.value and sizes[edge.value] != (edge.source, edge.num_bytes):
-            raise PlacementError(f"value: {edge.value!r} has two makers or two sizes.")
+            yield f"value: {edge.value!r} has two makers or two sizes."
     for ops in (*(hold.ops for hold in problem.holds), *problem.together):
         if not ops or not all(0 <= op < num_ops for op in ops):
-            text = f"holds and groups have numbers of ops, below {num_ops}; got {clip(ops)}"
-            raise PlacementError(f"op: {text}.")
+            yield f"op: holds and groups have numbers of ops, below {num_ops}; got {clip(ops)}."
     for op, devices in enumerate(problem.allowed):
         if not devices:
-            cure = "Give the machine a device that takes it, or let fewer ops stay together."
-            text = f"no device can run op {problem.ops[op]!r} and all that must be with it. {cure}"
-            raise PlacementError(f"device: {text}")
+            text = f"no device can run op {problem.ops[op]!r} and all that must be with it"
+            yield f"device: {text}. Add a device that takes it, or let fewer ops stay together."

@@ -66,9 +66,9 @@ def watch(context: Context) -> tuple[Context, set[int]]:
     seen: set[int] = set()
 
     def watched(number: int) -> WatchedNumber:
-        found = WatchedNumber(number)
-        found.seen = seen
-        return found
+        watching = WatchedNumber(number)
+        watching.seen = seen
+        return watching
 
     return replace(
         context, batch=watched(context.batch), num_tokens=watched(context.num_tokens)

@@ -38,7 +38,7 @@ def phase_of(tokens_per_request: Sequence[int]) -> str:
 
 
 TOLD: ContextVar[HostFacts | None] = ContextVar("weft context", default=None)
-"""What the host told of the calls of this thread: `with weft.context(...)`."""
+"""What the host says about the calls of this thread: `with weft.context(...)`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Context:
     def __post_init__(self) -> None:
         for number in (self.batch, self.num_tokens, *self.tokens_per_request):
             if not isinstance(number, int) or number < 0:
-                raise StrategyError(f"context: {number!r} rows or tokens cannot be.")
+                text = f"numbers of rows and tokens must be whole, from 0 on; got {number!r}"
+                raise StrategyError(f"context: {text}.")
         if not self.num_tokens:
             object.__setattr__(self, "num_tokens", sum(self.tokens_per_request) or self.batch)
 

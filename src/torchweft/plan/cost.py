@@ -47,7 +47,7 @@ class CostTable:
             where, last = f"costs: op {clip(key)} on device {clip(device)}", -1
             for rows, seconds in points:
                 if type(rows) is not int or rows <= last:
-                    raise MachineError(f"{where}: rows must ascend from 0; found {clip(rows)}.")
+                    raise MachineError(f"{where}: rows must ascend from 0; got {clip(rows)}.")
                 good = isinstance(seconds, int | float) and not isinstance(seconds, bool)
                 if not good or not 0 <= seconds < MAX_S:  # NaN is not, either
                     raise MachineError(f"{where}: {rows} rows cannot take {clip(seconds)} seconds.")
@@ -75,14 +75,19 @@ class CostTable:
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """Read a cost file. Raises `MachineError` for a file that is not one."""
-        found = read_json(path, MachineError, "cost")
-        if not isinstance(found, dict) or found.get("weft_costs") != VERSION:
+        data = read_json(path, MachineError, "cost")
+        if not isinstance(data, dict) or data.get("weft_costs") != VERSION:
             raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
+        return CostTable.read(data.get("entries"), f"cost file {path}")
+
+    @staticmethod
+    def read(entries: object, where: str) -> CostTable:
+        """A table from the entries of a file. Raises `MachineError` if they are none."""
         try:
-            items = [(key, device, [*map(tuple, rows)]) for key, device, rows in found["entries"]]
-            return CostTable(tuple((key, device, tuple(rows)) for key, device, rows in items))
-        except (KeyError, TypeError, ValueError) as cause:
-            raise MachineError(f"file: cost file {path} is damaged: {clip(cause)}.") from None
+            rows = [(key, device, tuple(map(tuple, points))) for key, device, points in entries]  # type: ignore[attr-defined]
+            return CostTable(tuple(rows))
+        except (TypeError, ValueError) as cause:
+            raise MachineError(f"file: {where} is damaged: {clip(cause)}.") from None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torchweft.errors import StrategyError, clip, unknown
 
 RULES = ("requests",)
 MAX_PARTS = 1024
+POSSIBLE = f"the number of parts must be whole, from 1 to {MAX_PARTS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,9 @@ class Cut:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.fractions) <= MAX_PARTS:
-            raise StrategyError(
-                f"split: {len(self.fractions)} parts; 1 to {MAX_PARTS} are possible."
-            )
+            raise StrategyError(f"split: {POSSIBLE}; got {len(self.fractions)}.")
         if any(fraction <= 0 for fraction in self.fractions) or sum(self.fractions) != 1:
-            raise StrategyError(f"split: the parts {clip(self)} are no fractions of one batch.")
+            raise StrategyError(f"split: parts must be positive and add up to 1; got {clip(self)}.")
         if self.rule is not None and self.rule not in RULES:
             raise StrategyError(f"split: {unknown('rule', self.rule, RULES)}")
 
@@ -41,16 +40,15 @@ class Cut:
     def even(num_parts: int, rule: str | None = None) -> Cut:
         """Parts of equal size."""
         if not isinstance(num_parts, int) or not 1 <= num_parts <= MAX_PARTS:
-            raise StrategyError(
-                f"split: {clip(num_parts)} parts; a whole number from 1 to {MAX_PARTS} is possible."
-            )
+            raise StrategyError(f"split: {POSSIBLE}; got {clip(num_parts)}.")
         return Cut((Fraction(1, num_parts),) * num_parts, rule)
 
     @staticmethod
     def sizes(sizes: Sequence[int]) -> Cut:
         """Parts in the proportion of `sizes`."""
         if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
-            raise StrategyError(f"split: {clip(list(sizes))} are no sizes: each is 1 or more rows.")
+            got = clip(list(sizes))
+            raise StrategyError(f"split: sizes must be whole numbers, from 1 on; got {got}.")
         return Cut(tuple(Fraction(size, sum(sizes)) for size in sizes))
 
     @property

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,8 +61,8 @@ class Batch:
 class Value:
     """What an op makes or the caller gives: shape, dtype, and which dim is the batch.
 
-    `placeable`: its maker can write it where it is told (an `out=` variant). An `opaque` value
-    (dtype "opaque") is no tensor and has no bytes.
+    `placeable`: its maker can write it into given memory (an `out=` variant). An `opaque` value
+    (dtype "opaque") is not a tensor and has no bytes.
     """
 
     name: str
@@ -136,7 +136,8 @@ class Graph:
     communicators: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
 
     def __post_init__(self) -> None:
-        _check(self)
+        for fault in _faults(self):
+            raise GraphError(fault)
 
     @cached_property
     def value(self) -> Mapping[str, Value]:
@@ -156,15 +157,15 @@ class Graph:
     @cached_property
     def readers(self) -> Mapping[str, tuple[Op, ...]]:
         """The ops that read or mutate a value by this name."""
-        found: dict[str, list[Op]] = {value.name: [] for value in self.values}
+        readers: dict[str, list[Op]] = {value.name: [] for value in self.values}
         for op in self.ops:
             for name in op.touched:
-                found[name].append(op)
-        return {name: tuple(ops) for name, ops in found.items()}
+                readers[name].append(op)
+        return {name: tuple(ops) for name, ops in readers.items()}
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The value whose bytes a value shares; its own name if it is no alias."""
+        """The value whose bytes a value shares; its own name if it is not an alias."""
         roots = {value.name: value.name for value in self.values if value.alias_of is None}
         for value in self.values:
             chain, name = dict[str, None](), value.name
@@ -229,121 +230,108 @@ def _structure_key(graph: Graph, op: Op) -> object:
     return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
 
 
-def _check(graph: Graph) -> None:
-    """Raise `GraphError` for a graph that contradicts itself."""
+def _faults(graph: Graph) -> Iterator[str]:
+    """What contradicts itself in a graph; each rule trusts those before it."""
     check_name(graph.name, "graph")
     if graph.batch is not None:
         check_name(graph.batch, "batch")
     if graph.level not in LEVELS:
-        raise GraphError(f"level: {unknown('level', graph.level, LEVELS)}")
+        yield f"level: {unknown('level', graph.level, LEVELS)}"
     seen: set[str] = set()
     for value in graph.values:
         if check_name(value.name, "value") in seen:
-            raise GraphError(f"duplicate: two values are named {value.name!r}.")
+            yield f"duplicate: two values are named {value.name!r}."
         seen.add(value.name)
-        _check_value(graph, value)
+        yield from _value_faults(graph, value)
     assert len(graph.root) == len(graph.values), "every value has a root"
     names = Counter(check_name(op.name, "op") for op in graph.ops)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise GraphError(f"duplicate: several ops are named {min(twice)!r}.")
+        yield f"duplicate: several ops are named {min(twice)!r}."
     defined: set[str] = set()
     for name in graph.inputs:
         if name not in graph.value:
-            raise GraphError(f"input: {unknown('value', name, graph.value)}")
+            yield f"input: {unknown('value', name, graph.value)}"
         if name in defined:
-            raise GraphError(f"input: {name!r} is an input twice.")
+            yield f"input: {name!r} is an input twice."
         defined.add(name)
     for op in graph.ops:
-        _check_op(graph, op, defined)
+        yield from _op_faults(graph, op, defined)
         defined.update(op.makes)
     for name in graph.outputs:
         if name not in defined:
-            raise GraphError(f"output: no op makes {clip(name)}, and it is no input.")
+            yield f"output: no op makes {clip(name)}, and it is no input."
         maker = graph.maker.get(name)
         if maker and not maker.whole and graph.value[name].alias_of is not None:
-            raise GraphError(
+            yield (
                 f"output: {name!r} is an alias, so its parts cannot be merged into one; "
                 f"declare op {maker.name!r} 'mixing', then it runs over all parts."
             )
     if orphans := [value.name for value in graph.values if value.name not in defined]:
-        raise GraphError(
-            f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
-        )
+        yield f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
 
 
-def _check_value(graph: Graph, value: Value) -> None:
+def _value_faults(graph: Graph, value: Value) -> Iterator[str]:
     where = f"value {value.name!r}"
     if value.dtype not in ITEM_BYTES:
-        raise GraphError(f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}")
+        yield f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}"
     if value.batch is not None:
         if graph.batch is None:
-            raise GraphError(
-                f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
-            )
+            yield f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
         if not 0 <= value.batch.dim < max(1, len(value.shape)):
-            raise GraphError(f"batch: {where} has no dim {value.batch.dim}.")
+            yield f"batch: {where} has no dim {value.batch.dim}."
 
 
-def _check_op(graph: Graph, op: Op, defined: set[str]) -> None:
+def _op_faults(graph: Graph, op: Op, defined: set[str]) -> Iterator[str]:
     where = f"op {op.name!r}"
     if op.mark is not None:
         check_name(op.mark, "mark")
     if op.uses not in USES:
-        raise GraphError(f"uses: {where}: {unknown('resource', op.uses, USES)}")
+        yield f"uses: {where}: {unknown('resource', op.uses, USES)}"
     if op.rows not in ROWS:
-        raise GraphError(f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}")
+        yield f"rows: {where}: {unknown('kind of rows', op.rows, ROWS)}"
     touched = {*op.touched, *op.makes}
     for name in op.touched:
         if name not in graph.value:
-            raise GraphError(f"reads: {where}: {unknown('value', name, graph.value)}")
+            yield f"reads: {where}: {unknown('value', name, graph.value)}"
         if name not in defined:
-            raise GraphError(f"reads: {where} reads {name!r} before anything makes it.")
+            yield f"reads: {where} reads {name!r} before anything makes it."
     for name in op.makes:
         if name not in graph.value:
-            raise GraphError(f"makes: {where}: {unknown('value', name, graph.value)}")
+            yield f"makes: {where}: {unknown('value', name, graph.value)}"
         if name in defined:
-            raise GraphError(f"makes: {where} makes {name!r} a second time.")
+            yield f"makes: {where} makes {name!r} a second time."
         alias = graph.value[name].alias_of
         if alias is not None and alias not in touched:
-            raise GraphError(
-                f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
-            )
+            yield f"alias: {where} makes {name!r}, an alias of {alias!r}, without reading it."
     if op.collective is not None:
         check_name(op.collective.communicator, "communicator")
         check_name(op.collective.kind, "collective")
         if op.collective.tag:
             check_name(op.collective.tag, "tag")
         if (op.collective.kind in ("send", "recv")) != (op.collective.peer is not None):
-            raise GraphError(f"collective: {where}: send and recv have a peer, others have none.")
-    _check_rows(graph, op, where)
+            yield f"collective: {where}: send and recv have a peer, others have none."
+    yield from _row_faults(graph, op, where)
 
 
-def _check_rows(graph: Graph, op: Op, where: str) -> None:
+def _row_faults(graph: Graph, op: Op, where: str) -> Iterator[str]:
     def batched(names: tuple[str, ...]) -> list[str]:
         return [name for name in names if graph.value[name].batch is not None]
 
     touched = op.touched
     if op.rows == "batch-free" and batched(touched + op.makes):
-        raise GraphError(
-            f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}."
-        )
+        yield f"rows: {where} is batch-free but touches {batched(touched + op.makes)[0]!r}."
     if op.rows == "row-wise" and len(batched(op.makes)) < len(op.makes):
-        raise GraphError(
-            f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'."
-        )
+        yield f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'."
     if op.rows == "row-wise" and not batched(touched + op.makes):
-        raise GraphError(f"rows: {where} is row-wise but touches no batch; use 'batch-free'.")
+        yield f"rows: {where} is row-wise but touches no batch; use 'batch-free'."
     if op.rows == "additive" and (batched(op.makes) or op.mutates or not op.makes):
-        raise GraphError(
-            f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
-        )
+        yield f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
     if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
-        raise GraphError(f"rows: {where} is additive, so what it makes cannot be an alias.")
+        yield f"rows: {where} is additive, so what it makes cannot be an alias."
     whole = {graph.root[name] for name in touched if graph.value[name].batch is None}
     mixed = whole & {graph.root[name] for name in batched(touched)}
     if op.rows == "row-wise" and (both := mixed & {graph.root[name] for name in op.mutates}):
-        text = f"{where} changes {min(both)!r} row by row and touches all rows of it; use 'mixing'."
-        raise GraphError(f"rows: {text}")
+        yield f"rows: {where} changes {min(both)!r} by rows and touches all of it; use 'mixing'."
 
 
 def _text(graph: Graph) -> str:

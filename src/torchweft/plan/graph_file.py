@@ -38,12 +38,12 @@ def graph_data(graph: Graph) -> dict[str, object]:
 
 
 def _plain(item: Any) -> dict[str, object]:
-    found: dict[str, object] = {}
+    data: dict[str, object] = {}
     for spec in fields(item):
         value = getattr(item, spec.name)
         if spec.name == "name" or value != spec.default:
-            found[spec.name] = _plain_field(value)
-    return found
+            data[spec.name] = _plain_field(value)
+    return data
 
 
 def _plain_field(value: Any) -> object:
@@ -66,15 +66,15 @@ def load_graph(path: str | Path) -> Graph:
     return read_graph(read_json(path, GraphError, "graph"))
 
 
-def read_graph(found: object) -> Graph:
+def read_graph(data: object) -> Graph:
     """A graph from plain data. Raises `GraphError` naming the field that is wrong."""
-    if not isinstance(found, dict) or "weft_graph" not in found:
+    if not isinstance(data, dict) or "weft_graph" not in data:
         raise GraphError("file: this is not a graph: the field 'weft_graph' is missing.")
-    if found["weft_graph"] != VERSION:
+    if data["weft_graph"] != VERSION:
         raise GraphError(
-            f"version: graph format {clip(found['weft_graph'])}; this torchweft reads {VERSION}."
+            f"version: graph format {clip(data['weft_graph'])}; this torchweft reads {VERSION}."
         )
-    read = Reader(found, GraphError, "graph")
+    read = Reader(data, GraphError, "graph")
     graph = Graph(
         name=read.take("name", str),
         batch=read.take("batch", str, None),
@@ -89,11 +89,12 @@ def read_graph(found: object) -> Graph:
     return graph
 
 
-def _read_communicators(found: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _read_communicators(data: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     groups = []
-    for name, ranks in found.items():
+    for name, ranks in data.items():
         if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise GraphError(f"file: communicator {clip(name)}: {clip(ranks)} are no ranks.")
+            text = f"communicator {clip(name)}: ranks must be whole numbers, from 0 on"
+            raise GraphError(f"file: {text}; got {clip(ranks)}.")
         groups.append((check_name(name, "communicator"), tuple(ranks)))
     return tuple(groups)
 
@@ -117,13 +118,13 @@ def _as_size(read: Reader, value: object) -> Size:
 
 
 def _nested(kind: type, read: Reader, name: str, default: None) -> Any:
-    found = read.take(name, dict, default)
-    return None if found is None else _item(kind, found)
+    data = read.take(name, dict, default)
+    return None if data is None else _item(kind, data)
 
 
-def _item(kind: type, found: object) -> Any:
+def _item(kind: type, data: object) -> Any:
     """A value or op, or what is nested in one."""
-    return read_item(kind, found, GraphError, TAKES)
+    return read_item(kind, data, GraphError, TAKES)
 
 
 TAKES: Mapping[str, Take] = MappingProxyType(

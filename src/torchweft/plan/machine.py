@@ -10,7 +10,7 @@ its own: the other lane issues its work and waits for it (c10d work on a CPU).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,8 @@ MAX_RATE = 1e30
 MAX_S = 1e9
 MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
 LANE = re.compile(
-    rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: via ({NAME.pattern}))?"
+    rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: to ({NAME.pattern}))?"
+    rf"(?: via ({NAME.pattern}))?"
     r"(?: priority (-?[0-9]{1,3}))?(?: sms ([0-9]{1,6}))?"
 )
 
@@ -35,6 +36,7 @@ class Lane:
 
     priority: of its stream on an accelerator; lower numbers go first. num_sms: how many of the
     device's multiprocessors its work may use, where a device can hold it to that.
+    to: the device that a link's lane copies to; `lower` adds such lanes, a machine has none.
     """
 
     name: str
@@ -43,19 +45,23 @@ class Lane:
     via: str | None = None
     priority: int = 0
     num_sms: int | None = None
+    to: str | None = None
 
     def __str__(self) -> str:
         """The lane as it stands in a plan."""
+        to = f" to {self.to}" if self.to else ""
         via = f" via {self.via}" if self.via else ""
         priority = f" priority {self.priority}" if self.priority else ""
         sms = f" sms {self.num_sms}" if self.num_sms is not None else ""
-        return f"{self.name} on {self.device} uses {','.join(self.uses)}{via}{priority}{sms}"
+        return f"{self.name} on {self.device} uses {','.join(self.uses)}{to}{via}{priority}{sms}"
 
 
-def make_lane(name: str, device: str, uses: str, via: str, priority: str, sms: str) -> Lane:
+def make_lane(
+    name: str, device: str, uses: str, to: str | None, via: str | None, priority: str, sms: str
+) -> Lane:
     """A lane from the groups of `LANE`."""
     num_sms = int(sms) if sms else None
-    return Lane(name, device, tuple(uses.split(",")), via, int(priority or 0), num_sms)
+    return Lane(name, device, tuple(uses.split(",")), via, int(priority or 0), num_sms, to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,8 @@ class Machine:
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        for fault in _faults(self):
+            raise MachineError(f"machine: {fault}")
 
     @cached_property
     def device(self) -> Mapping[str, Device]:
@@ -116,20 +123,20 @@ class Machine:
 
     def lanes_for(self, op: Op) -> list[Lane]:
         """The lanes that take an op. Those without a thread come first, for ops of two phases."""
-        found = [lane for lane in self.lanes if op.uses in lane.uses]
-        hosted = [lane for lane in found if lane.via is not None and op.two_phase]
-        return hosted + [lane for lane in found if lane.via is None]
+        lanes = [lane for lane in self.lanes if op.uses in lane.uses]
+        hosted = [lane for lane in lanes if lane.via is not None and op.two_phase]
+        return hosted + [lane for lane in lanes if lane.via is None]
 
     def lane_for(self, op: Op) -> Lane:
         """The lane that an op runs on unless a strategy says otherwise.
 
         Raises `MachineError` if no lane takes it.
         """
-        found = self.lanes_for(op)
-        if not found:
+        lanes = self.lanes_for(op)
+        if not lanes:
             text = f"no lane of machine {self.name!r} takes op {op.name!r}, which uses {op.uses}."
             raise MachineError(f"lane: {text}", rule="lane")
-        return found[0]
+        return lanes[0]
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises `MachineError` if nothing joins them."""
@@ -138,52 +145,54 @@ class Machine:
         return self._links[source, target]
 
 
-def _check(machine: Machine) -> None:
+def _faults(machine: Machine) -> Iterator[str]:
+    """What is wrong with a machine; each rule trusts those before it."""
     check_name(machine.name, "machine", MachineError)
     for items, what in ((machine.devices, "device"), (machine.lanes, "lane")):
         names = [check_name(item.name, what, MachineError) for item in items]
         if not names:
-            raise MachineError(f"machine: {machine.name!r} has no {what}.")
+            yield f"{machine.name!r} has no {what}."
         if len(names) > MAX_DEVICES:
-            raise MachineError(f"machine: {len(names)} {what}s; at most {MAX_DEVICES} can be used.")
+            yield f"{len(names)} {what}s; at most {MAX_DEVICES} can be used."
         if len(set(names)) < len(names):
-            raise MachineError(f"machine: {machine.name!r} has two {what}s of one name.")
+            yield f"{machine.name!r} has two {what}s of one name."
     numbered: list[Device | Link] = [*machine.devices, *machine.links]
     for item in numbered:
         for spec in fields(item):
             number = getattr(item, spec.name)
-            if "str" not in str(spec.type) and (number is not None or spec.default is not None):
-                _check_number(f"{type(item).__name__.lower()}: {spec.name}", spec.name, number)
+            if "str" in str(spec.type) or (number is None and spec.default is None):
+                continue
+            least, most = _limits(spec.name)
+            if not isinstance(number, int | float) or not least <= number <= most:
+                limits = f"must be a number from {least:g} to {most:g}; got {clip(number)}"
+                yield f"{type(item).__name__.lower()}: {spec.name} {limits}."
     for lane in machine.lanes:
-        where = f"machine: lane {lane.name!r}"
+        where = f"lane {lane.name!r}"
         if lane.device not in machine.device:
-            raise MachineError(f"{where}: {unknown('device', lane.device, machine.device)}")
+            yield f"{where}: {unknown('device', lane.device, machine.device)}"
         host = machine.lane.get(lane.via) if lane.via is not None else None
         if lane.via is not None and (host is None or host.via or host.device != lane.device):
-            raise MachineError(
-                f"{where} goes via {lane.via!r}, which is no lane with a thread on {lane.device!r}."
-            )
+            yield f"{where} goes via {lane.via!r}, no lane with a thread on {lane.device!r}."
+        if lane.to is not None:
+            yield f"{where} is a link's; list the link under 'links' instead."
         if not -MAX_PRIORITY <= lane.priority <= MAX_PRIORITY:
-            raise MachineError(f"{where} cannot have priority {clip(lane.priority)}.")
+            limits = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}; got {clip(lane.priority)}"
+            yield f"{where}: the priority must be {limits}."
         if lane.num_sms is not None and not 0 < lane.num_sms <= MAX_SMS:
-            raise MachineError(f"{where} cannot have {clip(lane.num_sms)} multiprocessors.")
+            yield f"{where}: num_sms must be from 1 to {MAX_SMS}; got {clip(lane.num_sms)}."
         for uses in lane.uses:
             if uses not in USES:
-                raise MachineError(f"{where}: {unknown('resource', uses, USES)}")
+                yield f"{where}: {unknown('resource', uses, USES)}"
     for link in machine.links:
         if not {link.source, link.target} <= set(machine.device):
-            raise MachineError(
-                f"machine: link {link.source!r} -> {link.target!r} joins no two devices."
-            )
+            yield f"link {link.source!r} -> {link.target!r} joins no two devices."
 
 
-def _check_number(where: str, name: str, number: object) -> None:
+def _limits(name: str) -> tuple[float, float]:
     """A rate is above zero, a latency or share zero or more; neither is without end."""
-    least = 0.0 if name.endswith(("_s", "_share")) and "per_s" not in name else 1e-12
-    if not isinstance(number, int | float) or not least <= number <= MAX_RATE:
-        raise MachineError(f"machine: {where} cannot be {clip(number)}.")
-    if name.endswith("_s") and "per_s" not in name and number > MAX_S:
-        raise MachineError(f"machine: {where} cannot be {clip(number)}.")
+    is_time = name.endswith("_s") and "per_s" not in name
+    least = 0.0 if is_time or name.endswith("_share") else 1e-12
+    return least, MAX_S if is_time else MAX_RATE
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
@@ -228,7 +237,10 @@ def accelerator(
 
 def to_data(machine: Machine) -> dict[str, object]:
     """The machine as plain data, ready for JSON."""
-    return {"weft_machine": VERSION, **asdict(machine)}
+    data = {"weft_machine": VERSION, **asdict(machine)}
+    for lane in data["lanes"]:
+        del lane["to"]
+    return data
 
 
 def load_machine(path: str | Path) -> Machine:
@@ -236,9 +248,9 @@ def load_machine(path: str | Path) -> Machine:
     return from_data(read_json(path, MachineError, "machine"))
 
 
-def from_data(found: object) -> Machine:
+def from_data(data: object) -> Machine:
     """The machine of plain data. Raises `MachineError` for data that is none."""
-    read = Reader(found, MachineError, "machine")
+    read = Reader(data, MachineError, "machine")
     if read.take("weft_machine", int, None) != VERSION:
         raise read.fail(f"this is not a machine file of version {VERSION}.")
     name = read.take("name", str, "machine")

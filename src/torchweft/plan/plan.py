@@ -18,8 +18,10 @@
       compute  merge y                    y is handed out whole
     end
 
-`docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no code, and
-`Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind` joins them.
+A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`) has format 2, every other
+plan format 1. `docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no
+code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind`
+joins them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.plan.sizes import Size
 
-VERSION = 1
+FORMATS = ("1", "2")
 MAX_STEPS, MAX_LINE, MAX_MEMORY = 100_000, 100_000, 10_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
@@ -150,8 +152,8 @@ class Plan:
     def copied(self) -> frozenset[str]:
         """Values that get into their place by copies: no out= form, or a kernel makes them."""
         kernels = [op for step in self.steps if step.by for op in step.names]
-        found = {name for op in kernels for name in self.graph.op[op].makes}
-        return frozenset(found.union(v.name for v in self.graph.values if not v.placeable))
+        made = {name for op in kernels for name in self.graph.op[op].makes}
+        return frozenset(made.union(v.name for v in self.graph.values if not v.placeable))
 
     @property
     def graph(self) -> Graph:
@@ -189,7 +191,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"weft plan {VERSION}",
+            f"weft plan {FORMATS[any(lane.to for lane in self.lanes)]}",
             f"graph {self.graph_name} {self.digest}",
             f"parts {self.cut}",
         ]
@@ -225,22 +227,24 @@ class Plan:
 _NAME = NAME.pattern
 _RANGE = r"(?:\[([0-9]{1,4})(?::([0-9]{1,4}))?\])?"
 _FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"
-_LINES = {
-    "graph": re.compile(rf"graph ({_NAME}) ([0-9a-f]{{16}})"),
-    "parts": re.compile(rf"parts ({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?"),
-    "lane": re.compile(f"lane {LANE.pattern}"),
-    "buffer": re.compile(rf"buffer ({_NAME}) on ({_NAME}) unit (.+)"),
-    "place": re.compile(rf"place ({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))"),
-    "history": re.compile(r"history (\S.*)"),
+_HEAD: dict[str, tuple[str, Callable[..., object]]] = {
+    "graph": (rf"({_NAME}) ([0-9a-f]{{16}})", lambda name, digest: (name, digest)),
+    "parts": (
+        rf"({_FRACTION}(?: {_FRACTION})*)(?: at ({_NAME}))?",
+        lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
+    ),
+    "lane": (LANE.pattern, make_lane),
+    "buffer": (
+        rf"({_NAME}) on ({_NAME}) unit (.+)",
+        lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
+    ),
+    "place": (
+        rf"({_NAME}) (?:alone|in ({_NAME}) at ([0-9]{{1,18}}))",
+        lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
+    ),
+    "history": (r"(\S.*)", lambda note: note),
 }
-_MAKE: dict[str, Callable[..., object]] = {
-    "graph": lambda name, digest: (name, digest),
-    "parts": lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
-    "lane": make_lane,
-    "buffer": lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
-    "place": lambda name, buffer, offset: Place(name, buffer, int(offset or 0)),
-    "history": lambda note: note,
-}
+"""By its first word, how a head line goes on, and what is made of it."""
 _ACT = (
     rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
 )
@@ -263,23 +267,25 @@ class _Parser:
 
     def plan(self) -> Plan:
         """The plan, or the error of the first line that is wrong."""
-        version = self.lines[0].split() if self.lines else []
-        if version[:2] != ["weft", "plan"]:
+        first = self.lines[0].split() if self.lines else []
+        if first[:2] != ["weft", "plan"]:
             self.fail("syntax", "this is not a plan; a plan starts with 'weft plan 1'.")
-        if version[2:] != [str(VERSION)]:
-            self.fail(
-                "version",
-                f"plan format {clip(' '.join(version[2:]))}; this torchweft reads {VERSION}.",
-            )
+        self.format = " ".join(first[2:])
+        if self.format not in FORMATS:
+            why = f"this torchweft reads plan formats {' and '.join(FORMATS)}"
+            self.fail("version", f"{why}; got {clip(self.format)}. Use the one that wrote it.")
         if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
             limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
             self.fail(
                 "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
             )
-        head: dict[str, list[Any]] = {word: [] for word in _LINES}
+        head: dict[str, list[Any]] = {word: [] for word in _HEAD}
         self.at = 1
         while self.here() != "steps":
-            head[self.word()].append(self.head_line())
+            word, _, rest = self.here().partition(" ")
+            if word not in _HEAD:
+                self.fail("syntax", f"a head line starts with {', '.join(_HEAD)} or steps.")
+            head[word].append(self.head_line(word, rest))
             self.at += 1
             if len(head["buffer"]) + len(head["place"]) > MAX_MEMORY:
                 self.fail("syntax", f"a plan has at most {MAX_MEMORY} buffers and places.")
@@ -300,28 +306,23 @@ class _Parser:
             self.fail("truncated", "the plan is cut off: there is no line 'end'.")
         return self.lines[self.at].strip()
 
-    def word(self) -> str:
-        word = self.here().split(" ")[0]
-        if word not in _LINES:
-            self.fail("syntax", f"a head line starts with {', '.join(_LINES)} or steps.")
-        return word
-
-    def head_line(self) -> object:
-        found = _LINES[self.word()].fullmatch(self.here())
-        if found is None:
-            self.fail("syntax", f"cannot read this {self.word()!r} line.")
+    def head_line(self, word: str, rest: str) -> object:
+        pattern, make = _HEAD[word]
+        match = re.fullmatch(pattern, rest)
+        if match is None:
+            self.fail("syntax", f"cannot read this {word!r} line.")
         try:
-            return _MAKE[self.word()](*found.groups())
+            return make(*match.groups())
         except (WeftError, ZeroDivisionError) as error:
             self.fail("syntax", f"{error}")
 
     def step(self, line: str) -> Step:
-        if found := _WAIT.fullmatch(line):
-            return Step("wait", found[1], target=found[2])
-        found = _STEP.fullmatch(line)
-        if found is None:
+        if match := _WAIT.fullmatch(line):
+            return Step("wait", match[1], target=match[2])
+        match = _STEP.fullmatch(line)
+        if match is None:
             self.fail("syntax", "cannot read this step.")
-        lane, kind, name, names, start, stop, to, by, on = found.groups()
+        lane, kind, name, names, start, stop, to, by, on = match.groups()
         kind = kind or "run"
         if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
             self.fail("syntax", f"'{'to' if to else 'by'}' does not go with a {kind} step.")
@@ -347,5 +348,15 @@ class _Parser:
             self.fail("syntax", f"a plan has at most {MAX_DEVICES} lanes.")
         (name, digest), cut = head["graph"][0], head["parts"][0]
         places, history = tuple(head["place"]), tuple(head["history"])
-        lanes, buffers = tuple(head["lane"]), tuple(head["buffer"])
+        lanes, buffers = tuple(map(self.lane, head["lane"])), tuple(head["buffer"])
         return Plan(name, digest, cut, lanes, steps, buffers, places, history)
+
+    def lane(self, lane: Lane) -> Lane:
+        """The lane; in format 1, which has no `to`, a link's lane is known by its name."""
+        if self.format != "1":
+            return lane
+        if lane.to is not None:
+            self.fail("version", f"lane {lane.name!r} has 'to', which starts with plan format 2.")
+        source, _, target = lane.name.partition(".to.")
+        is_link = source == lane.device and target and lane.uses == ("io",) and lane.via is None
+        return replace(lane, to=target) if is_link else lane

@@ -29,11 +29,11 @@ def precedence(graph: Graph) -> Precedence:
     before: dict[str, tuple[tuple[str, bool], ...]] = {}
     serial = set()
     for op in graph.ops:
-        found: dict[str, bool] = {}
+        ahead: dict[str, bool] = {}
 
-        def after(other: tuple[Op, bool], by_part: bool, found: dict[str, bool] = found) -> None:
+        def after(other: tuple[Op, bool], by_part: bool, ahead: dict[str, bool] = ahead) -> None:
             same = by_part and other[1]
-            found[other[0].name] = found.get(other[0].name, True) and same
+            ahead[other[0].name] = ahead.get(other[0].name, True) and same
 
         for name in op.touched:
             maker = graph.maker.get(name)
@@ -53,20 +53,20 @@ def precedence(graph: Graph) -> Precedence:
                     serial.add(op.name)
             else:
                 readers.setdefault(root, []).append((op, by_part))
-        found.pop(op.name, None)
-        before[op.name] = tuple(found.items())
+        ahead.pop(op.name, None)
+        before[op.name] = tuple(ahead.items())
     return Precedence(before, frozenset(serial))
 
 
 def touches(graph: Graph, op: Op) -> dict[str, tuple[bool, bool]]:
     """For each root that an op touches: (only the rows of its own part, does it change them)."""
-    found: dict[str, tuple[bool, bool]] = {}
+    how: dict[str, tuple[bool, bool]] = {}
     root, value = graph.root, graph.value
     for names, writes in ((op.reads, False), (op.mutates, True), (op.makes, True)):
         for name in names:
             if writes and value[name].alias_of is not None and name not in op.mutates:
                 continue
             base = root[name]
-            own, wrote = found.get(base, (not op.whole and value[base].batch is not None, False))
-            found[base] = (own and value[name].batch is not None, wrote or writes)
-    return found
+            own, wrote = how.get(base, (not op.whole and value[base].batch is not None, False))
+            how[base] = (own and value[name].batch is not None, wrote or writes)
+    return how

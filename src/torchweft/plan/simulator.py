@@ -254,13 +254,10 @@ class _Simulation:
     def _widen_links(self) -> None:
         """Each copy on the lane of a link gets a line of its own, behind the last wait before it:
         what is made on a device is waited for in the order in which it is made."""
-        for name in [lane.name for lane in self.plan.lanes]:
+        for name in [lane.name for lane in self.plan.lanes if lane.to is not None]:
             line, last = self.lines[name], _MISSING
-            steps = [self.plan.steps[number] for number in line.queue]
-            if not all(step.kind == "wait" or (step.kind == "copy" and step.on) for step in steps):
-                continue
-            for number, step in zip(tuple(line.queue), steps, strict=True):
-                if step.kind == "wait":
+            for number in tuple(line.queue):
+                if self.plan.steps[number].kind != "copy":
                     last = number
                     continue
                 line.queue.remove(number)

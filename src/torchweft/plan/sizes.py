@@ -2,7 +2,7 @@
 
 Shapes, bytes and flops are sizes, so that one graph and one plan serve every batch.
 A size is a polynomial: a sum of terms, each an integer times a product of *atoms*. An atom is a
-symbol (`s0`) or an expression that is no polynomial, kept as text (`(s0//2)`, `max(1, s0)`).
+symbol (`s0`) or an expression that is not a polynomial, kept as text (`(s0//2)`, `max(1, s0)`).
 
     text --Size.parse--> Size --evaluate({"s0": 16})--> int        str(size) reads back
 
@@ -45,7 +45,8 @@ class Size:
     def parse(text: str) -> Size:
         """Read a size from text. Raises `SizeError` for anything but integer arithmetic."""
         if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise SizeError(f"size: no expression of at most {MAX_TEXT} characters: {clip(text)}.")
+            limit = f"must be an expression of at most {MAX_TEXT} characters"
+            raise SizeError(f"size: a size {limit}; got {clip(text)}.")
         return _parse(text)
 
     def __add__(self, other: SizeLike) -> Size:
@@ -84,7 +85,7 @@ class Size:
                     value = _evaluate(ast.parse(atom, mode="eval").body, env)
                 factor *= value
             total += factor
-        # A symbol of Dynamo's is no int: to look at it would be a guard on it.
+        # A symbol of Dynamo's is not an int; looking at its value would put a guard on it.
         if type(total) is int and total.bit_length() > MAX_NUMBER_BITS:
             raise SizeError(f"size: {clip(self)} has more than {MAX_NUMBER_BITS} bits.")
         return total
@@ -172,25 +173,17 @@ def _build(node: ast.expr, text: str) -> Size:
     raise SizeError(f"size: {clip(text)} is not integer arithmetic over symbols.")
 
 
-def _mod(*both: int) -> int:
-    return _divide(*both)[1]
-
-
 def _divide(left: int, right: int) -> tuple[int, int]:
     if right == 0:
         raise SizeError("size: division by zero.")
     return divmod(left, right)
 
 
-def _max(*items: int) -> int:
-    return max(items)
-
-
-def _min(*items: int) -> int:
-    return min(items)
-
-
-_CALLS: dict[str, Callable[..., int]] = {"max": _max, "min": _min, "mod": _mod}
+_CALLS: dict[str, Callable[..., int]] = {
+    "max": lambda *items: max(items),
+    "min": lambda *items: min(items),
+    "mod": lambda left, right: _divide(left, right)[1],
+}
 
 
 def _atom(text: str) -> Size:

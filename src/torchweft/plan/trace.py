@@ -214,8 +214,8 @@ class Trace:
     @staticmethod
     def load(path: str | Path) -> Trace:
         """Read a trace that was saved as .json. Raises `WeftError` for a file that is none."""
-        found = read_json(path, WeftError, "trace")
-        return from_data(found.get("weft_trace") if isinstance(found, dict) else None)
+        data = read_json(path, WeftError, "trace")
+        return from_data(data.get("weft_trace") if isinstance(data, dict) else None)
 
 
 def to_data(trace: Trace) -> dict[str, Any]:
@@ -226,35 +226,35 @@ def to_data(trace: Trace) -> dict[str, Any]:
     return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
 
 
-def from_data(found: object) -> Trace:
+def from_data(data: object) -> Trace:
     """The trace of plain data. Raises `WeftError` for data that is none."""
-    if not isinstance(found, Mapping) or found.get("version") != VERSION:
+    if not isinstance(data, Mapping) or data.get("version") != VERSION:
         raise WeftError(f"file: this is not a Weft trace of version {VERSION}.", rule="file")
     try:
-        if len(found["spans"]) > MAX_SPANS:
+        if len(data["spans"]) > MAX_SPANS:
             raise ValueError(f"it has more than {MAX_SPANS} spans")
-        spans = tuple(map(_span, found["spans"]))
-        lanes = tuple((str(lane), str(device)) for lane, device in found["lanes"])
-        memory = tuple((_number(at_s), int(_number(live))) for at_s, live in found["memory"])
-        path = tuple(spans[number] for number in found["critical_path"])
-        return Trace(str(found["name"]), spans, memory, found["simulated"] is True, path, lanes)
+        spans = tuple(map(_span, data["spans"]))
+        lanes = tuple((str(lane), str(device)) for lane, device in data["lanes"])
+        memory = tuple((_number(at_s), int(_number(live))) for at_s, live in data["memory"])
+        path = tuple(spans[number] for number in data["critical_path"])
+        return Trace(str(data["name"]), spans, memory, data["simulated"] is True, path, lanes)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as cause:
         raise WeftError(f"file: this Weft trace is damaged: {clip(cause)}.", rule="file") from None
 
 
-def _span(found: Any) -> Span:
-    span = Span(*found)
+def _span(fields: Any) -> Span:
+    span = Span(*fields)
     start_s, end_s, _ = map(_number, span[7:])
     good = span.kind in SPANS and all(isinstance(word, str) for word in span[:6])
     if not good or start_s > end_s or (span.parts is not None and len(span.parts) != 2):
-        raise ValueError(f"{clip(found)} is no span")
+        raise ValueError(f"a span cannot be {clip(fields)}")
     return span._replace(parts=span.parts and (int(span.parts[0]), int(span.parts[1])))
 
 
-def _number(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
-        raise ValueError(f"{clip(found)} is no time and no size")
-    return found
+def _number(number: Any) -> float:
+    if type(number) not in (int, float) or not 0 <= number < math.inf:
+        raise ValueError(f"a time or a size cannot be {clip(number)}")
+    return number  # type: ignore[no-any-return]
 
 
 def format_s(seconds: float) -> str:

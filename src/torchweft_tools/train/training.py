@@ -26,7 +26,7 @@ from torchweft.errors import PlacementError, clip
 from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.reinforce import (
-    Decisions,
+    Decision,
     descend,
     one_thread,
     reinforce,
@@ -188,11 +188,11 @@ def imitate(policy: Policy, problems: Sequence[Problem], seed: int) -> Tensor:
     rollout = Rollout(numbers)
     scorer = Scorer(policy, numbers)
     teachers = [_teacher(problem, seed) for problem in problems]
-    made = Decisions([], [], [])
+    made: list[Decision] = []
     while rollout.going:
         seen = rollout.look()
         wanted, known = _wanted(rollout, seen, teachers)
-        made.add(seen, wanted, known & rollout.live)
+        made.append((seen, wanted, known & rollout.live))
         rollout.put(np.where(known, wanted, scorer(rollout, seen).argmax(1)))
     return weighted_loss(policy, rollout, made, torch.ones(len(problems)))
 

@@ -11,7 +11,7 @@ of your own, the one that comes with the package is used.
 from __future__ import annotations
 
 import time
-from functools import cache
+from functools import cache, partial, update_wrapper
 from pathlib import Path
 
 import numpy as np
@@ -81,26 +81,22 @@ def guided(
     began_s, budget_s = time.perf_counter(), SEARCH_S if deadline_s is None else deadline_s
     numbers = numbers_of([problem])
     scorer = Scorer(policy or default_policy(), numbers)
-    found = best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
+    known = best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
     draw = np.random.default_rng(seed)
     free = not problem.limited and not problem.together
     last_s = time.perf_counter() - began_s
     while free and time.perf_counter() - began_s + last_s < DRAWN_SHARE * budget_s:
         turn_s = time.perf_counter()
-        found = best([found, drawn_passes(problem, numbers, scorer, draw)])
+        known = best([known, drawn_passes(problem, numbers, scorer, draw)])
         last_s = time.perf_counter() - turn_s
     left_s = budget_s - (time.perf_counter() - began_s)
-    return annealing(problem, deadline_s=left_s, seed=seed, start=found) if left_s > 0 else found
+    return annealing(problem, deadline_s=left_s, seed=seed, start=known) if left_s > 0 else known
 
 
 def planner_of(policy: Policy, planner: Planner = learned) -> Planner:
     """A planner of this file with a policy of the user's own."""
 
-    def with_policy(problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
-        return planner(problem, deadline_s=deadline_s, seed=seed, policy=policy)  # type: ignore[call-arg]
-
-    with_policy.__name__ = getattr(planner, "__name__", "planner")
-    return with_policy
+    return update_wrapper(partial(planner, policy=policy), planner)  # type: ignore[call-arg]
 
 
 def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
@@ -135,10 +131,10 @@ def drawn_passes(
 
 def with_room(room: OpenDevices, seen: Observed, num_devices: int) -> Bools:
     """Which pairs of a single try have room for the op and its group [1, candidate, device]."""
-    found = np.zeros((1, seen.ops.shape[1], num_devices), np.bool_)
+    mask = np.zeros((1, seen.ops.shape[1], num_devices), np.bool_)
     for at, op in enumerate(seen.ops[0].tolist()):
-        found[0, at, list(room.open(op))] = True
-    return found
+        mask[0, at, list(room.open(op))] = True
+    return mask
 
 
 def _of_try(problem: Problem, rollout: Rollout, number: int) -> Placement:

@@ -1,7 +1,7 @@
 """The `Learner`: a planner that goes on learning from the inputs it has served.
 
     learner = Learner(Policy.load("policy.safetensors"))
-    found = plan(problem, learner)       a pass of the policy, or the guard where that is better
+    placement = plan(problem, learner)       a pass of the policy, or the guard where that is better
     learner.served(rebuild)              an input was served; rebuild() gives its problem again, at
                                          the prices of that later moment
     learner.due and learner.turn()       now and then, between two inputs: some gradient steps
@@ -81,10 +81,10 @@ class Learner:
     ) -> Placement:
         """A pass of the policy, or the best of single, heft and peft where that is better."""
         alone = self.alone(problem)
-        found = best([alone, guard(problem)])
+        chosen = best([alone, guard(problem)])
         self.num_planned += 1
-        self.num_guarded += found is not alone
-        return found
+        self.num_guarded += chosen is not alone
+        return chosen
 
     @property
     def version(self) -> int:

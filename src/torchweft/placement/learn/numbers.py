@@ -116,13 +116,13 @@ def _nexts(problem: Problem) -> Sequence[Sequence[tuple[int, Matrix]]]:
 
 
 def _edges(problems: Sequence[Problem], width: int) -> Ints:
-    found = [
+    pairs = [
         (number * width + source, number * width + target)
         for number, problem in enumerate(problems)
         for source, nexts in enumerate(_nexts(problem))
         for target, _ in nexts
     ]
-    return np.array(found, np.int64).reshape(-1, 2).T.copy()
+    return np.array(pairs, np.int64).reshape(-1, 2).T.copy()
 
 
 def _fill(made: Numbers, number: int, problem: Problem) -> None:
@@ -182,12 +182,12 @@ def _fill(made: Numbers, number: int, problem: Problem) -> None:
 def _behind(problem: Problem, own_s: Sequence[float]) -> list[float]:
     """For each op the work that follows it: an op's own and all behind it are shared equally by
     those it reads. In a tree that is put from its root: the whole subtree below."""
-    turned, found = is_turned(problem), [0.0] * problem.num_ops
+    turned, behind_s = is_turned(problem), [0.0] * problem.num_ops
     readers, every = _nexts(problem), range(problem.num_ops)
     makers = problem.succs if turned else problem.preds
     for op in every if turned else reversed(every):
-        found[op] = sum((own_s[o] + found[o]) / len(makers[o]) for o, _ in readers[op])
-    return found
+        behind_s[op] = sum((own_s[o] + behind_s[o]) / len(makers[o]) for o, _ in readers[op])
+    return behind_s
 
 
 def _fill_edges(made: Numbers, at: int, problem: Problem) -> Floats:
@@ -206,8 +206,8 @@ def _fill_edges(made: Numbers, at: int, problem: Problem) -> Floats:
     sources = made.edges[0, edges] - at
     np.maximum.at(sent_s, sources, (moved_s.sum((1, 2)) / pairs).astype(np.float32))
     for row in range(at, at + problem.num_ops):
-        found = list(range(made.first[row], made.first[row + 1]))
-        if len(found) > NUM_FOLLOWERS:
-            found.sort(key=lambda edge: -made.rank_s[at + made.target[edge]])
-        made.ahead[: len(found), row] = found[:NUM_FOLLOWERS]
+        ahead = list(range(made.first[row], made.first[row + 1]))
+        if len(ahead) > NUM_FOLLOWERS:
+            ahead.sort(key=lambda edge: -made.rank_s[at + made.target[edge]])
+        made.ahead[: len(ahead), row] = ahead[:NUM_FOLLOWERS]
     return sent_s

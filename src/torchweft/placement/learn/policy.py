@@ -72,24 +72,24 @@ class Policy(nn.Module):
 
     def encode(self, numbers: Numbers) -> tuple[Tensor, Tensor]:
         """Vectors of all rows of the numbers, and of all devices of each problem."""
-        found = torch.relu(self.facts(torch.from_numpy(numbers.op_facts)))
+        vectors = torch.relu(self.facts(torch.from_numpy(numbers.op_facts)))
         source, target = torch.from_numpy(numbers.edges)
         one = torch.ones(len(source), 1)
-        after = torch.zeros(len(found), 1).index_add_(0, source, one).clamp_(min=1)
-        before = torch.zeros(len(found), 1).index_add_(0, target, one).clamp_(min=1)
+        after = torch.zeros(len(vectors), 1).index_add_(0, source, one).clamp_(min=1)
+        before = torch.zeros(len(vectors), 1).index_add_(0, target, one).clamp_(min=1)
         for own, behind, ahead in zip(self.own, self.after, self.before, strict=True):
-            none = torch.zeros_like(found)
-            followers = none.index_add(0, source, found[target]) / after
-            makers = none.index_add(0, target, found[source]) / before
-            found = found + torch.relu(own(found) + behind(followers) + ahead(makers))
-        return self.op(found), self.device(torch.from_numpy(numbers.device_facts))
+            none = torch.zeros_like(vectors)
+            followers = none.index_add(0, source, vectors[target]) / after
+            makers = none.index_add(0, target, vectors[source]) / before
+            vectors = vectors + torch.relu(own(vectors) + behind(followers) + ahead(makers))
+        return self.op(vectors), self.device(torch.from_numpy(numbers.device_facts))
 
     def forward(self, facts: Tensor, op: Tensor, device: Tensor, mask: Tensor) -> Tensor:
         """Scores [..., candidate * device] of pairs from their facts and vectors."""
         shape = facts.shape[:-1]
         both = op.unsqueeze(-2).expand(*shape, -1), device.unsqueeze(-3).expand(*shape, -1)
-        found = torch.relu(self.pair(torch.cat((facts, *both), -1)))
-        scores: Tensor = self.score(found + torch.relu(self.again(found))) + self.line(facts)
+        hidden = torch.relu(self.pair(torch.cat((facts, *both), -1)))
+        scores: Tensor = self.score(hidden + torch.relu(self.again(hidden))) + self.line(facts)
         return scores.squeeze(-1).masked_fill(~mask, FORBIDDEN).flatten(-2)
 
     def save(self, path: str | Path, **notes: object) -> None:
@@ -158,17 +158,17 @@ class Scorer:
         """Scores [try, candidate * device] of what a rollout sees."""
         facts = seen.facts.transpose(3, 2, 0, 1)  # as they lie in memory
         rows = seen.ops + rollout.static[:, None]
-        told = facts.reshape(len(facts), -1)
-        found = (self.weight @ told).reshape(-1, *facts.shape[1:])
-        found += self.op.take(rows, 1)[:, None]
-        found += self.device.take(rollout.problem, 2)[..., None]
-        np.maximum(found, 0, out=found)
-        flat = found.reshape(len(found), -1)
+        flat_facts = facts.reshape(len(facts), -1)
+        hidden = (self.weight @ flat_facts).reshape(-1, *facts.shape[1:])
+        hidden += self.op.take(rows, 1)[:, None]
+        hidden += self.device.take(rollout.problem, 2)[..., None]
+        np.maximum(hidden, 0, out=hidden)
+        flat = hidden.reshape(len(hidden), -1)
         more = self.again @ flat
         more += self.bias
         np.maximum(more, 0, out=more)
         more += flat
-        scores = (self.score @ more + self.line @ told).reshape(facts.shape[1:])
+        scores = (self.score @ more + self.line @ flat_facts).reshape(facts.shape[1:])
         return masked(scores.transpose(1, 2, 0), seen.mask)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,18 +23,8 @@ from torchweft.placement.problem import Problem
 MAX_NORM = 1.0
 
 
-class Decisions(NamedTuple):
-    """Choices made in a rollout: what was seen, what was chosen, in which tries it counts."""
-
-    seen: list[Observed]
-    chosen: list[Ints]
-    counts: list[Bools]
-
-    def add(self, seen: Observed, chosen: Ints, counts: Bools) -> None:
-        """Note one choice of every try."""
-        self.seen.append(seen)
-        self.chosen.append(chosen)
-        self.counts.append(counts)
+Decision = tuple[Observed, Ints, Bools]
+"""One choice of every try: what was seen, what was chosen, in which tries it counts."""
 
 
 @contextmanager
@@ -55,12 +44,12 @@ def reinforce(
     """The loss whose gradient makes passes that are shorter than their problem's mean likelier."""
     numbers = numbers_of(problems)
     rollout, scorer = Rollout(numbers, num_tries), Scorer(policy, numbers)
-    made = Decisions([], [], [])
+    made: list[Decision] = []
     while rollout.going:
         seen = rollout.look()
         scores = scorer(rollout, seen)
         chosen = (scores + generator.gumbel(size=scores.shape)).argmax(1)
-        made.add(seen, chosen, rollout.live)
+        made.append((seen, chosen, rollout.live))
         rollout.put(chosen)
     took = torch.from_numpy(rollout.end_s).view(-1, num_tries)
     mean = took.mean(1, keepdim=True)
@@ -69,20 +58,26 @@ def reinforce(
     return weighted_loss(policy, rollout, made, gain)
 
 
-def weighted_loss(policy: Policy, rollout: Rollout, made: Decisions, weight: Tensor) -> Tensor:
+def weighted_loss(
+    policy: Policy, rollout: Rollout, made: Sequence[Decision], weight: Tensor
+) -> Tensor:
     """Minus the mean log-chance of the decisions, each times the weight of its try."""
     op, device = policy.encode(rollout.numbers)
-    counts = torch.from_numpy(np.stack(made.counts))
+    looks, choices, counted = zip(*made, strict=True)
+    counts = torch.from_numpy(np.stack(counted))
     which = torch.arange(counts.shape[1]).expand_as(counts)[counts]
 
     def kept(arrays: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(arrays))[counts]
 
-    rows = kept([seen.ops + rollout.static[:, None] for seen in made.seen])
+    rows = kept([seen.ops + rollout.static[:, None] for seen in looks])
     devices = device[torch.from_numpy(rollout.problem)][which]
-    facts, mask = kept([s.facts for s in made.seen]), kept([s.mask for s in made.seen])
+    facts, mask = (
+        kept([seen.facts for seen, _, _ in made]),
+        kept([seen.mask for seen, _, _ in made]),
+    )
     chance = torch.log_softmax(policy(facts, op[rows], devices, mask), -1)
-    chosen = chance.gather(-1, kept(made.chosen)[:, None]).squeeze(-1)
+    chosen = chance.gather(-1, kept(choices)[:, None]).squeeze(-1)
     return -(chosen * weight[which]).mean()
 
 

@@ -95,8 +95,8 @@ class Rollout:
     def end_s(self) -> Floats:
         """Scaled seconds of each try so far."""
         there = self.numbers.devices[:, self.problem]
-        found: Floats = np.where(there, self.free_s, 0).max(0)
-        return found
+        latest_s: Floats = np.where(there, self.free_s, 0).max(0)
+        return latest_s
 
     @property
     def makespan_s(self) -> Floats:
@@ -234,5 +234,5 @@ class Rollout:
             self.missing[there] -= real
             ready = self.missing.take(there) == 0
             if ready.any():
-                found = succs[ready]
-                self.key[ready, found] = table.rank_s[found + self.static[ready]]
+                fresh = succs[ready]
+                self.key[ready, fresh] = table.rank_s[fresh + self.static[ready]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from torchweft.errors import PlacementError, clip
+from torchweft.errors import PlacementError
 from torchweft.files import Reader, read_json, write_json
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import Problem
@@ -57,7 +57,7 @@ class ServedRun:
                 seconds = device.overhead_s + span.end_s - span.start_s
                 spans.setdefault((op.body or op.name, device.name), []).append(seconds)
         known = {key: dict(points) for key, points in self.table.seconds.items()}
-        return CostTable.of(known | {key: {0: mean(found)} for key, found in spans.items()})
+        return CostTable.of(known | {key: {0: mean(times_s)} for key, times_s in spans.items()})
 
     def save(self, path: str | Path) -> None:
         """Write the run as a JSON file."""
@@ -81,19 +81,10 @@ class ServedRun:
         served = ServedRun(
             read_graph(read.take("graph", dict)),
             read_machine(read.take("machine", dict)),
-            _table(read),
+            CostTable.read(read.take("costs", list), f"served {path}: its cost table"),
             read_trace(read.take("trace", dict)),
             read.take("home", str),
             read.names("resident"),
         )
         read.done()
         return served
-
-
-def _table(read: Reader) -> CostTable:
-    entries = read.take("costs", list)
-    try:
-        rows = [(key, device, tuple(map(tuple, points))) for key, device, points in entries]
-        return CostTable(tuple(rows))
-    except (TypeError, ValueError) as cause:
-        raise read.fail(f"its costs are damaged: {clip(cause)}.") from None

@@ -81,8 +81,11 @@ class _AnnealingState:
             return
         op = self.draw.choice(self.draw.choice(self.movable))
         device = self._device(op, near=kind < 0.65)
-        moved = [(op, device)] if kind < 0.85 else [(item, device) for item in self._needs(op)]
-        before = [(group, self.devices[group[0]]) for group in self._move(moved)]
+        before = []
+        for item in [op] if kind < 0.85 else self._needs(op):
+            if self.devices[item] != device and device in self.problem.allowed[item]:
+                before.append((self.problem.group[item], self.devices[item]))
+                self.loads.move(self.problem.group[item], device)
         if before and self.loads.fits():
             score_s = self._score(most_s)
             if score_s <= most_s:
@@ -108,14 +111,6 @@ class _AnnealingState:
             fresh = [source for source, _ in self.problem.preds[op] if source not in seen]
             seen.update(fresh)
             stack += fresh
-
-    def _move(self, moved: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-        """Move groups; yields each group before it is moved."""
-        for op, device in moved:
-            group = self.problem.group[op]
-            if self.devices[op] != device and device in self.problem.allowed[op]:
-                yield group
-                self.loads.move(group, device)
 
     def _shift(self, most_s: float) -> None:
         """Give an op another turn, between what it reads and what reads it."""

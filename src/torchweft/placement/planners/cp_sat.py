@@ -87,9 +87,9 @@ def cp_sat(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return first  # not even the hint was taken in within the time
-    found = best([placed(problem, *writer.answer(solver)), first])
+    answer = best([placed(problem, *writer.answer(solver)), first])
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
-    return placed(problem, found.device, found.order, bound_s=min(bound_s, found.score_s))
+    return placed(problem, answer.device, answer.order, bound_s=min(bound_s, answer.score_s))
 
 
 def _writer(model: CpModel, small: Problem, first: Placement, tick_s: float) -> Any:
@@ -112,11 +112,11 @@ class _Devices:
         self.model, self.problem = model, problem
         self.on: list[dict[int, Any]] = [{} for _ in problem.ops]
         for group in problem.groups:
-            found = {d: model.new_bool_var("") for d in problem.allowed[group[0]]}
-            model.add_exactly_one(found.values())
+            choices = {d: model.new_bool_var("") for d in problem.allowed[group[0]]}
+            model.add_exactly_one(choices.values())
             for op in group:
-                self.on[op] = found
-            for device, variable in found.items():
+                self.on[op] = choices
+            for device, variable in choices.items():
                 model.add_hint(variable, first.device[group[0]] == device)
         if problem.limited:
             for device, room in enumerate(problem.room_bytes):
@@ -291,8 +291,8 @@ def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
     small = replace(problem, seconds=ticks(problem.seconds), ready_s=ticks(problem.ready_s))
     known = {id(m): ticks(m) for preds in problem.preds for _, m in preds}
     for name in ("preds", "succs"):
-        found = tuple(tuple((op, known[id(m)]) for op, m in row) for row in getattr(problem, name))
-        small.__dict__[name] = found
+        near = getattr(problem, name)
+        small.__dict__[name] = tuple(tuple((op, known[id(m)]) for op, m in row) for row in near)
     return small, tick_s
 
 

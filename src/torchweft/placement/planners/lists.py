@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchweft.placement.bounds import tails
 from torchweft.placement.draft import Draft, pack
@@ -110,12 +110,21 @@ def _mean_transfers(problem: Problem) -> dict[int, float]:
 
 def upward_ranks(problem: Problem) -> list[float]:
     """Mean seconds from the start of each op to the end of the graph."""
-    transfer_s, own = _mean_transfers(problem), mean_s(problem)
-    rank = [0.0] * problem.num_ops
+    return _to_end_s(problem, mean_s(problem), _mean_transfers(problem))
+
+
+def _to_end_s(
+    problem: Problem, own_s: Sequence[float], transfer_s: Mapping[int, float]
+) -> list[float]:
+    """Seconds of the longest way from the start of each op to the end of the graph, by the seconds
+    of the ops and of the transfer matrices (by their ids; none: 0)."""
+    to_end_s = [0.0] * problem.num_ops
     for op in reversed(range(problem.num_ops)):
-        behind = [transfer_s[id(way)] + rank[target] for target, way in problem.succs[op]]
-        rank[op] = own[op] + max(behind, default=0.0)
-    return rank
+        ways = [
+            transfer_s.get(id(way), 0.0) + to_end_s[target] for target, way in problem.succs[op]
+        ]
+        to_end_s[op] = own_s[op] + max(ways, default=0.0)
+    return to_end_s
 
 
 def downward_ranks(problem: Problem) -> list[float]:
@@ -205,14 +214,11 @@ def critical_path(problem: Problem, *, deadline_s: float | None = None, seed: in
     """List planning by the least seconds to the end: of all ready ops the most urgent one goes to
     the device that ends it first; nothing is put into gaps."""
     least = [min(row[d] for d in problem.allowed[op]) for op, row in enumerate(problem.seconds)]
-    rank = [0.0] * problem.num_ops
-    for op in reversed(range(problem.num_ops)):
-        rank[op] = least[op] + max((rank[target] for target, _ in problem.succs[op]), default=0.0)
 
     def choose(draft: Draft, op: int, devices: Sequence[int]) -> tuple[int, float]:
         return best_of(draft, op, devices, gaps=False)
 
-    return put_all(problem, ranked(problem, rank), choose)
+    return put_all(problem, ranked(problem, _to_end_s(problem, least, {})), choose)
 
 
 def guard(problem: Problem) -> Placement:

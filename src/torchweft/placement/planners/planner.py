@@ -87,13 +87,13 @@ def plan(
     function = get_planner(planner) if isinstance(planner, str) else planner
     name = planner if isinstance(planner, str) else getattr(planner, "__name__", "planner")
     began_s = time.perf_counter()
-    found = function(problem, deadline_s=deadline_s, seed=seed)
+    placement = function(problem, deadline_s=deadline_s, seed=seed)
     planning_s = time.perf_counter() - began_s
-    check(problem, replace(found, planner=name))
-    best_s = max(bound_s(problem), found.bound_s or 0.0)
-    if best_s > found.score_s * (1 + SLACK):
-        text = f"{found.score_s:g} s, found by {name}, is below {best_s:g} s, which was proven"
+    check(problem, replace(placement, planner=name))
+    best_s = max(bound_s(problem), placement.bound_s or 0.0)
+    if best_s > placement.score_s * (1 + SLACK):
+        text = f"{placement.score_s:g} s, found by {name}, is below {best_s:g} s, which was proven"
         cure = "If the planner is your own, its bound_s is too high; else please report the graph."
         raise PlacementError(f"bound: {problem.name!r}: {text}. {cure}", rule="bound")
-    best_s = min(best_s, found.score_s)  # sums of seconds are off by a hair
-    return replace(found, planner=name, planning_s=planning_s, bound_s=best_s)
+    best_s = min(best_s, placement.score_s)  # sums of seconds are off by a hair
+    return replace(placement, planner=name, planning_s=planning_s, bound_s=best_s)

@@ -37,33 +37,33 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
     """The best placement found by the deadline (2 s if there is none); never worse than the best of
     single, heft and peft."""
     ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
-    found = replace(guard(problem), bound_s=bound_s(problem))
+    known = replace(guard(problem), bound_s=bound_s(problem))
 
     def left_s(need_s: float = LEAST_S) -> float:
         """Seconds left; 0 if they are fewer than needed, or nothing is left to find."""
         seconds = ends_s - time.perf_counter()
-        return seconds if seconds > need_s and not found.optimal else 0.0
+        return seconds if seconds > need_s and not known.optimal else 0.0
 
     def better(other: Placement) -> Placement:
-        proven_s = max(found.bound_s or 0.0, other.bound_s or 0.0)
-        return replace(best([found, other]), bound_s=proven_s)
+        proven_s = max(known.bound_s or 0.0, other.bound_s or 0.0)
+        return replace(best([known, other]), bound_s=proven_s)
 
     for planner in QUICK:
         if left_s():
-            found = better(planner(problem))
+            known = better(planner(problem))
     if wants_stages(problem) and left_s(LEAST_S + STAGES_S * problem.num_ops):
-        found = better(stages(problem))
+        known = better(stages(problem))
     solve = left_s(_solver_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
     if seconds := left_s():
         seconds *= 0.25 if solve or small else 1.0
-        found = better(annealing(problem, deadline_s=seconds, seed=seed, start=found))
+        known = better(annealing(problem, deadline_s=seconds, seed=seed, start=known))
     if small and (seconds := left_s()):
         seconds *= 0.3 if solve else 1.0
-        found = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=found))
+        known = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=known))
     if solve and (seconds := left_s()):
-        found = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=found))
-    return found
+        known = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=known))
+    return known
 
 
 def _solver_s(problem: Problem) -> float:

@@ -77,8 +77,8 @@ def tree_dp(
     proven = False
     try:
         for width in (*WIDTHS, MAX_STATES):
-            found, proven = search.sweep(width)
-            known = best([found or known, known])
+            better, proven = search.sweep(width)
+            known = best([better or known, known])
             if proven:
                 break
     except TimeoutError:

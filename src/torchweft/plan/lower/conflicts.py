@@ -33,14 +33,14 @@ class Ledger:
 
     def before(self, step: Step) -> list[int]:
         """The earlier steps that this one must come behind."""
-        found: list[int] = []
+        earlier: list[int] = []
         for name, part, writes in self.touched(step):
             cell = (name, part)
             if cell in self.writer:  # read after write, write after write
-                found.append(self.writer[cell])
+                earlier.append(self.writer[cell])
             if writes:  # write after read
-                found += self.readers.get(cell, ())
-        return found
+                earlier += self.readers.get(cell, ())
+        return earlier
 
     def note(self, index: int, step: Step) -> None:
         """Remember what a step touched."""
@@ -56,10 +56,10 @@ class Ledger:
             return []
         runs = step.kind in ("run", "issue", "complete")
         ops = (touch for name in step.names for touch in self._op(name, step))
-        found = list(ops if runs else self._move(step))
+        cells = list(ops if runs else self._move(step))
         sent = step.on if step.kind == "copy" else None  # who reads it there comes behind
         here = f"on {sent or self.device[step.lane]}"
-        return found + [(f"{name} {here}", part, sent is not None) for name, part, _ in found]
+        return cells + [(f"{name} {here}", part, sent is not None) for name, part, _ in cells]
 
     def _op(self, name: str, step: Step) -> tuple[Touch, ...]:
         key = (name, step.parts)
@@ -100,8 +100,8 @@ class Ledger:
 
 def conflicts(plan: Plan) -> list[list[int]]:
     """For each step the earlier steps that it must come behind (not only the nearest)."""
-    ledger, found = Ledger(plan, plan.graph), []
+    ledger, before = Ledger(plan, plan.graph), []
     for index, step in enumerate(plan.steps):
-        found.append(ledger.before(step))
+        before.append(ledger.before(step))
         ledger.note(index, step)
-    return found
+    return before

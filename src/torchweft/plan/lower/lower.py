@@ -3,7 +3,7 @@
     issue    ops of a lane without a thread become issue and complete, issued as early as possible
     send     values that a step needs on another device are copied there, over lanes of links
     place    values that are needed whole but made in pieces get a place; copies where needed
-    wait     steps of different lanes that touch the same bytes are ordered, with as few waits as do
+    wait     steps of different lanes that touch the same bytes are ordered, by few waits
     reuse    (memory.py) values that are never alive together share buffers
     free     (memory.py) bytes are given back after their last use
 
@@ -40,8 +40,8 @@ def issue_early(plan: Plan) -> Plan:
         return plan
     before = conflicts(plan)
     users: dict[int, list[int]] = {index: [] for index in hosted}
-    for index, found in enumerate(before):
-        for other in set(found) & hosted:
+    for index, earlier in enumerate(before):
+        for other in set(earlier) & hosted:
             users[other].append(index)
     # Sort keys: (step, 0) where it was recorded, (step, 1, i) right behind a step.
     keys: list[tuple[tuple[float, ...], Step]] = []
@@ -130,7 +130,7 @@ class _Sender:
                 continue
             self.sent.add((name, parts, device))
             link = f"{source}.to.{device}"
-            self.links.setdefault(link, Lane(link, source, ("io",)))
+            self.links.setdefault(link, Lane(link, source, ("io",), to=device))
             after = max(made_at, self.written.get(self.graph.root[name], AHEAD))
             self.behind.setdefault(after, []).append(Step("copy", link, (name,), parts, on=device))
 
@@ -191,8 +191,8 @@ def add_waits(plan: Plan) -> Plan:
     """Waits between lanes, as few as keep conflicts, and collectives, in their recorded order.
 
     Each lane has a clock: how far it knows the other lanes to have come. A step waits for the last
-    step it needs of each other lane, unless its clock or another of its waits tells already. Copies
-    of a link may be under way at once: that one has arrived tells nothing of those before it.
+    step it needs of each other lane, unless its clock or another of its waits implies it. Copies of
+    a link may be under way at once: the arrival of one says nothing about those before it.
     """
     ledger = Ledger(plan, plan.graph)
     talked: dict[object, int] = {}
@@ -218,8 +218,8 @@ def add_waits(plan: Plan) -> Plan:
             if plan.steps[other].lane != step.lane and count > clock.get(lane, 0):
                 needs[lane] = max(needs.get(lane, -1), other)
         for lane, other in sorted(needs.items()):
-            told = (ends[o].get(lane, 0) for other_lane, o in needs.items() if other_lane != lane)
-            if max(told, default=0) < at[other][1]:
+            known = (ends[o].get(lane, 0) for other_lane, o in needs.items() if other_lane != lane)
+            if max(known, default=0) < at[other][1]:
                 steps.append(Step("wait", step.lane, target=plan.steps[other].label))
                 num_waits += 1
         for other in needs.values():

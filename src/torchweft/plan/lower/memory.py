@@ -1,7 +1,7 @@
 """Memory: when bytes are dead, and which values may share them.
 
     add_frees      a free behind the last use of every value that an op made
-    share_buffers  values whose maker writes where it is told get offsets in common buffers
+    share_buffers  values that can be written into given memory get offsets in common buffers
 
 Both ask the plan's clocks: what is ordered behind what, by lanes and waits. Neither adds a wait, so
 no lane is slowed down to save bytes. Values are compared in *units*: a buffer's unit is the product
@@ -27,7 +27,7 @@ def clocks(plan: Plan) -> tuple[list[Clock], list[int]]:
     """
     now: dict[str, dict[str, int]] = {lane.name: {} for lane in plan.lanes}
     ended: dict[str, Clock] = {}
-    found: list[Clock] = []
+    ends: list[Clock] = []
     at: list[int] = []
     targets = {step.target for step in plan.steps if step.kind == "wait"}
     for step in plan.steps:
@@ -35,11 +35,11 @@ def clocks(plan: Plan) -> tuple[list[Clock], list[int]]:
         now[step.lane] = clock = {**before, step.lane: before.get(step.lane, 0) + 1}
         for lane, count in ended.get(step.target or "", {}).items():
             clock[lane] = max(clock.get(lane, 0), count)
-        found.append(clock)
+        ends.append(clock)
         at.append(clock[step.lane])
         if targets and step.label in targets:
             ended.setdefault(step.label, clock)
-    return found, at
+    return ends, at
 
 
 @dataclass
@@ -56,7 +56,7 @@ def lives(plan: Plan) -> list[Life]:
     """Every location that an op makes, with all its uses, in the order of making."""
     graph, ledger = plan.graph, Ledger(plan, plan.graph)
     placed = {place.value for place in plan.places}
-    found: list[Life] = []
+    locations: list[Life] = []
     where: dict[tuple[str, int], Life] = {}
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
@@ -70,14 +70,14 @@ def lives(plan: Plan) -> list[Life]:
                 if name not in opened:
                     whole = name in placed or graph.value[name].batch is None
                     opened[name] = Life(name, None if whole else step.parts, index)
-                    found.append(opened[name])
+                    locations.append(opened[name])
                 life = opened[name]
                 count = 1 if graph.value[name].batch is None else plan.num_parts
                 for each in range(*(life.parts or (0, count))):
                     where[name, each] = life
             if life is not None and (not life.uses or life.uses[-1] != index):
                 life.uses.append(index)
-    return found
+    return locations
 
 
 def _over(plan: Plan, life: Life, at: list[int]) -> Clock:
@@ -113,7 +113,7 @@ def add_frees(plan: Plan) -> Plan:
 
 @dataclass
 class FreeBlock:
-    """Units of a buffer that are free for whoever comes behind `needs`."""
+    """Units of a buffer that are free for steps that come behind `needs`."""
 
     offset: int
     num_units: int
@@ -121,7 +121,7 @@ class FreeBlock:
 
 
 def share_buffers(plan: Plan) -> Plan:
-    """Offsets in shared buffers for values whose maker writes where it is told.
+    """Offsets in shared buffers for values that their makers can write into given memory.
 
     Going through the steps in order, a value takes the smallest free block that is large enough and
     whose former users have all ended before its first write; else the buffer grows.
@@ -157,19 +157,19 @@ def share_buffers(plan: Plan) -> Plan:
 
 def _writers(plan: Plan) -> dict[str, list[int]]:
     """The steps that make each root."""
-    found: dict[str, list[int]] = {}
+    writers: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
         if step.kind in ("run", "issue"):
             for op in step.names:
                 for name in plan.graph.op[op].makes:
-                    found.setdefault(name, []).append(index)
-    return found
+                    writers.setdefault(name, []).append(index)
+    return writers
 
 
-def _wholes(found: list[Life]) -> dict[int, list[Life]]:
+def _wholes(pieces: list[Life]) -> dict[int, list[Life]]:
     """One life a root, over all its parts, by the step that starts it."""
     joined: dict[str, Life] = {}
-    for life in found:
+    for life in pieces:
         whole = joined.setdefault(life.root, Life(life.root, None, life.first))
         whole.uses += life.uses
     by_first: dict[int, list[Life]] = {}

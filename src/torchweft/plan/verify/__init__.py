@@ -29,13 +29,13 @@ def findings_ranks(plans: Sequence[Plan]) -> list[Finding]:
 
     Races come first: what else is found beside one depends on which of its two steps came first.
     """
-    found: list[Finding] = []
+    broken: list[Finding] = []
     for rank, plan in enumerate(plans):
         for item in static_findings(plan, plan.graph):
-            found.append(Finding(item.rule, item.message, item.step, item.cure, rank))
-    if not found:
-        Walk(plans, found).go()
-    return sorted(found, key=lambda item: item.rule != "race")
+            broken.append(Finding(item.rule, item.message, item.step, item.cure, rank))
+    if not broken:
+        Walk(plans, broken).go()
+    return sorted(broken, key=lambda item: item.rule != "race")
 
 
 def verify(plan: Plan) -> Plan:
@@ -50,8 +50,8 @@ def verify_ranks(plans: Sequence[Plan]) -> list[Plan]:
     """
     if not plans:
         raise PlanError("ranks: there is no plan to verify.", rule="ranks")
-    found = findings_ranks(plans)
-    if found:
-        first = found[0]
-        raise first.error(plans[first.rank], len(found) - 1, len(plans))
+    broken = findings_ranks(plans)
+    if broken:
+        first = broken[0]
+        raise first.error(plans[first.rank], len(broken) - 1, len(plans))
     return list(plans)

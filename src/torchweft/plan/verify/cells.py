@@ -9,6 +9,8 @@ nothing orders, the later one is caught here, whichever it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from torchweft.plan.graph import Graph
 from torchweft.plan.plan import Plan, Range
 from torchweft.plan.verify.coverage import num_units
@@ -17,30 +19,28 @@ Clock = list[int]
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@dataclass(slots=True, eq=False)
 class Access:
     """One step's stay at some bytes; `end` is unknown (0) while a two-phase op is in flight."""
 
-    __slots__ = ("end", "lane", "step")
-
-    def __init__(self, step: int, lane: int, end: int) -> None:
-        self.step, self.lane, self.end = step, lane, end
+    step: int
+    lane: int
+    end: int
 
     def before(self, clock: Clock) -> bool:
         """Whether it has ended before whatever has this clock."""
         return 0 < self.end <= clock[self.lane]
 
 
+@dataclass(slots=True, eq=False)
 class ByteCell:
     """Version and last accesses; `lost` is the access that destroyed what was here."""
 
-    __slots__ = ("lost", "reads", "region", "version", "write")
-
-    def __init__(self, version: int | None = None, region: Region | None = None) -> None:
-        self.version = version
-        self.write: Access | None = None
-        self.reads: list[Access] = []
-        self.lost: Access | None = None
-        self.region = region
+    version: int | None = None
+    write: Access | None = None
+    reads: list[Access] = field(default_factory=list)
+    lost: Access | None = None
+    region: Region | None = None
 
     def unordered(self, access: Access, clock: Clock, *, writing: bool) -> Access | None:
         """An earlier access that conflicts with this one and is not ordered before it."""
@@ -88,7 +88,7 @@ class CellStore:
         self.places = {place.value: place for place in plan.places}
         self.devices = {buffer.name: buffer.device for buffer in plan.buffers}
         self.buffers: dict[str, list[ByteCell]] = {buffer.name: [] for buffer in plan.buffers}
-        self.found: dict[tuple[str, str], list[Location]] = {}
+        self.homes: dict[tuple[str, str], list[Location]] = {}
         self.loose: dict[tuple[str, str], list[Location]] = {}
         self.handles: dict[tuple[str, str, int], ByteCell] = {}
         self.alone: dict[str, str] = {}
@@ -96,7 +96,7 @@ class CellStore:
         for name in graph.inputs:
             if graph.value[name].alias_of is None:
                 place = Location(name, 0, self.num_cells(name), version=0)
-                self.found[name, self.home] = [place]
+                self.homes[name, self.home] = [place]
 
     def num_cells(self, name: str) -> int:
         """How many cells a value has."""
@@ -109,7 +109,7 @@ class CellStore:
 
     def where(self, name: str, device: str, cells: Range) -> Location | None:
         """The one location on a device that holds all these cells of a value, if there is one."""
-        for location in self.found.get((name, device), ()):
+        for location in self.homes.get((name, device), ()):
             if location.holds(*cells):
                 return location
         return None
@@ -118,7 +118,7 @@ class CellStore:
         self, name: str, device: str, cells: Range, *, loose: bool = False
     ) -> Location | None:
         """A new loose piece; None if some of its cells are on the device already."""
-        pieces = (self.loose if loose else self.found).setdefault((name, device), [])
+        pieces = (self.loose if loose else self.homes).setdefault((name, device), [])
         if any(piece.start < cells[1] and cells[0] < piece.stop for piece in pieces):
             return None
         pieces.append(Location(name, *cells))
@@ -133,7 +133,7 @@ class CellStore:
             where = self.devices[buffer]
         if where != device:
             return None
-        pieces = self.found.setdefault((name, device), [])
+        pieces = self.homes.setdefault((name, device), [])
         if not pieces:
             pieces.append(Location(name, 0, self.num_cells(name)))
             if buffer is not None:
@@ -170,7 +170,7 @@ class CellStore:
             return []
         start, end = cell.region
         covers = sum(sister.region == cell.region for sister in location.cells) == 1
-        kept, found = [cell], []
+        kept, overlapping = [cell], []
         for other in location.buffer:
             if other is cell:
                 continue
@@ -178,11 +178,11 @@ class CellStore:
             other_start, other_end = other.region
             apart = _below(end, other_start) or _below(other_end, start) or other in location.cells
             if not apart:
-                found.append(other)
+                overlapping.append(other)
             if apart or not (covers and _below(start, other_start) and _below(other_end, end)):
                 kept.append(other)
         location.buffer[:] = kept
-        return found
+        return overlapping
 
     def handle(self, name: str, device: str, part: int) -> ByteCell:
         """The cell that stands for a view: written when it is made, read when it is used."""

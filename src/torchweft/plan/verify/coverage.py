@@ -19,8 +19,8 @@ MAX_FINDINGS = 1000
 
 def static_findings(plan: Plan, graph: Graph) -> list[Finding]:
     """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
-    found = list(islice(_illegal(plan, graph), MAX_FINDINGS))
-    return found or list(islice(_coverage(plan, graph), MAX_FINDINGS))
+    illegal = list(islice(_illegal(plan, graph), MAX_FINDINGS))
+    return illegal or list(islice(_coverage(plan, graph), MAX_FINDINGS))
 
 
 def _illegal(plan: Plan, graph: Graph) -> Iterator[Finding]:
@@ -83,6 +83,8 @@ def _step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
         return
     if lane.via is not None:
         yield f"lane {lane.name!r} has no thread; lane {lane.via!r} must issue {step.label}."
+    if lane.to is not None and step.kind != "wait" and (step.kind, step.on) != ("copy", lane.to):
+        yield f"lane {lane.name!r} is a link's; it takes waits and copies to {lane.to!r} only."
     if step.parts is not None:
         start, stop = step.parts
         if not 0 <= start < stop <= plan.num_parts:

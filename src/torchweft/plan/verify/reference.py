@@ -52,24 +52,24 @@ def reference(graph: Graph, num_parts: int) -> Reference:
     version = {name: 0 for name, root in graph.root.items() if name == root}
     touches: dict[str, tuple[Touch, ...]] = {}
     for op in graph.ops:
-        found = []
+        own = []
         for root, names in _roots(graph, op).items():
             touch = _touch(graph, op, root, names, version[root], num_parts)
             version[root] = touch.before + touch.rise * (num_parts if touch.per_part else 1)
-            found.append(touch)
-        touches[op.name] = tuple(found)
+            own.append(touch)
+        touches[op.name] = tuple(own)
     return Reference(touches, version)
 
 
 def _roots(graph: Graph, op: Op) -> dict[str, list[str]]:
     """The roots an op touches, each with the names by which it does."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in op.touched:
-        found.setdefault(graph.root[name], []).append(name)
+        names.setdefault(graph.root[name], []).append(name)
     for name in op.makes:
         if graph.value[name].alias_of is None:
-            found.setdefault(name, []).append(name)
-    return found
+            names.setdefault(name, []).append(name)
+    return names
 
 
 def _touch(

@@ -50,8 +50,8 @@ class Toucher:
         placed = root in store.places
         loose = placed and root in self.plan.copied
         if before is not None:  # a further part of a sum
-            found = (store.loose if loose else store.found).get((root, device), [])
-            location = found[0] if found else None
+            pieces = (store.loose if loose else store.homes).get((root, device), [])
+            location = pieces[0] if pieces else None
             if location is None:
                 self.report("race", f"{self.step.label} adds to {root!r} ahead of part 0.")
                 return
@@ -291,10 +291,8 @@ class Toucher:
         if any(self.brings(step, name, cells, device) for step in self.plan.steps):
             self.report("race", f"{self.step.label} needs {which} before anything makes it there.")
             return
-        found = {where: pieces for (key, where), pieces in self.store.found.items() if key == name}
-        there = ", ".join(
-            f"{len(pieces)} on {where!r}" for where, pieces in found.items() if pieces
-        )
+        homes = [(len(at), where) for (key, where), at in self.store.homes.items() if key == name]
+        there = ", ".join(f"{count} on {where!r}" for count, where in homes if count)
         text = (
             f"{self.step.label} needs {which} in one piece on {device!r}; it has {there or 'none'}."
         )

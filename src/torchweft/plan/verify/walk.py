@@ -11,6 +11,8 @@ A clock counts events: the step at position p of its lane starts with event 2p -
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchweft.plan.graph import Collective, Graph
 from torchweft.plan.plan import Plan, Range, Step
@@ -21,28 +23,29 @@ from torchweft.plan.verify.touch import Toucher
 Channel = tuple[object, ...]
 
 
-class TalkWalk:
+class TalkWalk(NamedTuple):
     """A collective that has started: where, what it says, and what its rank knew then."""
 
-    __slots__ = ("channel", "clock", "event", "lane", "number", "says", "step")
+    channel: Channel
+    number: int
+    says: object
+    step: int
+    lane: int
+    clock: Clock
 
-    def __init__(
-        self, channel: Channel, number: int, says: object, lane: LaneWalk, step: int
-    ) -> None:
-        self.channel, self.number, self.says, self.step = channel, number, says, step
-        self.lane, self.event, self.clock = lane.number, lane.clock[lane.number], list(lane.clock)
 
-
+@dataclass(slots=True, eq=False)
 class LaneWalk:
     """How far one lane of one rank has come."""
 
-    __slots__ = ("at", "begun", "clock", "name", "number", "rank", "steps", "talks")
-
-    def __init__(self, number: int, rank: Rank, name: str, steps: list[int], lanes: int) -> None:
-        self.number, self.rank, self.name, self.steps = number, rank, name, steps
-        self.clock: Clock = [0] * lanes
-        self.at, self.begun = 0, False
-        self.talks: list[TalkWalk] = []
+    number: int
+    rank: Rank
+    name: str
+    steps: list[int]
+    clock: Clock
+    at: int = 0
+    begun: bool = False
+    talks: list[TalkWalk] = field(default_factory=list)
 
 
 class Rank:
@@ -72,7 +75,7 @@ class Walk:
             for index, step in enumerate(rank.plan.steps):
                 rows.setdefault((rank.number, step.lane), []).append(index)
         self.lanes = [
-            LaneWalk(number, self.ranks[rank], name, steps, len(rows))
+            LaneWalk(number, self.ranks[rank], name, steps, [0] * len(rows))
             for number, ((rank, name), steps) in enumerate(rows.items())
         ]
 
@@ -155,14 +158,15 @@ class Walk:
                 continue
             channel, says = _channel(rank.number, talk), (talk.tag or name, step.parts)
             said = rank.said.setdefault(channel, [])
-            if said and lane.clock[said[-1].lane] < said[-1].event:
+            if said and lane.clock[said[-1].lane] < said[-1].clock[said[-1].lane]:
                 other = rank.labels[said[-1].step]
                 where = f"communicator {talk.communicator!r}"
                 text = f"nothing orders {step.label} and {other} on {where}."
                 cure = "One lane must issue both, or wait for the other."
                 self.report(lane, "order", text, index, cure)
             kind = "" if talk.peer is not None else talk.kind
-            said.append(TalkWalk(channel, len(said), (kind, *says), lane, index))
+            start = (kind, *says), index, lane.number, list(lane.clock)
+            said.append(TalkWalk(channel, len(said), *start))
             talks.append(said[-1])
         return talks
 

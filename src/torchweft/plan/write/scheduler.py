@@ -268,23 +268,23 @@ class Scheduler:
 
     def _lane(self, ops: list[Op], lane: str | Lane | None) -> Lane:
         if lane is None:
-            found = self.machine.lane_for(ops[0])
+            chosen = self.machine.lane_for(ops[0])
         else:
             name = lane.name if isinstance(lane, Lane) else lane
             if name not in self.machine.lane:
                 self._fail("lane", unknown("lane", name, self.machine.lane))
-            found = self.machine.lane[name]
-        if len(ops) == 1 and ops[0].uses not in found.uses:
+            chosen = self.machine.lane[name]
+        if len(ops) == 1 and ops[0].uses not in chosen.uses:
             self._fail(
                 "lane",
-                f"lane {found.name!r} does not take ops that use {ops[0].uses} ({ops[0].name}).",
+                f"lane {chosen.name!r} does not take ops that use {ops[0].uses} ({ops[0].name}).",
             )
-        if found.via is not None and not any(op.two_phase for op in ops):
+        if chosen.via is not None and not any(op.two_phase for op in ops):
             self._fail(
                 "lane",
-                f"lane {found.name!r} has no thread; {ops[0].name!r} has one phase and needs one.",
+                f"lane {chosen.name!r} has no thread; {ops[0].name!r} has one phase and needs one.",
             )
-        return found
+        return chosen
 
     def _kernel(self, kernel: Kernel | str) -> str:
         if isinstance(kernel, str):

@@ -54,11 +54,11 @@ _REGISTRY: dict[str, Strategy] = {}
 
 def strategy(function: Callable[..., None]) -> Strategy:
     """Register a function as a strategy under its own name (a decorator)."""
-    found = as_strategy(function)
-    if found.name in _REGISTRY and _REGISTRY[found.name].function.__module__ != function.__module__:
-        raise StrategyError(f"strategy: there is already one named {found.name!r}.", rule="name")
-    _REGISTRY[found.name] = found
-    return found
+    made = as_strategy(function)
+    if made.name in _REGISTRY and _REGISTRY[made.name].function.__module__ != function.__module__:
+        raise StrategyError(f"strategy: there is already one named {made.name!r}.", rule="name")
+    _REGISTRY[made.name] = made
+    return made
 
 
 def as_strategy(what: str | Strategy | Callable[..., None]) -> Strategy:

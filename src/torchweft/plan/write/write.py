@@ -35,23 +35,23 @@ def write(
 
     Raises `StrategyError` if the strategy makes a mistake, raises, or takes longer than `limit_s`.
     """
-    found = as_strategy(strategy)
+    chosen = as_strategy(strategy)
     scheduler = Scheduler(graph, context, machine or cpu(), costs)
     try:
         with _limit(limit_s):
-            found.function(scheduler, **found.options)
+            chosen.function(scheduler, **chosen.options)
     except _TooLongError:
-        text = f"loop: strategy {found.name!r} had not finished after {limit_s:g} s."
-        raise StrategyError(text, rule="loop", source=_source(found)) from None
+        text = f"loop: strategy {chosen.name!r} had not finished after {limit_s:g} s."
+        raise StrategyError(text, rule="loop", source=_source(chosen)) from None
     except WeftError as error:
         if isinstance(error, StrategyError):
-            error.source = error.source or _line(error, found)
+            error.source = error.source or _line(error, chosen)
         raise
     except (Exception, SystemExit) as error:
-        text = f"raised: strategy {found.name!r} raised {type(error).__name__}: {error}"
-        line = _line(error, found)
+        text = f"raised: strategy {chosen.name!r} raised {type(error).__name__}: {error}"
+        line = _line(error, chosen)
         raise StrategyError(f"{text}\n  at {line}", rule="raised", source=line) from error
-    return scheduler.finish(str(found))
+    return scheduler.finish(str(chosen))
 
 
 class _TooLongError(BaseException):

@@ -24,6 +24,8 @@ def check(plan: Plan) -> None:
             raise UnsafeError(
                 f"{step.label}: lane {step.lane} is unknown or has no steps of its own"
             )
+        if lane.to and step.kind != "wait" and not (step.kind == "copy" and step.on == lane.to):
+            raise UnsafeError(f"{step.label}: lane {step.lane} only copies to {lane.to}")
         if step.kind in ("run", "issue", "complete"):
             _check_ops(plan, step)
         elif step.kind != "wait":
