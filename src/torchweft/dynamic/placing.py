@@ -2,8 +2,8 @@
 
     groups -> Graph -> planner -> Placement -> Plan -> verified -> parts of devices
 
-Plans are cached by canonical structure (cells and rows of all groups), the devices that are alive
-and the prices they were made for.
+Plans are cached by canonical structure (cells and rows of all groups, blocks of inputs, outputs),
+the devices that are alive and the prices they were made for.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class Placer:
     def planned(self, loaded: Load) -> Job:
         """A job whose groups are placed by the planner."""
         self._measure(each.cell for each in loaded.groups)
-        structure = structure_of(loaded.groups)
         drawing = self._draw(loaded)
+        outputs, inputs = drawing.graph.outputs, tuple(loaded.blocks.items())
+        structure = structure_of(loaded.groups), inputs, outputs
 
         def write() -> Parts:
             found = self._plan(structure, drawing)
@@ -138,7 +139,7 @@ class Placer:
         rows = loaded.held.layout.num_rows
         return draw(loaded.groups, loaded.blocks, rows, loaded.outputs, weights)
 
-    def _plan(self, structure: str, drawing: Drawing) -> Plan:
+    def _plan(self, structure: object, drawing: Drawing) -> Plan:
         prices, pool = self.executor.prices, self.executor.pool
         version = getattr(self.planner, "version", 0)  # of a planner that learns
         key = structure, tuple(pool.names), prices.epoch, self.planner, version
