@@ -15,13 +15,7 @@ from torchweft.capture.guards import Guards
 from torchweft.errors import WeftError
 from torchweft_tools.bench import dispatch, stream
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def layers():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -68,10 +67,10 @@ def _communicators_of(plan: Plan, step: Step) -> list[str]:
 
 def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
     """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
-    found = list(seconds)
+    largest = list(seconds)
     for name in sorted({name for graph in graphs for name in communicators(graph)}):
-        found = channel(_group_of(name), watchdog_s).largest(found)
-    return found
+        largest = channel(_group_of(name), watchdog_s).largest(largest)
+    return largest
 
 
 def communicators(graph: Graph) -> set[str]:
@@ -85,7 +84,7 @@ def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
         try:
             channel(_group_of(name), watchdog_s).refuse(speaker)
         except (RunError, LostError):
-            continue  # nobody is left to be told
+            continue  # no rank is left to be told
 
 
 def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
@@ -152,12 +151,7 @@ class Talk:
         for begun in self.channels:
             begun.agree()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._end()
             return
@@ -215,11 +209,8 @@ class Talk:
         for group in {*self.channels, *([failed] if failed is not None else [])}:
             group.fail(why, note=f"gave up: {why}", mends=mends)
         story, lane = (error.story, error.lane) if error is not None else ("", None)
-        made = RunError(text, story=story, lane=lane)
-        made.step = at
-        if any(begun.mends == SEQUENCE for begun in self.channels):
-            made.rule = SEQUENCE
-        return made
+        rule = SEQUENCE if any(begun.mends == SEQUENCE for begun in self.channels) else "run"
+        return RunError(text, rule=rule, story=story, lane=lane, step=at)
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
         """The channel that a rank waited in: what it noted, else that of the step."""

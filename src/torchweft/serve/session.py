@@ -83,7 +83,7 @@ class Session:
             return self._captured(gm, example_inputs, blocks)
         except Exception as error:
             own = as_own(error, "capture")
-            if blocks:  # perhaps it can be had without them
+            if blocks:  # perhaps it can be captured without them
                 raise BlockError(first_line(own)) from error
             return self._uncaptured(plain, own)
 
@@ -104,12 +104,12 @@ class Session:
             return run_aten(gm, example_inputs, make, **known)
 
         def captured() -> Capture:
-            found = capture(gm, example_inputs, blocks=blocks, **known)
+            whole = capture(gm, example_inputs, blocks=blocks, **known)
             # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
             given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
             # With side state an op that is tried would write it.
             tries = not options.strict and not options.splitters
-            return probe(found, given) if tries else untried(found)
+            return probe(whole, given) if tries else untried(whole)
 
         return self._piece(gm, captured, unsplit=_sets_grad(gm))
 
@@ -124,7 +124,6 @@ class Session:
             return self._uncaptured(plain, as_own(error, "capture"))
 
     def _piece(self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str) -> Piece:
-        """A graph that was captured, as a piece of this session."""
         piece = Piece(capture(), gm, self.service, unsplit)
         self.pieces.append(piece)
         return piece
