@@ -136,9 +136,8 @@ class Reader:
         value = self.data.get(name, default)
         if value is ...:
             raise self.fail(f"the field {name!r} is missing.")
-        if value is default or (isinstance(value, kind) and not isinstance(value, bool)):
-            return value
-        if kind is bool and isinstance(value, bool):
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if value is default or fits:
             return value
         raise self.fail(f"the field {name!r} cannot be {clip(value)}.")
 

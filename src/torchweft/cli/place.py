@@ -27,8 +27,6 @@ from torchweft.cli.text import (
     answer,
     read_context,
     read_literal,
-    say,
-    say_json,
 )
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
@@ -41,6 +39,7 @@ from torchweft.plan.verify import verify
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 
 LEARNED = ("learned", "guarded", "guided")
+MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
 PlannerName = Annotated[
@@ -193,33 +192,25 @@ def _compare(
 def _show_compared(
     problem: Problem, placements: list[Placement], refused: dict[str, str], *, as_json: bool
 ) -> None:
-    best_s, bound_s = (
-        min(item.score_s for item in placements),
-        max(item.bound_s or 0 for item in placements),
-    )
-    rows: list[dict[str, Any]] = [
-        {
-            "planner": item.planner,
-            "score_s": item.score_s,
+    best_s = min(item.score_s for item in placements)
+    bound_s = max(item.bound_s or 0 for item in placements)
+    lines = [f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}"]
+    head = f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in"
+    lines.append(head)
+    rows: list[dict[str, Any]] = []
+    for item in sorted(placements, key=lambda item: item.score_s):
+        row = {"planner": item.planner, "score_s": item.score_s}
+        over = {
             "over_best": _over(item.score_s, best_s),
             "over_bound": _over(item.score_s, bound_s),
-            "planning_s": item.planning_s,
         }
-        for item in sorted(placements, key=lambda item: item.score_s)
-    ]
-    if as_json:
-        facts = {"problem": problem.name, "objective": problem.objective, "bound_s": bound_s}
-        say_json({**facts, "rows": rows, "refused": refused})
-        return
-    say(f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}")
-    say(f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in")
-    for row in rows:
-        ratios = [row["over_best"], row["over_bound"]]
-        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
-        times = f"{best:<11}{bound:<12}{format_s(row['planning_s'])}"
-        say(f"  {row['planner']:<15}{format_s(row['score_s']):<12}{times}")
-    for name, why in refused.items():
-        say(f"  {name:<15}{why}")
+        rows.append({**row, **over, "planning_s": item.planning_s})
+        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in over.values())
+        times = f"{best:<11}{bound:<12}{format_s(item.planning_s)}"
+        lines.append(f"  {item.planner:<15}{format_s(item.score_s):<12}{times}")
+    lines += [f"  {name:<15}{why}" for name, why in refused.items()]
+    facts = {"problem": problem.name, "objective": problem.objective, "bound_s": bound_s}
+    answer("\n".join(lines), {**facts, "rows": rows, "refused": refused}, as_json=as_json)
 
 
 def _over(score_s: float, least_s: float) -> float | None:
@@ -258,16 +249,23 @@ def _explain(
     trace = trace_of(problem, placed)
     if output is not None:
         trace.save(output)
-    if asked.as_json:
-        say_json(_explained(problem, placed, brings))
-        return
-    say(trace.to_text(width).rstrip())
-    _say_path(problem, placed)
-    used = zip(problem.devices, utilisation(problem, placed), strict=True)
-    say("used: " + ", ".join(f"{name} {share:.0%}" for name, share in used))
+    path = critical_path(problem, placed)
+    used = dict(zip(problem.devices, utilisation(problem, placed), strict=True))
+    lines = [trace.to_text(width).rstrip(), f"critical path, {len(path)} ops:"]
+    lines += [_path_line(problem, placed, *each) for each in path[:MAX_PATH]]
+    if len(path) > MAX_PATH:
+        lines.append(f"  ... and {len(path) - MAX_PATH} more; --json gives all")
+    lines.append("used: " + ", ".join(f"{name} {share:.0%}" for name, share in used.items()))
     for name, score_s in brings.items():
         less = 1 - score_s / placed.score_s if placed.score_s else 0.0
-        say(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
+        lines.append(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
+    data = {
+        **placed.to_data(),
+        "critical_path": [_path_data(problem, placed, *each) for each in path],
+        "utilisation": used,
+        "another_device_s": brings,
+    }
+    answer("\n".join(lines), data, as_json=asked.as_json)
 
 
 def _kinds(problem: Problem) -> list[int]:
@@ -278,36 +276,23 @@ def _kinds(problem: Problem) -> list[int]:
     return list(columns.values())[:8]
 
 
-def _say_path(problem: Problem, placed: Placement, most: int = 40) -> None:
-    path = critical_path(problem, placed)
-    say(f"critical path, {len(path)} ops:")
-    for op, why, behind in path[:most]:
-        device = problem.devices[placed.device[op]]
-        waits = {
-            "start": "starts at once",
-            "input": "waits for inputs",
-            "device": f"waits for the device, behind {problem.ops[behind]}",
-            "value": f"waits for {problem.ops[behind]} on {problem.devices[placed.device[behind]]}",
-        }[why]
-        say(f"  {format_s(placed.start_s[op]):<11}{device}  {problem.ops[op]}: {waits}")
-    if len(path) > most:
-        say(f"  ... and {len(path) - most} more; --json gives all")
+def _path_line(problem: Problem, placed: Placement, op: int, why: str, behind: int) -> str:
+    waits = {
+        "start": "starts at once",
+        "input": "waits for inputs",
+        "device": f"waits for the device, behind {problem.ops[behind]}",
+        "value": f"waits for {problem.ops[behind]} on {problem.devices[placed.device[behind]]}",
+    }[why]
+    device = problem.devices[placed.device[op]]
+    return f"  {format_s(placed.start_s[op]):<11}{device}  {problem.ops[op]}: {waits}"
 
 
-def _explained(problem: Problem, placed: Placement, brings: dict[str, float]) -> dict[str, Any]:
-    path = [
-        {
-            "op": problem.ops[op],
-            "device": problem.devices[placed.device[op]],
-            "start_s": placed.start_s[op],
-            "why": why,
-            "behind": problem.ops[behind] if behind >= 0 else None,
-        }
-        for op, why, behind in critical_path(problem, placed)
-    ]
-    used = dict(zip(problem.devices, utilisation(problem, placed), strict=True))
-    more = {"critical_path": path, "utilisation": used, "another_device_s": brings}
-    return {**placed.to_data(), **more}
+def _path_data(
+    problem: Problem, placed: Placement, op: int, why: str, behind: int
+) -> dict[str, Any]:
+    before = problem.ops[behind] if behind >= 0 else None
+    facts = {"op": problem.ops[op], "device": problem.devices[placed.device[op]]}
+    return {**facts, "start_s": placed.start_s[op], "why": why, "behind": before}
 
 
 def _slowness(text: str) -> tuple[float, ...]:

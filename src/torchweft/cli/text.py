@@ -89,7 +89,8 @@ def read_context(batch: int, size: Iterable[str], tokens: str, phase: str | None
         raise WeftError(f"size: {wrong[0]!r} is not a whole number of 0 or more.", rule="size")
     requests = [read_literal(word) for word in tokens.split(",")] if tokens else []
     if any(type(number) is not int or number < 0 for number in requests):
-        raise WeftError(f"tokens: must be tokens of each request, as 512,17,1; got {clip(tokens)}.")
+        what = "must be the tokens of each request, such as 512,17,1"
+        raise WeftError(f"tokens: {what}; got {clip(tokens)}.")
     return Context(batch, tokens_per_request=tuple(requests), phase=phase, sizes=sizes)
 
 

@@ -22,7 +22,9 @@ Delay = bool | Callable[[Step], float]
 """Whether steps are delayed at random, or by how many seconds each."""
 Mark = tuple[int, float, float]
 """A step, by its number, with its start and its end in seconds."""
-Inputs, Numbers, Outputs = Sequence[Any], Sequence[int], tuple[Any, ...]
+Inputs = Sequence[Any]
+Numbers = Sequence[int]
+Outputs = tuple[Any, ...]
 """Of one call: the values of the graph's inputs, borders or sizes, the values of its outputs."""
 
 

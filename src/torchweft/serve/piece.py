@@ -64,7 +64,7 @@ class Piece:
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(examples, graphs=bool(options.graphs), fall_back=self._fall_back)
-        threads = {"lanes": service.lanes, "num_threads": options.num_threads}
+        threads: Any = {"lanes": service.lanes, "num_threads": options.num_threads}
         self._runs: Any = partial(run, **threads)
         self._runs_traced: Any = partial(run_traced, **threads)
         if self.runtime is not None:

@@ -27,7 +27,9 @@ from torchweft.serve.session import Session, context
 NUM_ROUNDS = 6
 GAIN = 1.02
 Wanted = str | Strategy | Callable[..., None] | None
-Way, Args, Kwargs = Callable[..., Any], Sequence[Any], Mapping[str, Any]
+Way = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 
 
 def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:

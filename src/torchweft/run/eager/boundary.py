@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.marks import listener, listening
 from torchweft.errors import CaptureError, RunError
@@ -60,7 +59,7 @@ class EagerForm:
 class Boundary:
     """A model in boundary mode. Calls may come from several threads.
 
-    make_piece: makes a piece of a capture, and of the reason if it must not be split.
+    make_piece: makes a piece of a capture; `unsplit` is the reason if it must not be split.
     adopt: is told of a piece that is used from now on.
     """
 
@@ -69,7 +68,7 @@ class Boundary:
         service: Service,
         call: Callable[..., Any],
         model: Any,
-        make_piece: Callable[[Capture, str], Any],
+        make_piece: Callable[..., Any],
         adopt: Callable[[Any], None],
     ) -> None:
         self.service, self.call, self.model = service, call, model
@@ -143,7 +142,7 @@ class Boundary:
             unsplit = (
                 f"strict: {assumed[0]}, cannot be tried on rows; strict=False splits it untried"
             )
-        return EagerForm(recorded, self.make_piece(recorded.captured, unsplit))
+        return EagerForm(recorded, self.make_piece(recorded.captured, unsplit=unsplit))
 
     def _fall_back(self, reason: str, args: Any, kwargs: Any, where: str = "a graph") -> Any:
         """The model as it is, counted."""
