@@ -223,16 +223,6 @@ class Channel:
         self.steps = steps
         self._busy.release()
 
-    def refuse(self, speaker: Speaker) -> None:
-        """Tell the others that this rank cannot do the call; nothing is dead."""
-        try:
-            self.begin(REFUSED, speaker)
-            self.agree()
-        except PlanError:
-            self.leave()
-        except LostError as error:
-            self.fail(self.why(str(error)))
-
     def leave(self) -> None:
         """Give up a call of which no collective was started."""
         self._told = None

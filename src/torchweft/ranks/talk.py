@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -20,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.plan.graph import Graph
 from torchweft.plan.plan import Plan, Step
-from torchweft.ranks.ranks import EAGER, RANKS, WAITS, Channel, LostError, channel
+from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
@@ -81,10 +82,8 @@ def communicators(graph: Graph) -> set[str]:
 def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks of these communicators that this one has no plan for the call."""
     for name in sorted(names):
-        try:
-            channel(_group_of(name), watchdog_s).refuse(speaker)
-        except (RunError, LostError):
-            continue  # no rank is left to be told
+        with suppress(PlanError, RunError):  # all ranks are told, or none is left to be told
+            _say(REFUSED, [name], speaker, watchdog_s)
 
 
 def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
@@ -92,7 +91,12 @@ def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> No
 
     Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
     """
-    told = {_group_of(name): EAGER for name in sorted(names)}
+    _say(EAGER, names, speaker, watchdog_s)
+
+
+def _say(digest: int, names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
+    """A call without a plan, as the other ranks of these communicators see it."""
+    told = {_group_of(name): digest for name in names}
     with Talk(None, told, speaker, watchdog_s) as talk:
         talk.agree()
 
