@@ -33,7 +33,7 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
 if TYPE_CHECKING:
-    from torchweft.api import check, compile, plans, report, restore, warmup
+    from torchweft.api import check, compile, plans, report, restore, trace, warmup
     from torchweft.capture.marks import (
         mark,
         mark_function,
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     )
     from torchweft.capture.splitters import Splitter, by_requests, by_rows, shared
     from torchweft.run.workers.pool import Spot
+    from torchweft.serve.session import context
     from torchweft_tools import lab
 
 _LAZY = {
-    "api": ("check", "compile", "plans", "report", "restore", "warmup"),
+    "api": ("check", "compile", "plans", "report", "restore", "trace", "warmup"),
     "run.workers.pool": ("Spot",),
+    "serve.session": ("context",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
     "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
@@ -109,17 +111,6 @@ else:
 
     def dynamic(model: Any, **options: Any) -> Any:
         """A model whose graph depends on its input; see `dynamic.model.Dynamic`."""
-
-
-def context(**told: Any) -> Any:
-    """What the host knows of the calls inside, beyond their shapes; see `serve.session.context`."""
-    return import_module("torchweft.serve.session").context(**told)
-
-
-def trace(model: Any, *args: Any, **kwargs: Any) -> Trace:
-    """Run one call and tell what happened when, on which lane; see `api.trace`."""
-    found: Trace = import_module("torchweft.api").trace(model, *args, **kwargs)
-    return found
 
 
 def __getattr__(name: str) -> Any:

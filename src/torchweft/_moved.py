@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The place of a module that has moved; None for any other name."""
-        if name == f"{HOUSE}.runtimes":  # a room that is no more; its modules are asked for next
+        if name == f"{HOUSE}.runtimes":  # a package that is gone; its modules are asked for next
             return ModuleSpec(name, self, is_package=True)
         if name not in NEW:
             return None

@@ -105,7 +105,7 @@ def _compile(model: Any, options: Options) -> Any:
 
 
 def restore(model: Model) -> Model:
-    """Undo `compile`: the model as it was, or the function itself; threads and hooks of ours go.
+    """Undo `compile`: the model as it was, or the function itself; our threads and hooks go.
 
     Once is enough, twice does no harm. Raises `WeftError` for what was never compiled.
     """
@@ -164,8 +164,8 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function without our own wrapper; decorators of its author stay."""
-    found: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
-    return found
+    plain: Callable[..., Any] = inspect.unwrap(function, stop=lambda f: not hasattr(f, "session"))
+    return plain
 
 
 def _name_of(model: Any) -> str:
@@ -205,7 +205,7 @@ def report(model: Any) -> Any:
 
 
 def plans(model: Callable[..., Any]) -> list[Plan]:
-    """The plans in use, one a captured graph and bucket."""
+    """The plans in use, one for each captured graph and bucket."""
     return [entry.plan for piece in session_of(model).pieces for entry in piece.plans.all_entries()]
 
 
@@ -217,7 +217,7 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
         model(*args, **kwargs)
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
-    return max(traces, key=lambda found: found.makespan_s)
+    return max(traces, key=lambda each: each.makespan_s)
 
 
 def check(
@@ -231,8 +231,7 @@ def check(
     (relative to the largest number; default 1e-4 for float32); then it names the first op that
     differs.
     """
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    kwargs = inputs if isinstance(inputs, dict) else {}
+    args, kwargs = arguments_of(inputs)
     known = _session(model) if "strategy" in options else session_of(model)
     chosen = (known.options if known is not None else Options()).but(**options)
     plain = subject = _plain(model)
@@ -248,8 +247,8 @@ def check(
         if chosen.capture == "boundary":  # its first call is the model as it is
             run_copy(subject, args, kwargs, state)
         with session.service.keep_inputs() as kept:
-            found = run_copy(subject, args, kwargs, state)
-        verdict = compare(wanted, found, tolerance)
+            got = run_copy(subject, args, kwargs, state)
+        verdict = compare(wanted, got, tolerance)
         if wrong := wrong_kernel(kept, tolerance):
             return replace(verdict, equal="different", first_op=wrong)
         if verdict:
@@ -261,10 +260,14 @@ def check(
 
 
 def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:
-    """Make plans ahead of traffic: one call for each of the given inputs (a tensor or a tuple)."""
-    for each in inputs:
+    """Make plans ahead of traffic: one call for each of the inputs, given as for `check`."""
+    for args, kwargs in map(arguments_of, inputs):
         with torch.no_grad():
-            if isinstance(each, dict):
-                model(**each)
-            else:
-                model(*(each if isinstance(each, tuple) else (each,)))
+            model(*args, **kwargs)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: those of a tuple, the named ones of a dict, or a single one."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return inputs if isinstance(inputs, tuple) else (inputs,), {}

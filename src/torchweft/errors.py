@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class WeftError(Exception):
@@ -74,13 +75,13 @@ class PlanError(WeftError):
 class RunError(WeftError, RuntimeError):
     """A verified plan failed while running; `story` is what each lane had done."""
 
-    def __init__(self, message: str, *, story: str = "", lane: str | None = None) -> None:
-        super().__init__(f"{message}\n{story}" if story else message, rule="run", lane=lane)
+    def __init__(self, message: str, *, rule: str = "run", story: str = "", **where: Any) -> None:
+        super().__init__(f"{message}\n{story}" if story else message, rule=rule, **where)
         self.story = story
 
 
 def unknown(what: str, name: object, choices: Iterable[str]) -> str:
-    """The sentence for a name nobody knows: it lists the choices, the likeliest first."""
+    """The sentence for an unknown name: it lists the choices, the likeliest first."""
     known = sorted(choices)
     asked = str(name)[:100]
     near = [choice for choice in known if len(known) <= 1000 or choice[:2] == asked[:2]]

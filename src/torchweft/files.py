@@ -33,20 +33,20 @@ def read_bytes(path: str | Path, error: type[WeftError], what: str) -> bytes:
     """The bytes of a regular file. Raises `error` if there is none that can be read."""
     where = f"{what} file {path}"
     try:
-        # Without O_NONBLOCK, to open a pipe would wait for somebody who writes.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise error(f"file: cannot read {where}: it is no regular file.")
-            found = file.read(MAX_BYTES + 1)
+                raise error(f"file: cannot read {where}: it is not a regular file.")
+            data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise error(f"file: there is no {where}.") from None
     except OSError as cause:
         raise error(f"file: cannot read {where}: {cause.strerror}.") from None
     except ValueError:
-        raise error(f"file: cannot read {where}: no path has a zero byte.") from None
-    if len(found) > MAX_BYTES:
+        raise error(f"file: cannot read {where}: a path cannot contain a zero byte.") from None
+    if len(data) > MAX_BYTES:
         raise error(f"file: {where} is larger than {MAX_BYTES // 2**20} MiB.")
-    return found
+    return data
 
 
 def check_length(text: str, error: type[WeftError], what: str) -> None:
@@ -93,16 +93,16 @@ def read_json(path: str | Path, error: type[WeftError], what: str) -> object:
         limit = f"{MAX_LISTS} lists and objects, or {MAX_ITEMS} items"
         raise error(f"file: {what} file {path} has more than {limit}.")
     try:
-        found: object = json.loads(text, parse_int=_whole)
+        data: object = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as cause:
         raise error(
-            f"file: {what} file {path} is no JSON (line {cause.lineno}: {cause.msg}): cut off?"
+            f"file: {what} file {path} is not JSON (line {cause.lineno}: {cause.msg}): cut off?"
         ) from None
     except RecursionError:
         raise error(f"file: {what} file {path} is nested too deeply.") from None
     except ValueError as cause:
         raise error(f"file: {what} file {path}: {clip(cause)}.") from None
-    return found
+    return data
 
 
 def _whole(digits: str) -> int:
@@ -119,12 +119,12 @@ def write_json(path: str | Path, data: object) -> None:
 class Reader:
     """Takes typed fields out of one object of a file, and says which one is wrong."""
 
-    def __init__(self, found: object, error: type[WeftError], where: str) -> None:
+    def __init__(self, data: object, error: type[WeftError], where: str) -> None:
         self.error, self.where = error, where
-        if not isinstance(found, dict):
-            raise self.fail(f"this is {clip(found)}, not an object.")
-        self.found, self.taken = found, set[str]()
-        self.where = f"{where} {clip(found['name'])}" if "name" in found else where
+        if not isinstance(data, dict):
+            raise self.fail(f"this is {clip(data)}, not an object.")
+        self.data, self.taken = data, set[str]()
+        self.where = f"{where} {clip(data['name'])}" if "name" in data else where
 
     def fail(self, why: str) -> WeftError:
         """The error to raise."""
@@ -133,12 +133,11 @@ class Reader:
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The field `name`; it must be there unless there is a default."""
         self.taken.add(name)
-        value = self.found.get(name, default)
+        value = self.data.get(name, default)
         if value is ...:
             raise self.fail(f"the field {name!r} is missing.")
-        if value is default or (isinstance(value, kind) and not isinstance(value, bool)):
-            return value
-        if kind is bool and isinstance(value, bool):
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if value is default or fits:
             return value
         raise self.fail(f"the field {name!r} cannot be {clip(value)}.")
 
@@ -151,7 +150,7 @@ class Reader:
 
     def done(self, *more: str) -> None:
         """All fields have been taken; another one is an error."""
-        if extra := set(self.found) - self.taken - set(more):
+        if extra := set(self.data) - self.taken - set(more):
             raise self.fail(f"unknown field {clip(min(extra, key=str))}.")
 
 
@@ -161,7 +160,7 @@ Take = Callable[[Reader, str, Any], Any]
 
 def read_item(
     kind: Any,
-    found: object,
+    data: object,
     error: type[WeftError],
     takes: Mapping[str, Take] = MappingProxyType({}),
 ) -> Any:
@@ -169,7 +168,7 @@ def read_item(
 
     takes: by their types as written in the class, how to take fields that are not plain.
     """
-    read = Reader(found, error, kind.__name__.lower())
+    read = Reader(data, error, kind.__name__.lower())
     items: dict[str, Any] = {}
     for spec in fields(kind):
         name, written = spec.name, str(spec.type)

@@ -47,7 +47,7 @@ class Options:
     inner: what runs the calls inside an op, "eager", "onednn" or "inductor".
     fallback: what happens to a call that cannot run as the strategy says, "sequential" (counted,
         with its reason) or "error".
-    strict: whether ops that no rule vouches for run whole; with False they are split if the first
+    strict: whether ops without a row rule run whole; with False they are split if the first
         call's rows show no difference.
     batch: the dim of the inputs that a split cuts (0), or the name of its symbol.
     machine: lanes and rates (`weft.cpu()`).

@@ -30,6 +30,7 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
 from torchweft.run.workers.pool import WorkerPool
+from torchweft.run.workers.prices import Prices
 from torchweft_tools.bench.dynamic import drawn_trees
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.players.dynamic_placed import ByNodes
@@ -105,6 +106,57 @@ def test_placed_calls_equal_plain_pytorch(calm: Calm, planner: Any) -> None:
     assert Plan.parse(str(plan)).bind(plan.graph) == verify(plan)
     ran = {span.op for span in dynamic.trace().spans if span.kind == "run"}
     assert ran == {op.name for op in plan.graph.ops if op.name != "answer"}
+
+
+class Heads(nn.Module):
+    """Makes two values and gives one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, takes_left: bool) -> Tensor:
+        left, right = self.left(x), self.right(x)
+        return left if takes_left else right
+
+
+class Difference(nn.Module):
+    """One cell of two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = self.line(a) - self.line(2 * b)
+        return found
+
+
+class Asks(nn.Module):
+    """May look at a number first: then the two inputs of its cell come in two blocks, not one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.pair = nn.Linear(8, 1), Difference()
+
+    def forward(self, x: Tensor, asks: bool) -> Tensor:
+        if asks and float(self.gate(x)) > 1e9:
+            return x
+        found: Tensor = self.pair(x, torch.ones(8))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Heads, Asks])
+def test_equal_groups_with_other_inputs_or_outputs_share_no_plan(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prices, "epoch", 0)  # prices are not what plans differ by here
+    model = kind().eval()
+    with weft.dynamic(model, workers=TWO, watchdog_s=CALM_S) as dynamic:
+        for flag in (False, True, False, True):
+            x = torch.randn(8)
+            assert close([dynamic(x, flag)], [model(x, flag)])
+        assert dynamic.placer.num_hits, "plans of equal calls are still shared"
 
 
 def test_value_goes_once_to_each_device(calm: Calm) -> None:

@@ -246,7 +246,7 @@ def test_real_bench_runs(capsys: Capture) -> None:
 
 MISTAKES = {
     "plan missing.json --batch 1": "there is no graph file missing.json",
-    "plan safe.plan --batch 1": "is no JSON",
+    "plan safe.plan --batch 1": "is not JSON",
     "plan . --batch 1": "cannot read graph file",
     "plan graph.json --batch 8 --strategy overlop": "Did you mean 'overlap'",
     "plan graph.json --batch 8 --strategy overlap --option prts=2": "Did you mean 'parts'",
@@ -262,7 +262,7 @@ MISTAKES = {
     "plan graph.json --batch 8 -o nowhere/x.plan": "nowhere",
     "verify missing.plan --graph graph.json": "there is no plan file",
     "verify graph.json --graph graph.json": "this is not a plan",
-    "verify safe.plan --graph safe.plan": "is no JSON",
+    "verify safe.plan --graph safe.plan": "is not JSON",
     "verify safe.plan --graph other.json": "was made for graph 'transformer2'",
     "simulate safe.plan --graph graph.json --batch 1": "1 rows cannot make 2 parts",
     "simulate safe.plan --graph graph.json --batch 8 --trace x.html": "Known: .json, .txt",

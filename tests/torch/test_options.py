@@ -24,12 +24,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = [field.name for field in dataclasses.fields(Options)]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def layers():

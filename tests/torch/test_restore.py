@@ -11,13 +11,7 @@ from torch import nn
 
 import torchweft as weft
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Net(nn.Module):

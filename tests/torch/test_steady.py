@@ -15,13 +15,7 @@ from torchweft.capture.guards import Guards
 from torchweft.errors import WeftError
 from torchweft_tools.bench import dispatch, stream
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def layers():
@@ -47,6 +41,17 @@ def test_a_steady_call_looks_nothing_up_again(strategy, monkeypatch):
         y = torch.randn(6, 8)
         torch.testing.assert_close(model(y), plain(y))
     assert piece.plans.strategy_runs == 1
+
+
+def test_one_plan_serves_all_sizes_of_other_dims_and_is_right_for_each():
+    plain = layers()
+    model = weft.compile(nn.Sequential(*plain), weft.overlap(parts=2))
+    for length in (3, 5, 7, 9, 5, 7):  # from the second on, the length is a symbol
+        x = torch.randn(6, length, 8)
+        torch.testing.assert_close(model(x), plain(x))
+    pieces = session_of(model).pieces
+    assert [piece.plans.strategy_runs for piece in pieces] == [1, 1]
+    assert len(pieces[-1]._ready) == 3, "each length has borders and sizes of its own"
 
 
 def test_other_sizes_take_the_long_way_once_each():

@@ -117,5 +117,5 @@ def test_a_configuration_names_strategies():
 
 @pytest.mark.parametrize("wrong", [{}, 3, None, ["overlap"], {"overlap": 4}, {"overlap": None}])
 def test_what_names_no_strategy_is_an_error_that_tells_the_forms(wrong):
-    with pytest.raises(StrategyError, match=r"names none.*'auto', 'stock'"):
+    with pytest.raises(StrategyError, match=r"names no strategy.*'auto', 'stock'"):
         wanted_by(wrong, ())

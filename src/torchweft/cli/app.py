@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import torchweft as weft
 from torchweft.cli.doctor import examine
 from torchweft.cli.text import (
     Json,
+    MachineFile,
+    Output,
+    Sizes,
     UsageError,
+    Width,
+    answer,
     error_data,
     read_context,
     read_machine,
@@ -47,6 +53,9 @@ from torchweft.plan.write.write import write
 from torchweft_tools.cli import bench, tools
 from torchweft_tools.train.command import place
 
+if TYPE_CHECKING:
+    from torchweft.cli.subject import Subject
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(place, name="place")
 app.add_typer(bench.app, name="bench")
@@ -63,17 +72,14 @@ PlanFiles = Annotated[
 Graphs = Annotated[list[Path], typer.Option("--graph", help="graph file; several: one a rank")]
 OneGraph = Annotated[Path, typer.Option("--graph", help="graph file (JSON)")]
 Batch = Annotated[int, typer.Option(min=0, help="rows of the call")]
-Sizes = Annotated[list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")]
 Tokens = Annotated[str, typer.Option("--tokens-per-request", metavar="N,N,...")]
 Phase = Annotated[str | None, typer.Option(help="prefill or decode, where the host knows")]
-MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
 Lanes = Annotated[int, typer.Option("--lanes", help="compute lanes of a CPU, if no --machine")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FUNCTION or MODULE:FUNCTION")]
 StrategyName = Annotated[str, typer.Option("--strategy", help="see: torchweft strategies")]
 Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="K=V", help="an option of the strategy")
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
 
 
 def main() -> None:
@@ -95,19 +101,16 @@ def run(words: Sequence[str]) -> int:
         else:
             wrong.show()
         return 2
-    except (WeftError, OSError) as cause:
+    except (WeftError, OSError) as error:
         if os.environ.get("WEFT_DEBUG", "0") != "0":
             raise
-        error = cause if isinstance(cause, WeftError) else _file_error(cause)
+        if isinstance(error, OSError) and not isinstance(error, WeftError):
+            error = WeftError(f"file: {error.filename or 'output'}: {error.strerror}.")
         if "--json" in words:
             say_json(error_data(error))
         else:
             say(f"{type(error).__name__}: {error}", to=sys.stderr)
         return 1
-
-
-def _file_error(cause: OSError) -> WeftError:
-    return WeftError(f"file: {cause.filename or 'output'}: {cause.strerror}.", rule="file")
 
 
 def _show_version(wanted: bool) -> None:
@@ -175,25 +178,23 @@ def verify_command(plans: PlanFiles, graph: Graphs, as_json: Json = False) -> No
     bare = [Plan.load(path) for path in plans]
     loaded = [plan.bind(by_digest.get(plan.digest, graphs[0])) for plan in bare]
     findings = findings_ranks(loaded)
-    if as_json:
-        data = [_finding_data(item, loaded[item.rank]) for item in findings]
-        facts = [_plan_facts(plan) for plan in loaded]
-        say_json({"safe": not findings, "plans": facts, "findings": data})
-    else:
-        for item in findings:
-            say(str(item.error(loaded[item.rank], num_ranks=len(loaded))) + "\n")
-        what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
-        steps = sum(len(plan.steps) for plan in loaded)
-        verdict = f"unsafe: {len(findings)} found" if findings else f"safe: {steps} steps"
-        say(f"{what} {verdict}")
+    shown = [f"{item.error(loaded[item.rank], num_ranks=len(loaded))}\n" for item in findings]
+    what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
+    steps = sum(len(plan.steps) for plan in loaded)
+    verdict = f"unsafe: {len(findings)} found" if findings else f"safe: {steps} steps"
+    data = {
+        "safe": not findings,
+        "plans": [_plan_facts(plan) for plan in loaded],
+        "findings": [_finding_data(item, loaded[item.rank]) for item in findings],
+    }
+    answer("\n".join([*shown, f"{what} {verdict}"]), data, as_json=as_json)
     raise typer.Exit(1 if findings else 0)
 
 
 def _finding_data(item: Finding, plan: Plan) -> dict[str, object]:
     step = None if item.step is None else plan.steps[item.step]
-    facts = {"rule": item.rule, "message": item.message, "cure": item.cure, "rank": item.rank}
     where = {"lane": step.lane, "label": step.label} if step else {"lane": None, "label": None}
-    return {**facts, "step": item.step, **where}
+    return {**asdict(item), **where}
 
 
 @app.command("simulate")
@@ -211,7 +212,7 @@ def simulate_command(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="save it: .json (Perfetto) or .txt")
     ] = None,
-    width: Annotated[int, typer.Option(min=40, help="columns of the timeline")] = 100,
+    width: Width = 100,
     as_json: Json = False,
 ) -> None:
     """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused."""
@@ -221,13 +222,11 @@ def simulate_command(
     simulated = simulate(safe, context, machine_read, contention=not no_contention)
     if trace is not None:
         simulated.save(trace)
-    if not as_json:
-        say(simulated.to_text(width).rstrip())
-        return
     times = ("makespan_s", "critical_path_s", "network_s", "exposed_network_s", "overlap_share")
     facts = {name: getattr(simulated, name) for name in (*times, "peak_bytes")}
     busy = {lane: simulated.busy_s(lane) for lane, _ in simulated.lanes}
-    say_json({"simulated": True, "name": simulated.name, **facts, "busy_s": busy})
+    data = {"simulated": True, "name": simulated.name, **facts, "busy_s": busy}
+    answer(simulated.to_text(width).rstrip(), data, as_json=as_json)
 
 
 @app.command("show")
@@ -236,7 +235,12 @@ def show_command(
 ) -> None:
     """Print a graph or a plan as numbered text, or the graphs that a model is captured as."""
     if ":" in name:
-        _models().show_model(name)
+        subject = _subject(name).compiled("sequential")
+        subject.call()
+        for piece in subject.session.pieces:
+            say(str(piece.graph))
+            for op, reason in piece.captured.reasons.items():
+                say(f"  {op} runs whole: {reason}")
         return
     path = Path(name)
     if read_text(path, WeftError, "graph or plan").lstrip().startswith(("{", "[")):
@@ -280,16 +284,12 @@ def strategies_command(as_json: Json = False) -> None:
     """List the strategies, with their options and what they do."""
     known = [get_strategy(name) for name in strategy_names()]
     docs = [(item.function.__doc__ or "").partition("\n")[0] for item in known]
-    if as_json:
-        rows = [
-            {"name": item.name, "options": option_defaults(item.function), "doc": doc}
-            for item, doc in zip(known, docs, strict=True)
-        ]
-        say_json({"strategies": rows})
-        return
     wide = max(len(str(item)) for item in known)
+    lines, rows = [], []
     for item, doc in zip(known, docs, strict=True):
-        say(f"{item!s:<{wide}}  {doc}")
+        lines.append(f"{item!s:<{wide}}  {doc}")
+        rows.append({"name": item.name, "options": option_defaults(item.function), "doc": doc})
+    answer("\n".join(lines), {"strategies": rows}, as_json=as_json)
 
 
 @app.command("run")
@@ -301,7 +301,24 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Call a model under a strategy and tell what became of it."""
-    _models().run_model(model, _chosen(strategy, option), calls, as_json=as_json)
+    subject = _subject(model).compiled(_chosen(strategy, option))
+    times_s = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        subject.call()
+        times_s.append(time.perf_counter() - start)
+    report, first_s, last_s = weft.report(subject.model), times_s[0], times_s[-1]
+    data = {
+        "strategy": report.strategy,
+        "pieces": len(report.pieces),
+        "split_share": report.split_share,
+        "copies": report.num_copies,
+        "fallbacks": dict(report.fallbacks),
+        "first_s": first_s,
+        "last_s": last_s,
+    }
+    times = f"first call {first_s:.3f} s, last of {calls} calls {last_s:.6f} s"
+    answer(f"{report}\n{times}", data, as_json=as_json)
 
 
 @app.command("check")
@@ -313,8 +330,9 @@ def check_command(
     as_json: Json = False,
 ) -> None:
     """Compare a model under a strategy with plain PyTorch; exit code 1 if they differ."""
-    equal = _models().check_model(model, _chosen(strategy, option), tolerance, as_json=as_json)
-    raise typer.Exit(0 if equal else 1)
+    verdict = _subject(model).check(_chosen(strategy, option), tolerance)
+    answer(str(verdict), asdict(verdict), as_json=as_json)
+    raise typer.Exit(0 if verdict else 1)
 
 
 @app.command("trace")
@@ -325,7 +343,10 @@ def trace_command(
     output: Output = None,
 ) -> None:
     """Run a model and draw what really happened on its lanes."""
-    _models().trace_model(model, _chosen(strategy, option), output)
+    traced = _subject(model).compiled(_chosen(strategy, option)).trace()
+    say(traced.to_text())
+    if output is not None:
+        traced.save(output)
 
 
 @app.command("doctor")
@@ -341,9 +362,11 @@ def doctor_command(as_json: Json = False) -> None:
     raise typer.Exit(1 if any(item.state == "broken" for item in diagnoses) else 0)
 
 
-def _models() -> Any:
-    """The commands that run a model; they need torch, which takes seconds to load."""
-    return import_module("torchweft.cli.model")
+def _subject(name: str) -> Subject:
+    """The model of a command. It needs torch, which takes seconds to load."""
+    from torchweft.cli.subject import load_subject
+
+    return load_subject(name)
 
 
 def _chosen(strategy: str, options: list[str] | None) -> Strategy:

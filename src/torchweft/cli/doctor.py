@@ -7,6 +7,7 @@ in a process of its own.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,28 +31,23 @@ class Diagnosis:
 
 def examine() -> Iterator[Diagnosis]:
     """Look at everything, one diagnosis at a time."""
-    yield _python()
+    yield Diagnosis("python", "ok", platform.python_version())
     yield _torch()
     yield _bfloat16()
     yield _compiler()
     yield _gloo()
     yield _namespaces()
-    yield _threads()
-
-
-def _python() -> Diagnosis:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    return Diagnosis(
-        "python", "ok" if good else "broken", version, "" if good else "Use 3.11 or later."
+    has_affinity = hasattr(os, "sched_getaffinity")
+    yield Diagnosis(
+        "cores", "ok", str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count())
     )
 
 
 def _torch() -> Diagnosis:
-    code = "import torch; print(torch.__version__, torch.version.cuda or 'cpu')"
-    done = _try(code)
+    done = _try("import torch; print(torch.__version__, torch.version.cuda or 'cpu')")
     if done.returncode:
-        return Diagnosis("torch", "broken", _last(done.stderr), f"pip install torch=={TORCH}")
+        why = (done.stderr.strip().splitlines() or ["failed without a message"])[-1]
+        return Diagnosis("torch", "broken", why, f"pip install torch=={TORCH}")
     version, build = done.stdout.split()
     good = version.split("+")[0] == TORCH
     cure = "" if good else f"Weft is tested with {TORCH}: pip install torch=={TORCH}"
@@ -62,26 +58,25 @@ def _bfloat16() -> Diagnosis:
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print((a @ a)[0, 0].item())"
     if _try(code).returncode == 0:
         return Diagnosis("bfloat16 matmul", "ok", "works")
-    cure = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-    name, setting = cure.split("=")
+    name, setting = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
     if _try(code, {name: setting}).returncode == 0:
-        text = f"Set {cure} before torch is imported, or use float32."
-        return Diagnosis("bfloat16 matmul", "warning", "crashes (illegal instruction)", text)
+        cure = f"Set {name}={setting} before torch is imported, or use float32."
+        return Diagnosis("bfloat16 matmul", "warning", "crashes (illegal instruction)", cure)
     return Diagnosis("bfloat16 matmul", "warning", "crashes", "Use float32 on this machine.")
 
 
 def _compiler() -> Diagnosis:
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
-        return Diagnosis("C++ compiler", "warning", "none", "Inductor needs g++ or clang++.")
-    return Diagnosis("C++ compiler", "ok", found)
+    if compiler := shutil.which("g++") or shutil.which("clang++"):
+        return Diagnosis("C++ compiler", "ok", compiler)
+    return Diagnosis("C++ compiler", "warning", "none", "Inductor needs g++ or clang++.")
 
 
 def _gloo() -> Diagnosis:
     code = "import torch.distributed as d; print(d.is_available() and d.is_gloo_available())"
-    good = _try(code).stdout.strip() == "True"
-    cure = "" if good else "This torch has no gloo: several ranks cannot run here."
-    return Diagnosis("gloo", "ok" if good else "warning", "there" if good else "missing", cure)
+    if _try(code).stdout.strip() == "True":
+        return Diagnosis("gloo", "ok", "there")
+    cure = "This torch has no gloo: several ranks cannot run here."
+    return Diagnosis("gloo", "warning", "missing", cure)
 
 
 def _namespaces() -> Diagnosis:
@@ -92,19 +87,9 @@ def _namespaces() -> Diagnosis:
     return Diagnosis("network namespaces", "ok", "unprivileged, with a token-bucket filter")
 
 
-def _threads() -> Diagnosis:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Diagnosis("cores", "ok", str(cores))
-
-
 def _try(code: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, **(more or {})},
     )  # fmt: skip
-
-
-def _last(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "failed without a word"

@@ -19,7 +19,15 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from torchweft.cli.text import read_context, read_literal, say, say_json
+from torchweft.cli.text import (
+    Json,
+    MachineFile,
+    Sizes,
+    Width,
+    answer,
+    read_context,
+    read_literal,
+)
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
@@ -31,9 +39,9 @@ from torchweft.plan.verify import verify
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 
 LEARNED = ("learned", "guarded", "guided")
+MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 PlannerName = Annotated[
     str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
 ]
@@ -58,7 +66,7 @@ def _asked(
     graph: Annotated[
         Path, typer.Option("--graph", help="graph file: ours, DNN-partitioning, STG, trees")
     ],
-    machine: Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")] = None,
+    machine: MachineFile = None,
     policy: Annotated[
         Path | None, typer.Option("--policy", help=f"of your own, for {', '.join(LEARNED)}")
     ] = None,
@@ -75,9 +83,7 @@ def _asked(
     ] = None,
     tree: Annotated[int, typer.Option("--tree", min=0, help="which tree of the file, from 0")] = 0,
     batch: Annotated[int, typer.Option("--batch", min=0, help="our graphs: rows of the call")] = 1,
-    size: Annotated[
-        list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")
-    ] = None,
+    size: Sizes = None,
     costs: Annotated[
         Path | None, typer.Option("--costs", help="our graphs: measured costs (JSON)")
     ] = None,
@@ -91,7 +97,6 @@ def _asked(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     as_json: Json = False,
 ) -> _PlaceOptions:
-    """What the options of every command say."""
     options = ProblemOptions(
         machine=load_machine(machine) if machine else None,
         slowness=_slowness(devices),
@@ -145,15 +150,12 @@ def _plan(
     """Plan where each op runs: placement, starts, makespan, bound and planning time."""
     chosen = _with_policy(planner, asked.policy)
     with bar(f"{planner} places {asked.problem.name}"):
-        found = asked.plan(asked.problem, chosen)
+        placed = asked.plan(asked.problem, chosen)
     if output is not None:
-        found.save(output)
+        placed.save(output)
     if plan_file is not None:
-        verify(as_plan(asked.problem, found)).save(plan_file)
-    if asked.as_json:
-        say_json(found.to_data())
-    else:
-        say(str(found).rstrip())
+        verify(as_plan(asked.problem, placed)).save(plan_file)
+    answer(str(placed).rstrip(), placed.to_data(), as_json=asked.as_json)
 
 
 @_command
@@ -164,10 +166,10 @@ def _compare(
         list[str] | None, typer.Option("--planner", help="several; default: all that take it")
     ] = None,
 ) -> None:
-    """Let several planners place one graph, and compare what they found."""
+    """Let several planners place one graph, and compare the placements."""
     if asked.deadline_s is None:
         asked = asked._replace(deadline_s=1.0)
-    found: list[Placement] = []
+    placements: list[Placement] = []
     refused: dict[str, str] = {}
     names, policy = planner or list(planner_names()), asked.policy
     if policy is not None and not set(names) & set(LEARNED):
@@ -176,44 +178,39 @@ def _compare(
     with bar(f"{len(names)} planners place {asked.problem.name}", len(names)) as step:
         for name, chosen in planners.items():
             try:
-                found.append(asked.plan(asked.problem, chosen))
+                placements.append(asked.plan(asked.problem, chosen))
             except PlacementError as error:
                 if planner:
                     raise
                 refused[name] = str(error)
             step()
-    if not found:
+    if not placements:
         raise PlacementError(next(iter(refused.values())))
-    _show_compared(asked.problem, found, refused, as_json=asked.as_json)
+    _show_compared(asked.problem, placements, refused, as_json=asked.as_json)
 
 
 def _show_compared(
-    problem: Problem, found: list[Placement], refused: dict[str, str], *, as_json: bool
+    problem: Problem, placements: list[Placement], refused: dict[str, str], *, as_json: bool
 ) -> None:
-    best_s, bound_s = min(item.score_s for item in found), max(item.bound_s or 0 for item in found)
-    rows: list[dict[str, Any]] = [
-        {
-            "planner": item.planner,
-            "score_s": item.score_s,
+    best_s = min(item.score_s for item in placements)
+    bound_s = max(item.bound_s or 0 for item in placements)
+    lines = [f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}"]
+    head = f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in"
+    lines.append(head)
+    rows: list[dict[str, Any]] = []
+    for item in sorted(placements, key=lambda item: item.score_s):
+        row = {"planner": item.planner, "score_s": item.score_s}
+        over = {
             "over_best": _over(item.score_s, best_s),
             "over_bound": _over(item.score_s, bound_s),
-            "planning_s": item.planning_s,
         }
-        for item in sorted(found, key=lambda item: item.score_s)
-    ]
-    if as_json:
-        facts = {"problem": problem.name, "objective": problem.objective, "bound_s": bound_s}
-        say_json({**facts, "rows": rows, "refused": refused})
-        return
-    say(f"{problem}: best {format_s(best_s)}, bound {format_s(bound_s)}")
-    say(f"  {'planner':<15}{problem.objective:<12}{'over best':<11}{'over bound':<12}planned in")
-    for row in rows:
-        ratios = [row["over_best"], row["over_bound"]]
-        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
-        times = f"{best:<11}{bound:<12}{format_s(row['planning_s'])}"
-        say(f"  {row['planner']:<15}{format_s(row['score_s']):<12}{times}")
-    for name, why in refused.items():
-        say(f"  {name:<15}{why}")
+        rows.append({**row, **over, "planning_s": item.planning_s})
+        best, bound = ("-" if ratio is None else f"{ratio:.3f}" for ratio in over.values())
+        times = f"{best:<11}{bound:<12}{format_s(item.planning_s)}"
+        lines.append(f"  {item.planner:<15}{format_s(item.score_s):<12}{times}")
+    lines += [f"  {name:<15}{why}" for name, why in refused.items()]
+    facts = {"problem": problem.name, "objective": problem.objective, "bound_s": bound_s}
+    answer("\n".join(lines), {**facts, "rows": rows, "refused": refused}, as_json=as_json)
 
 
 def _over(score_s: float, least_s: float) -> float | None:
@@ -231,7 +228,7 @@ def _explain(
     placement: Annotated[
         Path | None, typer.Option("--placement", help="explain this one; no planner runs")
     ] = None,
-    width: Annotated[int, typer.Option(min=40, max=400, help="columns of the timeline")] = 100,
+    width: Width = 100,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="the timeline: .json (Perfetto) or .txt")
     ] = None,
@@ -240,30 +237,35 @@ def _explain(
     problem, chosen = asked.problem, _with_policy(planner, asked.policy)
     kinds = _kinds(problem)
     with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
-        if placement is not None:
-            found = check(problem, Placement.load(placement))
-        else:
-            found = asked.plan(problem, chosen)
+        given = None if placement is None else check(problem, Placement.load(placement))
+        placed = given or asked.plan(problem, chosen)
         step()
         brings = {}
         for device in kinds:
             more = asked.plan(with_twin(problem, device), chosen)
             # A twin need not be used.
-            brings[problem.devices[device]] = min(more.score_s, found.score_s)
+            brings[problem.devices[device]] = min(more.score_s, placed.score_s)
             step()
-    trace = trace_of(problem, found)
+    trace = trace_of(problem, placed)
     if output is not None:
         trace.save(output)
-    if asked.as_json:
-        say_json(_explained(problem, found, brings))
-        return
-    say(trace.to_text(width).rstrip())
-    _say_path(problem, found)
-    used = zip(problem.devices, utilisation(problem, found), strict=True)
-    say("used: " + ", ".join(f"{name} {share:.0%}" for name, share in used))
+    path = critical_path(problem, placed)
+    used = dict(zip(problem.devices, utilisation(problem, placed), strict=True))
+    lines = [trace.to_text(width).rstrip(), f"critical path, {len(path)} ops:"]
+    lines += [_path_line(problem, placed, *each) for each in path[:MAX_PATH]]
+    if len(path) > MAX_PATH:
+        lines.append(f"  ... and {len(path) - MAX_PATH} more; --json gives all")
+    lines.append("used: " + ", ".join(f"{name} {share:.0%}" for name, share in used.items()))
     for name, score_s in brings.items():
-        less = 1 - score_s / found.score_s if found.score_s else 0.0
-        say(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
+        less = 1 - score_s / placed.score_s if placed.score_s else 0.0
+        lines.append(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
+    data = {
+        **placed.to_data(),
+        "critical_path": [_path_data(problem, placed, *each) for each in path],
+        "utilisation": used,
+        "another_device_s": brings,
+    }
+    answer("\n".join(lines), data, as_json=asked.as_json)
 
 
 def _kinds(problem: Problem) -> list[int]:
@@ -274,36 +276,23 @@ def _kinds(problem: Problem) -> list[int]:
     return list(columns.values())[:8]
 
 
-def _say_path(problem: Problem, found: Placement, most: int = 40) -> None:
-    path = critical_path(problem, found)
-    say(f"critical path, {len(path)} ops:")
-    for op, why, behind in path[:most]:
-        device = problem.devices[found.device[op]]
-        waits = {
-            "start": "starts at once",
-            "input": "waits for inputs",
-            "device": f"waits for the device, behind {problem.ops[behind]}",
-            "value": f"waits for {problem.ops[behind]} on {problem.devices[found.device[behind]]}",
-        }[why]
-        say(f"  {format_s(found.start_s[op]):<11}{device}  {problem.ops[op]}: {waits}")
-    if len(path) > most:
-        say(f"  ... and {len(path) - most} more; --json gives all")
+def _path_line(problem: Problem, placed: Placement, op: int, why: str, behind: int) -> str:
+    waits = {
+        "start": "starts at once",
+        "input": "waits for inputs",
+        "device": f"waits for the device, behind {problem.ops[behind]}",
+        "value": f"waits for {problem.ops[behind]} on {problem.devices[placed.device[behind]]}",
+    }[why]
+    device = problem.devices[placed.device[op]]
+    return f"  {format_s(placed.start_s[op]):<11}{device}  {problem.ops[op]}: {waits}"
 
 
-def _explained(problem: Problem, found: Placement, brings: dict[str, float]) -> dict[str, Any]:
-    path = [
-        {
-            "op": problem.ops[op],
-            "device": problem.devices[found.device[op]],
-            "start_s": found.start_s[op],
-            "why": why,
-            "behind": problem.ops[behind] if behind >= 0 else None,
-        }
-        for op, why, behind in critical_path(problem, found)
-    ]
-    used = dict(zip(problem.devices, utilisation(problem, found), strict=True))
-    more = {"critical_path": path, "utilisation": used, "another_device_s": brings}
-    return {**found.to_data(), **more}
+def _path_data(
+    problem: Problem, placed: Placement, op: int, why: str, behind: int
+) -> dict[str, Any]:
+    before = problem.ops[behind] if behind >= 0 else None
+    facts = {"op": problem.ops[op], "device": problem.devices[placed.device[op]]}
+    return {**facts, "start_s": placed.start_s[op], "why": why, "behind": before}
 
 
 def _slowness(text: str) -> tuple[float, ...]:
@@ -324,8 +313,8 @@ def _with_policy(planner: str, policy: Path | None) -> str | Planner:
         get_planner(planner)
         return planner
     if planner not in LEARNED:
-        text = f"policy: {planner!r} has no policy; --policy goes with {', '.join(LEARNED)}."
-        raise PlacementError(text, rule="policy")
+        known = ", ".join(LEARNED)
+        raise PlacementError(f"policy: {planner!r} has no policy; --policy goes with {known}.")
     from torchweft.placement.learn.learned import planner_of
     from torchweft.placement.learn.policy import Policy
 

@@ -11,54 +11,69 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchweft.api import arguments_of, check, compile, session_of, trace
 from torchweft.errors import WeftError, unknown
+from torchweft.plan.trace import Trace
+from torchweft.plan.write.strategy import Strategy
+from torchweft.run.compare import Check
+from torchweft.serve.session import Session
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model (or function) and the inputs of one call."""
+class Subject(NamedTuple):
+    """A model (or function) and the inputs of one call, as `weft.check` takes them."""
 
-    name: str
     model: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    inputs: Any
+
+    def compiled(self, strategy: str | Strategy) -> Subject:
+        """The same, with its model compiled."""
+        return self._replace(model=compile(self.model, strategy))
 
     @property
-    def inputs(self) -> Any:
-        """The inputs as `weft.check` takes them."""
-        return dict(self.kwargs) if self.kwargs else self.args
+    def session(self) -> Session:
+        """The session of a compiled model."""
+        return session_of(self.model)
 
-    def __call__(self) -> Any:
-        """One call, without gradients."""
-        with torch.no_grad():
-            return self.model(*self.args, **self.kwargs)
+    # All calls are made without gradients.
+
+    @torch.no_grad()
+    def call(self) -> Any:
+        """The outputs of one call."""
+        args, kwargs = arguments_of(self.inputs)
+        return self.model(*args, **kwargs)
+
+    @torch.no_grad()
+    def trace(self) -> Trace:
+        """What happened on the lanes of one call of a compiled model."""
+        args, kwargs = arguments_of(self.inputs)
+        return trace(self.model, *args, **kwargs)
+
+    @torch.no_grad()
+    def check(self, strategy: Strategy, tolerance: float | None) -> Check:
+        """The model under a strategy against plain PyTorch."""
+        return check(self.model, self.inputs, strategy=strategy, tolerance=tolerance)
 
 
 def load_subject(text: str) -> Subject:
     """Call the function that `text` names. Raises `WeftError` if it gives no model and inputs."""
     where, _, name = text.rpartition(":")
     if not where or not name:
-        raise WeftError(
-            f"model: {text!r} is not FILE.py:FUNCTION or MODULE:FUNCTION.", rule="model"
-        )
+        raise WeftError(f"model: {text!r} is not FILE.py:FUNCTION or MODULE:FUNCTION.")
     module = _module(where)
     build = getattr(module, name, None)
     if not callable(build):
         functions = [n for n, item in vars(module).items() if callable(item) and n[0] != "_"]
         raise WeftError(f"model: {unknown('function', name, functions)}", rule="model")
-    found = build()
-    if not isinstance(found, tuple) or len(found) != 2 or not callable(found[0]):
+    built = build()
+    if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]):
         raise WeftError(f"model: {text} must return (model, inputs).", rule="model")
-    model, inputs = found
-    args = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-    return Subject(name, model, args, inputs if isinstance(inputs, dict) else {})
+    return Subject(*built)
 
 
 def _module(where: str) -> Any:

@@ -20,25 +20,36 @@ from torchweft.plan.context import Context
 from torchweft.plan.machine import Machine, cpu, load_machine
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]
+Sizes = Annotated[list[str] | None, typer.Option("--size", metavar="S=N", help="another symbol")]
+MachineFile = Annotated[Path | None, typer.Option("--machine", help="machine file (JSON)")]
+Width = Annotated[int, typer.Option(min=40, max=400, help="columns of the timeline")]
 UsageError: type[Any] = typer.BadParameter.__bases__[0]  # what typer raises for bad words
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:
-    """Print text on stdout, or where it is told."""
+    """Print text on stdout, or on another stream."""
     print(printable(text), file=to or sys.stdout, flush=True)
 
 
-def say_json(found: object) -> None:
+def say_json(data: object) -> None:
     """Print one JSON object on one line of stdout."""
-    print(json.dumps(found), flush=True)
+    print(json.dumps(data), flush=True)
+
+
+def answer(text: str, data: object, *, as_json: bool) -> None:
+    """Print what a command has to say: as text, or as one JSON object for tools."""
+    if as_json:
+        say_json(data)
+    else:
+        say(text)
 
 
 def printable(text: str) -> str:
     """The text with every control character written out as its escape."""
     if text.replace("\n", "").isprintable():
         return text
-    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
-    return "".join(shown)
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def error_data(error: WeftError) -> dict[str, object]:
@@ -51,15 +62,15 @@ def error_data(error: WeftError) -> dict[str, object]:
 
 def read_pairs(words: Iterable[str], what: str) -> dict[str, Any]:
     """`["parts=4", "at=requests"]` as {"parts": 4, "at": "requests"}."""
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for word in words:
         name, sign, text = word.partition("=")
         if not sign or not name.isidentifier():
             raise WeftError(f"{what}: {clip(word)} is not NAME=VALUE.", rule=what)
-        if name in found:
+        if name in pairs:
             raise WeftError(f"{what}: {name!r} is given twice.", rule=what)
-        found[name] = read_literal(text)
-    return found
+        pairs[name] = read_literal(text)
+    return pairs
 
 
 def read_literal(text: str) -> Any:
@@ -78,8 +89,8 @@ def read_context(batch: int, size: Iterable[str], tokens: str, phase: str | None
         raise WeftError(f"size: {wrong[0]!r} is not a whole number of 0 or more.", rule="size")
     requests = [read_literal(word) for word in tokens.split(",")] if tokens else []
     if any(type(number) is not int or number < 0 for number in requests):
-        text = f"tokens: {clip(tokens)} are not tokens of each request, such as 512,17,1."
-        raise WeftError(text, rule="tokens")
+        what = "must be the tokens of each request, such as 512,17,1"
+        raise WeftError(f"tokens: {what}; got {clip(tokens)}.")
     return Context(batch, tokens_per_request=tuple(requests), phase=phase, sizes=sizes)
 
 

@@ -80,11 +80,15 @@ def adopt(config: Any) -> None:
     if wanted.session.options.capture == "boundary":
         here, mine = (config.device_config.device_type, parallel.worker_cls), f"{__name__}.Worker"
         if here not in (("cpu", "auto"), ("cpu", mine)) or parallel.tensor_parallel_size == 1:
-            raise WeftError('vllm: "boundary" is for several CPU ranks in a worker class of ours.')
+            raise WeftError(
+                'vllm: "boundary" needs several CPU ranks and the worker class of Weft.'
+            )
         compilation.mode, parallel.worker_cls = CompilationMode.NONE, mine
         return
     if compilation.mode == CompilationMode.NONE:
-        raise WeftError('vllm: without a graph (drop enforce_eager) only "capture": "boundary".')
+        raise WeftError(
+            'vllm: without a graph only "capture": "boundary" works; or drop enforce_eager.'
+        )
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # plans are not saved as compiled artefacts
     compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE
     compilation.backend = f"{__name__}.backend"
@@ -94,7 +98,10 @@ def adopt(config: Any) -> None:
 def phases_of(given: Any, **more: Any) -> Phases:
     """A session with these options, and the strategies of each phase. Raises `WeftError`."""
     if not isinstance(given, Mapping):
-        raise WeftError(f'vllm: {given!r} is no set of options: {{"weft": {{}}}}.', rule="option")
+        raise WeftError(
+            f'vllm: {given!r} must be a mapping of options, such as {{"weft": {{}}}}.',
+            rule="option",
+        )
     check_names(given, {*AUTO, *Options.names()} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
     # What boundary mode cannot put back is the KV cache, of which each part writes its own slots.
@@ -170,8 +177,8 @@ class Weft:
     def current(self) -> Any:
         """The forward context, if it has attention metadata."""
         there = self.host.is_forward_context_available()
-        found = self.host.get_forward_context() if there else None
-        return found if found is not None and found.attn_metadata else None
+        state = self.host.get_forward_context() if there else None
+        return state if state is not None and state.attn_metadata else None
 
     def _cut(self, layer: str, whole: Any, parts: Parts) -> list[Any]:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -213,8 +220,8 @@ class Reports:
     def weft_report(self) -> dict[str, Any]:
         """What became of this rank's steps: the report, reasons by count, what was chosen."""
         weft = weft_of(self.vllm_config)  # type: ignore[attr-defined]
-        found = {"fallbacks": dict(weft.session.fallbacks), "chosen": weft.phases.chosen}
-        return {"report": str(report_of(weft.session)), **found}
+        facts = {"fallbacks": dict(weft.session.fallbacks), "chosen": weft.phases.chosen}
+        return {"report": str(report_of(weft.session)), **facts}
 
 
 class WovenWorker(Reports):

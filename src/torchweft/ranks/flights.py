@@ -5,8 +5,8 @@
 
 Each function here is named after an operator of `_c10d_functional`, takes its arguments and gives
 what it gives, but talks to the process group directly: there is no registry of works in between.
-The group is found by its name at each call, and all ranks have agreed on
-the call by then. Beyond the operator's arguments:
+The group is found by its name at each call, and all ranks have agreed on the call by then. Beyond
+the operator's arguments:
 
     out    the tensor that takes the result (`dist.all_reduce(x)`: x itself)
     mine   nobody else reads the input afterwards: it may be reduced where it is
@@ -20,12 +20,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import RunError, unknown
 from torchweft.ranks.ranks import group, wait
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
+Out = Tensor | None
 NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REDUCE: Mapping[str, Any] = MappingProxyType(
     {name: getattr(c10d.ReduceOp, name.upper()) for name in NAMES}
@@ -36,16 +38,16 @@ REDUCE: Mapping[str, Any] = MappingProxyType(
 class Flight:
     """Works on their way, what they make, what is to be copied behind them, what they still read.
 
-    `back` are pairs (target, source): a target with gaps cannot be talked into.
+    `back` are pairs (target, source): c10d cannot write into a target with gaps.
     """
 
     works: tuple[Any, ...]
-    made: tuple[torch.Tensor, ...]
-    back: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    kept: tuple[torch.Tensor, ...] = ()
+    made: tuple[Tensor, ...]
+    back: tuple[tuple[Tensor, Tensor], ...] = ()
+    kept: tuple[Tensor, ...] = ()
 
 
-def land(flight: Flight) -> tuple[torch.Tensor, ...]:
+def land(flight: Flight) -> tuple[Tensor, ...]:
     """Wait until all works have ended (on an accelerator: the stream waits); what they made."""
     on_host = not flight.made or flight.made[0].device.type == "cpu"
     for work in flight.works:
@@ -61,12 +63,7 @@ def land(flight: Flight) -> tuple[torch.Tensor, ...]:
 
 
 def all_reduce(
-    input: torch.Tensor,
-    reduce_op: str,
-    group_name: Any,
-    *,
-    out: torch.Tensor | None = None,
-    mine: bool = False,
+    input: Tensor, reduce_op: str, group_name: Any, *, out: Out = None, mine: bool = False
 ) -> Flight:
     """Everybody's sum (or another reduction), on every rank."""
     room = _copied(input, out, mine)
@@ -77,12 +74,7 @@ def all_reduce(
 
 
 def broadcast(
-    input: torch.Tensor,
-    src: int,
-    group_name: Any,
-    *,
-    out: torch.Tensor | None = None,
-    mine: bool = False,
+    input: Tensor, src: int, group_name: Any, *, out: Out = None, mine: bool = False
 ) -> Flight:
     """What rank `src` of the group has, on every rank."""
     room = _copied(input, out, mine)
@@ -90,7 +82,7 @@ def broadcast(
 
 
 def all_gather_into_tensor(
-    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor | None = None
+    input: Tensor, group_size: int, group_name: Any, *, out: Out = None
 ) -> Flight:
     """Everybody's tensor, one after another along dim 0."""
     given = input.contiguous()
@@ -99,12 +91,7 @@ def all_gather_into_tensor(
 
 
 def reduce_scatter_tensor(
-    input: torch.Tensor,
-    reduce_op: str,
-    group_size: int,
-    group_name: Any,
-    *,
-    out: torch.Tensor | None = None,
+    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Out = None
 ) -> Flight:
     """This rank's piece, along dim 0, of everybody's sum."""
     given = input.contiguous()
@@ -115,12 +102,12 @@ def reduce_scatter_tensor(
 
 
 def all_to_all_single(
-    input: torch.Tensor,
+    input: Tensor,
     output_split_sizes: Sequence[int],
     input_split_sizes: Sequence[int],
     group_name: Any,
     *,
-    out: torch.Tensor | None = None,
+    out: Out = None,
 ) -> Flight:
     """The k-th piece along dim 0 goes to rank k; what all ranks sent here, one after another."""
     given = input.contiguous()
@@ -156,28 +143,18 @@ def reduce_scatter_tensor_coalesced(
     return Flight((work,), rooms, kept=given)
 
 
-STARTS: Mapping[str, Callable[..., Flight]] = MappingProxyType(
-    {
-        start.__name__: start
-        for start in (
-            all_reduce,
-            broadcast,
-            all_gather_into_tensor,
-            reduce_scatter_tensor,
-            all_to_all_single,
-            all_reduce_coalesced,
-            all_gather_into_tensor_coalesced,
-            reduce_scatter_tensor_coalesced,
-        )
-    }
-)
+_KINDS: tuple[Callable[..., Flight], ...] = (
+    all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single,
+    all_reduce_coalesced, all_gather_into_tensor_coalesced, reduce_scatter_tensor_coalesced,
+)  # fmt: skip
+STARTS = MappingProxyType({start.__name__: start for start in _KINDS})
 IN_PLACE = ("all_reduce", "broadcast")
 """Kinds whose result may stand where the input was."""
 SINGLE = tuple(name for name in STARTS if not name.endswith("_coalesced"))
 """Kinds with one result, which may be put into a tensor of the caller's."""
 
 
-def _flight(work: Any, room: torch.Tensor, out: torch.Tensor | None, *kept: torch.Tensor) -> Flight:
+def _flight(work: Any, room: Tensor, out: Out, *kept: Tensor) -> Flight:
     back = ((out, room),) if out is not None and out is not room else ()
     return Flight((work,), (room,), back, kept)
 
@@ -187,35 +164,35 @@ def _group(name: Any) -> Any:
 
 
 def _reducing(options: Any, name: str) -> Any:
-    """The options of a collective that reduces, told by which reduction."""
+    """The options of a collective that reduces, with the reduction set."""
     if name not in REDUCE:
         raise RunError(f"collective: {unknown('reduction', name, REDUCE)}")
     options.reduceOp = REDUCE[name]
     return options
 
 
-def _copied(input: torch.Tensor, out: torch.Tensor | None, mine: bool) -> torch.Tensor:
+def _copied(input: Tensor, out: Out, mine: bool) -> Tensor:
     """Where the input is reduced: in place if it may be, else in a copy without gaps."""
     if (mine or out is input) and input.is_contiguous():
         return input  # perhaps a slice of a whole: the other parts have slices of their own
     return input.clone(memory_format=torch.contiguous_format)
 
 
-def _room(given: torch.Tensor, shape: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+def _room(given: Tensor, shape: Sequence[int], out: Out) -> Tensor:
     """Where the result goes: the caller's tensor if it has no gaps, else a new one."""
     if out is not None and out.is_contiguous() and list(out.shape) == list(shape):
         return out
     return given.new_empty(shape)
 
 
-def _gathered(tensor: torch.Tensor, num_ranks: int) -> list[int]:
+def _gathered(tensor: Tensor, num_ranks: int) -> list[int]:
     first = tensor.shape[0] if tensor.dim() else 1
     return [first * num_ranks, *tensor.shape[1:]]
 
 
-def _scattered(tensor: torch.Tensor, num_ranks: int) -> list[int]:
+def _scattered(tensor: Tensor, num_ranks: int) -> list[int]:
     if tensor.shape[0] % num_ranks:
         raise RunError(
-            f"collective: {tensor.shape[0]} entries of dim 0 cannot be dealt to {num_ranks} ranks."
+            f"collective: {tensor.shape[0]} entries of dim 0 do not divide by {num_ranks} ranks."
         )
     return [tensor.shape[0] // num_ranks, *tensor.shape[1:]]

@@ -16,10 +16,10 @@ def threads() -> set[int]:
 
 
 def be_polite(threads: Iterable[int]) -> None:
-    """Threads that do not take the core from one that computes whenever a packet comes.
+    """Keep these threads from taking the core of a compute lane whenever a packet comes.
 
-    They share the cores with the compute lanes; woken for each packet, they would throw those out
-    hundreds of times a call. They still get their share.
+    Woken for each packet, they would preempt the lanes hundreds of times a call. Scheduled as
+    batch work they still get their share.
     """
     for thread in threads:
         with contextlib.suppress(OSError):  # it has ended, or the system has no such policy

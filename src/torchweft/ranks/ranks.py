@@ -39,7 +39,7 @@ NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER = 0, 1
 WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model as it is"})
-"""What a rank does whose digest is no plan's."""
+"""What a rank does whose digest is not that of a plan."""
 MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
 RANKS, NUM_LETTERS = "ranks", 200
 Answer = TypeVar("Answer")
@@ -223,16 +223,6 @@ class Channel:
         self.steps = steps
         self._busy.release()
 
-    def refuse(self, speaker: Speaker) -> None:
-        """Tell the others that this rank cannot do the call; nothing is dead."""
-        try:
-            self.begin(REFUSED, speaker)
-            self.agree()
-        except PlanError:
-            self.leave()
-        except LostError as error:
-            self.fail(self.why(str(error)))
-
     def leave(self) -> None:
         """Give up a call of which no collective was started."""
         self._told = None
@@ -295,8 +285,6 @@ class Channel:
         return f"a rank of {self.title} closed its connections ({error})"
 
     def _notes(self) -> dict[int, str]:
-        """The notes that other ranks have left."""
-
         def read() -> dict[int, str]:
             left = [rank for rank in sorted(self.others) if self.store.check([f"fault/{rank}"])]
             return {rank: self.store.get(f"fault/{rank}").decode() for rank in left}
@@ -384,21 +372,18 @@ _registering = threading.Lock()
 def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
     user = _user_group(name)
-    known = _channels.get(name)
-    if known is None or known.is_over(user):
-        with _registering:
-            known = _channels.get(name)
-            if known is None or known.is_over(user):
-                if known is not None:
-                    known.close()
-                known = _channels[name] = Channel(name, user, watchdog_s, known)
+    with _registering:
+        known = _channels.get(name)
+        if known is None or known.is_over(user):
+            if known is not None:
+                known.close()
+            known = _channels[name] = Channel(name, user, watchdog_s, known)
     if known.group is None:
         known.open(user)
     return known
 
 
 def _forget(ended: Channel) -> None:
-    """Close the channel of a process group that was destroyed."""
     ended.close()
     if _channels.get(ended.name) is ended:
         del _channels[ended.name]

@@ -20,7 +20,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, MutableMapping
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 _numbers = itertools.count()
@@ -41,12 +41,7 @@ class Speaker:
     def __enter__(self) -> None:
         self._here.talks = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._here.talks = None
         self.is_silent = not self.talked and error is None
 
@@ -74,7 +69,7 @@ class Speaker:
     def first_claim(self, roles: Roles) -> int:
         """Its claim before it has a role.
 
-        Models that are gone on other ranks may only wait for Python here: they are let go first.
+        Models that are gone on other ranks may still await collection here: that is done first.
         """
         if len(self._peers(roles)) > 1:
             gc.collect()

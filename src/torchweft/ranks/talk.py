@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.plan.graph import Graph
 from torchweft.plan.plan import Plan, Step
-from torchweft.ranks.ranks import EAGER, RANKS, WAITS, Channel, LostError, channel
+from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
@@ -68,10 +68,10 @@ def _communicators_of(plan: Plan, step: Step) -> list[str]:
 
 def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
     """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
-    found = list(seconds)
+    largest = list(seconds)
     for name in sorted({name for graph in graphs for name in communicators(graph)}):
-        found = channel(_group_of(name), watchdog_s).largest(found)
-    return found
+        largest = channel(_group_of(name), watchdog_s).largest(largest)
+    return largest
 
 
 def communicators(graph: Graph) -> set[str]:
@@ -82,10 +82,8 @@ def communicators(graph: Graph) -> set[str]:
 def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks of these communicators that this one has no plan for the call."""
     for name in sorted(names):
-        try:
-            channel(_group_of(name), watchdog_s).refuse(speaker)
-        except (RunError, LostError):
-            continue  # nobody is left to be told
+        with suppress(PlanError, RunError):  # all ranks are told, or none is left to be told
+            _say(REFUSED, [name], speaker, watchdog_s)
 
 
 def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
@@ -93,7 +91,12 @@ def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> No
 
     Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
     """
-    told = {_group_of(name): EAGER for name in sorted(names)}
+    _say(EAGER, names, speaker, watchdog_s)
+
+
+def _say(digest: int, names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
+    """A call without a plan, as the other ranks of these communicators see it."""
+    told = {_group_of(name): digest for name in names}
     with Talk(None, told, speaker, watchdog_s) as talk:
         talk.agree()
 
@@ -152,12 +155,7 @@ class Talk:
         for begun in self.channels:
             begun.agree()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._end()
             return
@@ -215,11 +213,8 @@ class Talk:
         for group in {*self.channels, *([failed] if failed is not None else [])}:
             group.fail(why, note=f"gave up: {why}", mends=mends)
         story, lane = (error.story, error.lane) if error is not None else ("", None)
-        made = RunError(text, story=story, lane=lane)
-        made.step = at
-        if any(begun.mends == SEQUENCE for begun in self.channels):
-            made.rule = SEQUENCE
-        return made
+        rule = SEQUENCE if any(begun.mends == SEQUENCE for begun in self.channels) else "run"
+        return RunError(text, rule=rule, story=story, lane=lane, step=at)
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
         """The channel that a rank waited in: what it noted, else that of the step."""

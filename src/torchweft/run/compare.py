@@ -1,6 +1,6 @@
 """`compare`: are two nests of tensors equal, and if not, by how much and where?
 
-compare(wanted, found)  ->  bit-equal | within tolerance | different
+compare(wanted, got)  ->  bit-equal | within tolerance | different
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Check:
         return text + (f" ({self.detail})" if self.detail else "")
 
 
-def compare(wanted: Any, found: Any, tolerance: float | None = None) -> Check:
+def compare(wanted: Any, got: Any, tolerance: float | None = None) -> Check:
     """Compare two nests of tensors; other leaves must be equal. NaNs are equal to NaNs."""
-    left, right = tree_leaves(wanted), tree_leaves(found)
+    left, right = tree_leaves(wanted), tree_leaves(got)
     if len(left) != len(right):
         return Check("different", float("inf"), 0.0, len(left), detail="not as many outputs")
     worst, limit, same, count, detail = 0.0, 0.0, True, 0, ""

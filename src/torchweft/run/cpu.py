@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torchweft.plan.trace import Trace
@@ -23,7 +24,7 @@ from torchweft.run.program import Mark, Program, failure_of, trace_of
 
 LINGER_S = 1.0
 Job = Callable[[], Callable[[], None] | None]
-"""What a thread does; what it returns is called when the thread may be had for another job."""
+"""What a thread does; what it returns is called when the thread is free for another job."""
 
 
 class Cancelled(BaseException):
@@ -98,8 +99,8 @@ class CpuCall:
         self.cells: list[Any] = [None] * program.num_cells
         self.events = [threading.Event() for _ in range(program.num_events)]
         self.state: list[Any] = [-1] * len(program.lanes) + [marks]  # the step of each lane; marks
-        self.running = len(program.functions) - 1
-        self.done = threading.Condition()
+        self.ends = [threading.Event() for _ in program.functions[1:]]
+        self.lock = threading.Lock()
         self.failure: tuple[str, BaseException] | None = None
 
     def wait(self, event: threading.Event) -> None:
@@ -110,25 +111,18 @@ class CpuCall:
 
     def join(self) -> None:
         """Wait until all other lanes have ended."""
-        with self.done:
-            while self.running:
-                self.done.wait()
+        for end in self.ends:
+            end.wait()
         if self.failure is not None:
             raise Cancelled
 
     def fail(self, lane: str, error: BaseException) -> None:
         """Note the first failure and wake every lane that waits."""
-        with self.done:
+        with self.lock:
             if self.failure is None:
                 self.failure = (lane, error)
         for event in self.events:
             event.set()
-
-    def end(self) -> None:
-        """A lane has ended."""
-        with self.done:
-            self.running -= 1
-            self.done.notify_all()
 
 
 def run(
@@ -151,10 +145,10 @@ def run(
     arguments = (
         inputs, numbers, call.cells, call.events, call.wait, call.state, bounds, call.join,
     )  # fmt: skip
-    if call.running:
+    if call.ends:
         modes = Modes(num_threads)
-        for name, function in zip(program.lanes[1:], program.functions[1:], strict=True):
-            lanes.start(_job(call, name, function, arguments, modes))
+        for number in range(len(call.ends)):
+            lanes.start(partial(_run_lane, call, program, number + 1, arguments, modes))
     try:
         outputs: tuple[Any, ...] = program.functions[0](*arguments)
         return outputs
@@ -190,18 +184,15 @@ def run_traced(
     return outputs, trace_of(program, marks)
 
 
-def _job(
-    call: CpuCall, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], modes: Modes
-) -> Callable[[], None]:
-    def job() -> None:
-        try:
-            with modes:
-                function(*arguments)
-        except Cancelled:
-            pass
-        except BaseException as error:
-            call.fail(name, error)
-        finally:
-            call.end()
-
-    return job
+def _run_lane(
+    call: CpuCall, program: Program, number: int, arguments: tuple[Any, ...], modes: Modes
+) -> None:
+    try:
+        with modes:
+            program.functions[number](*arguments)
+    except Cancelled:
+        pass
+    except BaseException as error:
+        call.fail(program.lanes[number], error)
+    finally:
+        call.ends[number - 1].set()

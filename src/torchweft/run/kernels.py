@@ -58,9 +58,8 @@ class Results:
 
     def _wrong(self, came: str, expected: str, name: str = "") -> RunError:
         what = f" for {name!r}" if name else ""
-        error = RunError(f"kernel: {self.where} gave {came}{what}; expected {expected}.")
-        error.rule = "kernel"
-        return error
+        text = f"kernel: {self.where} gave {came}{what}; expected {expected}."
+        return RunError(text, rule="kernel")
 
 
 def _shown(thing: Any) -> str:

@@ -56,8 +56,8 @@ class Modes:
 
 
 def _devices() -> list[str]:
-    found = torch.accelerator.current_accelerator()
-    return ["cpu"] if found is None else ["cpu", found.type]
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 @contextlib.contextmanager

@@ -18,9 +18,14 @@ from torchweft.plan.sizes import Size
 from torchweft.plan.trace import SPANS, Span, Trace
 
 Body = Callable[..., Sequence[Any]]
-Jitter = Callable[[Step], float]
+Delay = bool | Callable[[Step], float]
+"""Whether steps are delayed at random, or by how many seconds each."""
 Mark = tuple[int, float, float]
 """A step, by its number, with its start and its end in seconds."""
+Inputs = Sequence[Any]
+Numbers = Sequence[int]
+Outputs = tuple[Any, ...]
+"""Of one call: the values of the graph's inputs, borders or sizes, the values of its outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +58,12 @@ class Program:
 def reads_of(graph: Graph, step: Step) -> list[str]:
     """What the ops of a step need from outside, in order."""
     inside: set[str] = set()
-    found: dict[str, None] = {}
+    reads: dict[str, None] = {}
     for name in step.names:
         op = graph.op[name]
-        found |= dict.fromkeys(n for n in op.reads if n not in inside)
+        reads |= dict.fromkeys(n for n in op.reads if n not in inside)
         inside.update(op.makes)
-    return list(found)
+    return list(reads)
 
 
 def makes_of(graph: Graph, step: Step) -> list[str]:
@@ -66,12 +71,8 @@ def makes_of(graph: Graph, step: Step) -> list[str]:
     if step.by is None:
         return list(graph.op[step.names[0]].makes)
     made = [name for op in step.names for name in graph.op[op].makes]
-    outside = {
-        name for name in made
-        if name in graph.outputs
-        or any(reader.name not in step.names for reader in graph.readers[name])
-    }  # fmt: skip
-    return [name for name in made if name in outside]
+    outside = {name for name in made if {op.name for op in graph.readers[name]} - {*step.names}}
+    return [name for name in made if name in outside or name in graph.outputs]
 
 
 def failure_of(
@@ -93,9 +94,7 @@ def failure_of(
         lines.append(f"  may be half written: {', '.join(changed)}")
     where = steps[at].label if at is not None else "its end"
     what = f"run: {where} on lane {lane!r} failed: {type(error).__name__}: {error}"
-    failure = RunError(what, story="\n".join(lines), lane=lane)
-    failure.step = at
-    return failure
+    return RunError(what, story="\n".join(lines), lane=lane, step=at)
 
 
 def step_of(program: Program, error: BaseException) -> int | None:

@@ -26,37 +26,32 @@ Take = Callable[[Any, int, int, int], Any]
 
 def taker(value: Value) -> Take:
     """The function that takes rows of a value (or of a room)."""
-    batch = _batch(value)
-    dim = batch.dim
+    dim = _batch(value).dim
 
     def narrow(tensor: Any, rows: int, start: int, stop: int) -> Any:
         inner = tensor.shape[dim] // rows
         return tensor.narrow(dim, start * inner, (stop - start) * inner)
 
     def outer(tensor: Any, rows: int, start: int, stop: int) -> Any:
-        inner = _inner(batch, value)
-        shape = (tensor.shape[dim] // (rows * inner), rows, inner)
-        parts = tensor.unflatten(dim, shape).narrow(dim + 1, start, stop - start)
-        return parts.flatten(dim, dim + 2)
+        return (
+            _apart(value, tensor, rows).narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+        )
 
-    return narrow if batch.outer.constant == 1 else outer
+    return narrow if _batch(value).outer.constant == 1 else outer
 
 
 def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
     """The function that puts rows of a value into its whole: (whole, part, rows, start, stop)."""
-    batch, take = _batch(value), taker(value)
-    dim = batch.dim
+    dim, take = _batch(value).dim, taker(value)
 
     def put(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
         take(whole, rows, start, stop).copy_(part)
 
     def put_outer(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
-        inner = _inner(batch, value)
-        outer = whole.shape[dim] // (rows * inner)
-        into = whole.unflatten(dim, (outer, rows, inner)).narrow(dim + 1, start, stop - start)
-        into.copy_(part.unflatten(dim, (outer, stop - start, inner)))
+        into = _apart(value, whole, rows).narrow(dim + 1, start, stop - start)
+        into.copy_(_apart(value, part, stop - start))
 
-    return put if batch.outer.constant == 1 else put_outer
+    return put if _batch(value).outer.constant == 1 else put_outer
 
 
 def _batch(value: Value) -> Batch:
@@ -64,10 +59,11 @@ def _batch(value: Value) -> Batch:
     return value.batch
 
 
-def _inner(batch: Batch, value: Value) -> int:
-    inner = batch.inner.constant
+def _apart(value: Value, tensor: Any, rows: int) -> Any:
+    """A view of a tensor with a dim for the rows between an outer and an inner one."""
+    dim, inner = _batch(value).dim, _batch(value).inner.constant
     assert inner is not None, f"value {value.name}: rows with a symbolic stride inside an outer dim"
-    return inner
+    return tensor.unflatten(dim, (tensor.shape[dim] // (rows * inner), rows, inner))
 
 
 class First:
@@ -121,6 +117,5 @@ def into_of(body: Any, op: str) -> Any:
     """The form of a body that writes into rooms. Raises `PlanError` if it has none."""
     into = getattr(body, "into", None)
     if into is None:
-        text = f"memory: the graph says that op {op!r} writes into places, but its body cannot."
-        raise PlanError(text, rule="memory")
+        raise PlanError(f"memory: op {op!r} is to write into places, but its body cannot.")
     return into

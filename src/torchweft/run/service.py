@@ -8,11 +8,11 @@ with service.keep_inputs() as kept: model(x)                         what each g
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, fx
@@ -35,7 +35,7 @@ class Service:
         self.options, self.speaker, self.lanes = options, speaker, Lanes()
         self.fallbacks: Counter[str] = Counter()
         self.here = threading.local()  # ran: whether a graph has run in this thread's call
-        self.watches = False  # whether somebody looks at the calls: they take the long way then
+        self.watches = False  # whether calls are traced or kept: they take the long way then
         self.traces: list[Trace] | None = None
         self.kept: dict[Any, list[Any]] | None = None
         self._lock = threading.Lock()
@@ -77,23 +77,23 @@ class Service:
         run_eagerly(communicators, self.speaker, self.options.watchdog_s)
         return gm.forward(*inputs)
 
-    @contextlib.contextmanager
-    def collect(self) -> Iterator[list[Trace]]:
+    def collect(self) -> AbstractContextManager[list[Trace]]:
         """Trace every call inside."""
-        self.traces, self.watches = [], True
-        try:
-            yield self.traces
-        finally:
-            self.traces, self.watches = None, False
+        return self._watch("traces", [])
 
-    @contextlib.contextmanager
-    def keep_inputs(self) -> Iterator[dict[Any, list[Any]]]:
+    def keep_inputs(self) -> AbstractContextManager[dict[Any, list[Any]]]:
         """Keep a copy of what each graph is called with inside."""
-        self.kept, self.watches = {}, True
+        return self._watch("kept", {})
+
+    @contextmanager
+    def _watch(self, name: str, book: Any) -> Iterator[Any]:
+        setattr(self, name, book)
+        self.watches = True
         try:
-            yield self.kept
+            yield book
         finally:
-            self.kept, self.watches = None, False
+            setattr(self, name, None)
+            self.watches = False
 
     def keep(self, piece: Any, inputs: Sequence[Any]) -> None:
         """Keep a copy of what a graph is called with, if that is asked for."""

@@ -54,10 +54,8 @@ class Variables:
                         self.split.setdefault(name, set()).add(step.parts)
 
     def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
-        """Sizes for these parts, as arguments."""
         keys = [(size, *parts) for size in sizes]
-        found = [f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys]
-        return ", ".join(found)
+        return ", ".join(f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys)
 
     def _piece(self, name: str, parts: Range | None) -> Range | None:
         return None if self.graph.value[name].batch is None else parts
@@ -70,7 +68,6 @@ class Variables:
         return f"{{{variable}}}"
 
     def _read(self, name: str, parts: Range | None) -> str:
-        """The expression for a value on these parts."""
         parts = self._piece(name, parts)
         if name in self.graph.inputs:
             # Every lane gets the inputs whole; their parts come from the split.

@@ -32,7 +32,7 @@ from torchweft.errors import PlanError
 from torchweft.plan.graph import Value
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.run.kernels import Results
-from torchweft.run.program import Body, Jitter, Program, makes_of, reads_of
+from torchweft.run.program import Body, Delay, Program, makes_of, reads_of
 from torchweft.run.rows import First, into_of, putter, room_for, taker, whole_like
 from torchweft.run.variables import Variables
 
@@ -40,11 +40,7 @@ MAX_JITTER_S = 0.002
 
 
 def compile_program(
-    plan: Plan,
-    bodies: Mapping[str, Body],
-    *,
-    traced: bool = False,
-    jitter: bool | Jitter = False,
+    plan: Plan, bodies: Mapping[str, Body], *, traced: bool = False, jitter: Delay = False
 ) -> Program:
     """Turn a plan into Python functions. The plan should have been verified.
 
@@ -66,9 +62,7 @@ class Writer(Variables):
     threads = True
     parameters = "x, z, c, e, w, s, b, d"
 
-    def __init__(
-        self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: bool | Jitter
-    ) -> None:
+    def __init__(self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: Delay) -> None:
         super().__init__(plan)
         self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
@@ -116,7 +110,6 @@ class Writer(Variables):
         return lines, step_at
 
     def _entries(self) -> Iterator[tuple[int | None, list[str]]]:
-        """The lines of this function, step by step."""
         for index, step in enumerate(self.plan.steps):
             if step.lane == self.lanes[self.lane]:
                 yield index, self._lines(index, step)
@@ -134,7 +127,6 @@ class Writer(Variables):
         return [*(["d()"] if len(self.lanes) > 1 else []), f"return {self._outputs()}"]
 
     def _lines(self, index: int, step: Step) -> list[str]:
-        """One step as source lines."""
         body = self._body(step)
         if len(self.lanes) > 1:
             body = [f"s[{self.lane}] = {index}", *body]
@@ -147,7 +139,6 @@ class Writer(Variables):
         return body
 
     def _body(self, step: Step) -> list[str]:
-        """What a step does."""
         if step.target is not None:
             return [f"w(e[{self.events[step.target]}])"]
         if step.kind == "split":

@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchweft.plan.plan import Step
+from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import tree_map
 from torchweft.run.compare import Check, compare
 from torchweft.run.cpu import run
@@ -24,7 +24,7 @@ from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker
 from torchweft.run.writer import compile_program
 from torchweft.serve.piece import Piece
-from torchweft.serve.plans import PlanEntry, context_of
+from torchweft.serve.plans import context_of
 
 log = logging.getLogger("torchweft")
 
@@ -57,27 +57,52 @@ def first_difference(kept: Kept, limit: float | None) -> str | None:
     return None
 
 
+class _Repeat:
+    """A call of a piece that is run again, on copies of its inputs."""
+
+    def __init__(self, piece: Piece, inputs: Sequence[Any]) -> None:
+        self.piece, self.inputs = piece, inputs
+        self.env = piece.captured.env(inputs)
+        self.context = context_of(piece.graph, self.env)
+        self.entry, _ = piece.plans.entry(self.context, self.env)
+        self.bounds = piece.plans.shape(self.entry, self.context, self.env).bounds
+
+    def run(self, plan: Plan, bodies: Mapping[str, Any], bounds: Sequence[int]) -> None:
+        """Run the call by a plan."""
+        program = compile_program(plan, bodies)
+        values, _ = self.piece.captured.bind(preserved(list(self.inputs)))
+        given = [values[name] for name in self.piece.graph.inputs]
+        numbers = program.numbers(self.env, bounds)
+        run(program, given, bounds, self.piece.service.lanes, numbers=numbers)
+
+    def record(self, plan: Plan, bounds: Sequence[int]) -> dict[str, list[tuple[Any, ...]]]:
+        """Run the call by a plan and keep a copy of everything each op made, run by run."""
+        made: dict[str, list[tuple[Any, ...]]] = {}
+        bodies = self.piece.captured.bodies.items()
+        self.run(plan, {name: _Recorder(name, body, made) for name, body in bodies}, bounds)
+        return made
+
+
 def _first_difference(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
-    values, env = piece.captured.bind(preserved(list(inputs)))
-    context = context_of(piece.graph, env)
-    entry, _ = piece.plans.entry(context, env)
-    sequential = piece.plans.sequential(context)
-    bounds, rows = piece.plans.shape(entry, context, env).bounds, context.batch
-    given = [values[name] for name in piece.graph.inputs]
-    whole = _record(piece, sequential, given, env, (0, rows))
-    values, _ = piece.captured.bind(preserved(list(inputs)))
-    parts = _record(piece, entry, [values[name] for name in piece.graph.inputs], env, bounds)
-    ranges = _ranges(entry)
+    call = _Repeat(piece, inputs)
+    plan, bounds, rows = call.entry.plan, call.bounds, call.context.batch
+    whole = call.record(piece.plans.sequential(call.context).plan, (0, rows))
+    parts = call.record(plan, bounds)
+    ranges: dict[str, list[Range | None]] = {op.name: [] for op in piece.graph.ops}
+    for step in plan.steps:
+        if step.kind in ("run", "issue"):
+            for name in step.names:
+                ranges[name].append(step.parts)
     for op in piece.graph.ops:
-        for made, parts_of in zip(parts.get(op.name, ()), ranges[op.name], strict=False):
-            for name, found, wanted in zip(op.makes, made, whole[op.name][0], strict=True):
+        for results, parts_of in zip(parts.get(op.name, ()), ranges[op.name], strict=False):
+            for name, result, wanted in zip(op.makes, results, whole[op.name][0], strict=True):
                 if not isinstance(wanted, torch.Tensor):
                     continue
                 value = piece.graph.value[name]
                 if parts_of is not None and value.batch is not None:
                     start, stop = bounds[parts_of[0]], bounds[parts_of[1]]
                     wanted = taker(value)(wanted, rows, start, stop)
-                if not compare(wanted, found, limit):
+                if not compare(wanted, result, limit):
                     return op.name
     return None
 
@@ -91,41 +116,33 @@ def wrong_kernel(kept: Kept, limit: float | None) -> str | None:
 def _wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> str | None:
     if not any(entry.plan.kernels for entry in piece.plans.entries):
         return None
-    values, env = piece.captured.bind(preserved(list(inputs)))
-    context = context_of(piece.graph, env)
-    entry, _ = piece.plans.entry(context, env)
-    plan, bounds = entry.plan, piece.plans.shape(entry, context, env).bounds
+    call = _Repeat(piece, inputs)
+    plan, bounds = call.entry.plan, call.bounds
     steps, judges = list(plan.steps), dict[str, Any]()
     names: dict[object, str] = {}  # the issue and the complete of a run have one judge
     wrong: list[str] = []
     for at, step in enumerate(steps):
         if step.by is not None:
             start, stop = step.parts or (0, plan.num_parts)
-            here = {**env, piece.graph.batch or "": bounds[stop] - bounds[start]}
+            here = {**call.env, piece.graph.batch or "": bounds[stop] - bounds[start]}
             name = names.setdefault((step.by, step.names, step.parts), f"judge{len(names)}")
             judge = _Judge(piece, step, plan.kernels[step.by], here, limit, wrong)
             steps[at], judges = step._replace(by=name), {name: judge, **judges}
     judged = replace(plan, steps=tuple(steps), kernels=judges)
-    program = compile_program(judged, piece.captured.bodies)
-    given, numbers = [values[name] for name in piece.graph.inputs], program.numbers(env, bounds)
-    run(program, given, bounds, piece.service.lanes, numbers=numbers)
+    call.run(judged, piece.captured.bodies, bounds)
     return wrong[0] if wrong else None
 
 
+@dataclass(eq=False)
 class _Judge:
     """A kernel beside the ops that it replaces: both run, and what the kernel gives goes on."""
 
-    def __init__(
-        self,
-        piece: Piece,
-        step: Step,
-        kernel: Any,
-        env: Mapping[str, int],
-        limit: float | None,
-        wrong: list[str],
-    ) -> None:
-        self.graph, self.bodies, self.step = piece.graph, piece.captured.bodies, step
-        self.kernel, self.env, self.limit, self.wrong = kernel, env, limit, wrong
+    piece: Piece
+    step: Step
+    kernel: Any
+    env: Mapping[str, int]
+    limit: float | None
+    wrong: list[str]
 
     def __call__(self, *reads: Any) -> Any:
         return self.complete(self.issue(*reads, at_once=True))
@@ -139,32 +156,18 @@ class _Judge:
         """What the kernel gives. The ops have run on the copies by then, and were compared."""
         copies, reads, made, flies = flight
         made = self.kernel.complete(made) if flies else made
-        names, ops = reads_of(self.graph, self.step), [self.graph.op[n] for n in self.step.names]
+        graph, bodies = self.piece.graph, self.piece.captured.bodies
+        names, ops = reads_of(graph, self.step), [graph.op[name] for name in self.step.names]
         kept, values = (dict(zip(names, r, strict=True)) for r in (reads, copies))
         for op in ops:
-            results = self.bodies[op.name](*(values[read] for read in op.reads), env=self.env)
+            results = bodies[op.name](*(values[read] for read in op.reads), env=self.env)
             values |= dict(zip(op.makes, results, strict=True))
         changed = [name for name in names if any(name in op.mutates for op in ops)]
-        wanted = [values[name] for name in (*makes_of(self.graph, self.step), *changed)]
+        wanted = [values[name] for name in (*makes_of(graph, self.step), *changed)]
         verdict = compare(wanted, [*made, *(kept[name] for name in changed)], self.limit)
         if not verdict and all(op.rows != "random" for op in ops):
             self.wrong.append(f"kernel {self.step.by!r} in place of {self.step.label}: {verdict}")
         return made
-
-
-def _record(
-    piece: Piece,
-    entry: PlanEntry,
-    given: Sequence[Any],
-    env: dict[str, int],
-    bounds: Sequence[int],
-) -> dict[str, list[tuple[Any, ...]]]:
-    """Run an entry's plan and keep a copy of everything each op made, run by run."""
-    made: dict[str, list[tuple[Any, ...]]] = {}
-    bodies = {name: _Recorder(name, body, made) for name, body in piece.captured.bodies.items()}
-    program = compile_program(entry.plan, bodies)
-    run(program, given, bounds, piece.service.lanes, numbers=program.numbers(env, bounds))
-    return made
 
 
 class _Recorder:
@@ -179,15 +182,6 @@ class _Recorder:
         copied = tuple(r.clone() if isinstance(r, torch.Tensor) else r for r in results)
         self.made.setdefault(self.name, []).append(copied)
         return results
-
-
-def _ranges(entry: PlanEntry) -> Mapping[str, list[tuple[int, int] | None]]:
-    found: dict[str, list[tuple[int, int] | None]] = {op.name: [] for op in entry.plan.graph.ops}
-    for step in entry.plan.steps:
-        if step.kind in ("run", "issue"):
-            for name in step.names:
-                found[name].append(step.parts)
-    return found
 
 
 def run_copy(

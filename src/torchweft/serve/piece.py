@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -33,13 +34,13 @@ from torchweft.run.cpu import run, run_alone, run_traced
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
-from torchweft.serve.plans import MAX_SHAPES, CallShape, PlanCache, PlanEntry, context_of
+from torchweft.serve.plans import CallShape, PlanCache, PlanEntry, context_of, remember
 
 
 class Ready(NamedTuple):
     """All that a call of known sizes needs.
 
-    alone: its program, if one lane runs it all in the caller's thread and nobody is talked to.
+    alone: its program, if it has one lane and no collectives: the caller's thread runs it all.
     """
 
     entry: PlanEntry
@@ -63,6 +64,11 @@ class Piece:
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(examples, graphs=bool(options.graphs), fall_back=self._fall_back)
+        threads: Any = {"lanes": service.lanes, "num_threads": options.num_threads}
+        self._runs: Any = partial(run, **threads)
+        self._runs_traced: Any = partial(run_traced, **threads)
+        if self.runtime is not None:
+            self._runs, self._runs_traced = self.runtime.run, self.runtime.run_traced
         self.pads: Pads | None = None
         if self.runtime is not None and options.graph_sizes:
             self.pads = Pads(self.graph, options.graph_sizes)
@@ -112,7 +118,6 @@ class Piece:
         return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
 
     def _given(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The graph's inputs, from those of a call."""
         given = self._pick(inputs + self._constants)
         if self._trusted is not None:
             try:
@@ -144,7 +149,7 @@ class Piece:
         except (RunError, StateError):  # a rank that finds no plan tells the others first
             self.service.refuse(self.communicators)
             raise
-        except Exception as error:  # also without parts there is no plan
+        except Exception as error:  # there is no plan, not even without parts
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
         entry.num_calls += 1
         if switch is not None:
@@ -159,9 +164,7 @@ class Piece:
         """Run the user's own graph; calls of these sizes are not planned again."""
         raises = self.service.options.fallback == "error"
         if not raises:
-            if len(self._failed) >= MAX_SHAPES:
-                self._failed.clear()
-            self._failed[key] = error
+            remember(self._failed, key, error)
         if self.graph.level == "boundary":  # the model runs as it is, and not a graph
             self.service.refuse(self.communicators)
             if raises:
@@ -201,9 +204,7 @@ class Piece:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
         by_plan = self.runtime is None and not self.service.options.graphs and not shape.digests
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
-        if len(self._ready) >= MAX_SHAPES:
-            self._ready.clear()
-        self._ready[key] = Ready(entry, alone, shape)
+        remember(self._ready, key, Ready(entry, alone, shape))
 
     def _rebuild(self, outputs: Sequence[Any], env: dict[str, int]) -> Any:
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
@@ -221,24 +222,17 @@ class Piece:
             return self._run(entry, given, shape)
 
     def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
-        bounds, numbers, _ = shape
+        bounds, numbers = shape.bounds, shape.numbers
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
             return self.pads.take(self._run(entry, filled, shape), rows, bounds[-1])
-        lanes, threads = self.service.lanes, self.service.options.num_threads
-        collected, runtime = self.service.traces, self.runtime
+        collected = self.service.traces
         wanted = collected is not None or (entry.num_calls == 2 and entry.trace is None)
         program = self._traced(entry) if wanted else None
         if program is None:
-            if runtime is not None:
-                return runtime.run(entry.program, given, bounds, numbers=numbers)
-            return run(entry.program, given, bounds, lanes, numbers=numbers, num_threads=threads)
-        if runtime is not None:
-            outputs, entry.trace = runtime.run_traced(program, given, bounds, numbers=numbers)
-        else:
-            outputs, entry.trace = run_traced(
-                program, given, bounds, lanes, numbers=numbers, num_threads=threads
-            )
+            outputs: tuple[Any, ...] = self._runs(entry.program, given, bounds, numbers=numbers)
+            return outputs
+        outputs, entry.trace = self._runs_traced(program, given, bounds, numbers=numbers)
         if collected is not None:
             collected.append(entry.trace)
         return outputs

@@ -9,7 +9,7 @@ A call that cannot be split gets the sequential plan and the reason; who asked c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,11 +38,15 @@ MAX_SHAPES = 4096
 
 
 class CallShape(NamedTuple):
-    """Row borders of the parts, sizes that bodies need, digests of the collectives by group."""
+    """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
+
+    refused: why the call must not be cut at these borders; empty if it may.
+    """
 
     bounds: tuple[int, ...]
     numbers: tuple[int, ...]
     digests: dict[str, int]
+    refused: str = ""
 
 
 @dataclass
@@ -56,7 +60,6 @@ class PlanEntry:
     num_calls: int = 0
     trace: Trace | None = None
     shapes: dict[object, CallShape] = field(default_factory=dict)
-    refused: dict[object, str] = field(default_factory=dict)
 
 
 class PlanCache:
@@ -101,13 +104,14 @@ class PlanCache:
         if known is None:
             with self._lock:
                 known = self._find(context)
-                _keep(self._known, key, known)
+                remember(self._known, key, known)
         entry, reason = known
         if not reason and entry.plan.num_parts > 1:
-            reason = self._parts_refused(entry, context, env)
-            if reason:
-                entry = self.sequential(context)
-        return entry, reason
+            try:
+                reason = self.shape(entry, context, env).refused
+            except WeftError as error:
+                reason = str(error)
+        return (self.sequential(context) if reason else entry), reason
 
     def sequential(self, context: Context) -> PlanEntry:
         """The plan that needs no split; it serves every batch."""
@@ -118,17 +122,22 @@ class PlanCache:
 
     def shape(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> CallShape:
         """Borders, sizes and digests of a call."""
-        key = _shape_key(entry, context, env)
-        found = entry.shapes.get(key)
-        if found is None:
+        # Requests count only where the cut looks at them.
+        key = (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
+        shape = entry.shapes.get(key)
+        if shape is None:
             rows, plan = env.get(self.graph.batch or "", 1), entry.plan
             bounds: tuple[int, ...] = (0, rows)
+            refused = ""
             if plan.num_parts > 1:
                 bounds = plan.cut.bounds(rows, context.tokens_per_request)
-            said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
-            found = CallShape(bounds, entry.program.numbers(env, bounds), said)
-            _keep(entry.shapes, key, found)
-        return found
+                refused = self._refusal(bounds, env)
+            shape = CallShape(bounds, (), {}, refused)
+            if not refused:
+                said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
+                shape = CallShape(bounds, entry.program.numbers(env, bounds), said)
+            remember(entry.shapes, key, shape)
+        return shape
 
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         """A verified plan for a context."""
@@ -176,24 +185,12 @@ class PlanCache:
         self.entries.append(entry)
         return entry
 
-    def _parts_refused(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> str:
-        """Why a call cannot be cut as its plan says; empty if it can. Remembered by shape."""
-        key = _shape_key(entry, context, env)
-        reason = entry.refused.get(key)
-        if reason is None:
-            reason = self._refusal(entry, context, env)
-            _keep(entry.refused, key, reason)
-        return reason
-
-    def _refusal(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> str:
+    def _refusal(self, bounds: Sequence[int], env: Mapping[str, int]) -> str:
+        """Why a call cannot be cut at these borders; empty if it can."""
         batch = self.graph.batch
         assert batch is not None, "a graph without a batch is not split"
         if not self.captured.splits(env):
             return "batch: the sizes that were taken for one batch differ in this call"
-        try:
-            bounds = self.shape(entry, context, env).bounds
-        except WeftError as error:
-            return str(error)
         for start, stop in pairwise(bounds):
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
@@ -210,16 +207,11 @@ def context_of(graph: Graph, env: Mapping[str, int]) -> Context:
     return Context(rows, facts.num_tokens, requests, facts.phase, sizes, facts.strategy)
 
 
-def _keep(memory: dict[object, Any], key: object, value: Any) -> None:
-    """Remember a value; what has grown too large is forgotten first."""
+def remember(memory: dict[object, Any], key: object, value: Any) -> None:
+    """Remember a value; a memory that has grown too large is emptied first."""
     if len(memory) >= MAX_SHAPES:
         memory.clear()
     memory[key] = value
-
-
-def _shape_key(entry: PlanEntry, context: Context, env: Mapping[str, int]) -> object:
-    """What the borders of the parts hang on; requests only where the cut looks at them."""
-    return (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
 
 
 def _facts(context: Context) -> tuple[object, ...]:

@@ -83,7 +83,7 @@ class Session:
             return self._captured(gm, example_inputs, blocks)
         except Exception as error:
             own = as_own(error, "capture")
-            if blocks:  # perhaps it can be had without them
+            if blocks:  # perhaps it can be captured without them
                 raise BlockError(first_line(own)) from error
             return self._uncaptured(plain, own)
 
@@ -103,15 +103,13 @@ class Session:
             make = partial(self._aten_piece, unsplit=why)
             return run_aten(gm, example_inputs, make, **known)
 
-        def captured() -> Capture:
-            found = capture(gm, example_inputs, blocks=blocks, **known)
-            # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
-            given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
-            # With side state an op that is tried would write it.
-            tries = not options.strict and not options.splitters
-            return probe(found, given) if tries else untried(found)
-
-        return self._piece(gm, captured, unsplit=_sets_grad(gm))
+        unsplit = _sets_grad(gm)
+        captured = capture(gm, example_inputs, blocks=blocks, **known)
+        if options.strict or options.splitters:  # with side state, to try an op would write it
+            return self._piece(gm, untried(captured), unsplit)
+        # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
+        given = [i.node.hint if isinstance(i, SymInt) else i for i in example_inputs]
+        return self._piece(gm, probe(captured, given), unsplit)
 
     def _aten_piece(
         self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str
@@ -119,13 +117,12 @@ class Session:
         """A graph of AOTAutograd as a piece: what fails in one leaves the others alone."""
         plain = copied(gm)
         try:
-            return self._piece(gm, capture, unsplit=unsplit)
+            return self._piece(gm, capture(), unsplit)
         except Exception as error:
             return self._uncaptured(plain, as_own(error, "capture"))
 
-    def _piece(self, gm: fx.GraphModule, capture: Callable[[], Capture], *, unsplit: str) -> Piece:
-        """A graph that was captured, as a piece of this session."""
-        piece = Piece(capture(), gm, self.service, unsplit)
+    def _piece(self, gm: fx.GraphModule, captured: Capture, unsplit: str) -> Piece:
+        piece = Piece(captured, gm, self.service, unsplit)
         self.pieces.append(piece)
         return piece
 
@@ -138,13 +135,11 @@ class Session:
     def boundary(self, call: Callable[..., Any], model: Any) -> Boundary:
         """The calls of a model in boundary mode."""
 
-        def make_piece(captured: Capture, unsplit: str) -> Piece:
-            return Piece(captured, EMPTY, self.service, unsplit)
-
         def adopt(piece: Piece) -> None:
             self.pieces.append(piece)
             self.settle(())
 
+        make_piece = partial(Piece, gm=EMPTY, service=self.service)
         boundary = Boundary(self.service, call, model, make_piece, adopt)
         self._held.callback(boundary.close)
         return boundary

@@ -27,6 +27,9 @@ from torchweft.serve.session import Session, context
 NUM_ROUNDS = 6
 GAIN = 1.02
 Wanted = str | Strategy | Callable[..., None] | None
+Way = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 
 
 def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
@@ -40,7 +43,7 @@ def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
     known = isinstance(named, Mapping) and all(isinstance(e, Mapping) for e in named.values())
     if not known or not named:
         raise StrategyError(
-            f"strategy: {clip(options)} names none. Say 'auto', 'stock', the name of a strategy, "
+            f"strategy: {clip(options)} names no strategy. Say 'auto', 'stock', its name, "
             "or several with their options: {'overlap': {'parts': 4}}.",
             rule="option",
         )
@@ -65,13 +68,7 @@ class Trials:
         self.chosen.clear()
 
     def call(
-        self,
-        kind: Hashable,
-        stock: Callable[..., Any],
-        by_plans: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        **told: Any,
+        self, kind: Hashable, stock: Way, by_plans: Way, args: Args, kwargs: Kwargs, **told: Any
     ) -> Any:
         """One call of a kind, by the strategy whose turn it is. told: what `weft.context` takes."""
         with self.turn(kind) as strategy, context(strategy=strategy, **told):
@@ -94,9 +91,10 @@ class Trials:
 
     def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
         graphs = (piece.graph for piece in self.session.pieces)
-        found = slowest(graphs, [min(each) for each in times], self.session.options.watchdog_s)
-        best = min(range(len(found)), key=found.__getitem__)
-        return self.strategies[best if found[0] > GAIN * found[best] else 0]
+        watchdog_s = self.session.options.watchdog_s
+        best_s = slowest(graphs, [min(each) for each in times], watchdog_s)
+        best = best_s.index(min(best_s))
+        return self.strategies[best if best_s[0] > GAIN * best_s[best] else 0]
 
 
 class Phases:
@@ -109,16 +107,11 @@ class Phases:
     @property
     def chosen(self) -> dict[str, str]:
         """What was found to be fastest, by the kind of step."""
-        found = [item for trials in self.trials.values() for item in trials.chosen.items()]
-        return {str(kind): str(strategy) for kind, strategy in found}
+        chosen = [item for trials in self.trials.values() for item in trials.chosen.items()]
+        return {str(kind): str(strategy) for kind, strategy in chosen}
 
     def call(
-        self,
-        tokens: Sequence[int],
-        stock: Callable[..., Any],
-        by_plans: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, tokens: Sequence[int], stock: Way, by_plans: Way, args: Args, kwargs: Kwargs
     ) -> Any:
         """One step: its phase and a power of two of its tokens are its kind.
 

@@ -103,7 +103,7 @@ def _number(read: Reader, field: str, default: Any = ...) -> float:
 
 def _flag(read: Reader, field: str, default: bool) -> bool:
     """true, false, 1 or 0."""
-    value = read.found.get(field, default)
+    value = read.data.get(field, default)
     if value not in (0, 1) or isinstance(value, float):
         raise read.fail(f"the field {field!r} cannot be {clip(value)}.")
     return bool(value)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchweft.cli.place import Json, bar
 from torchweft.cli.place import app as place
-from torchweft.cli.text import say, say_json
+from torchweft.cli.place import bar
+from torchweft.cli.text import Json, say, say_json
 from torchweft.errors import PlacementError
 from torchweft.files import write_text
 from torchweft_tools.formats.read_trees import Tree

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,9 @@ from torchweft.errors import RunError
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
-from torchweft.run.accelerator.graphs import Graphs
-from torchweft.run.accelerator.streams import StreamProgram, compile_streams, failed
-from torchweft.run.program import Body, Jitter, trace_of
+from torchweft.run.accelerator.graphs import Graphs, StreamCall
+from torchweft.run.accelerator.streams import StreamProgram, compile_streams
+from torchweft.run.program import Body, Delay, Inputs, Numbers, Outputs, trace_of
 
 
 class Accelerator:
@@ -73,18 +73,11 @@ class Accelerator:
         return graph
 
 
-class Loan:
-    """Streams and events that one call has to itself."""
+class Loan(NamedTuple):
+    """Streams and events that one call has to itself. Events are recorded anew in every call."""
 
-    def __init__(self, device: Accelerator, lanes: Sequence[Lane]) -> None:
-        self.device = device
-        self.streams = [device.stream(lane) for lane in lanes]
-        self.events: list[Any] = []
-
-    def need(self, num_events: int) -> None:
-        """Have at least so many events. They are recorded anew in every call."""
-        while len(self.events) < num_events:
-            self.events.append(self.device.event())
+    streams: list[Any]
+    events: list[Any]
 
 
 class Runtime:
@@ -96,75 +89,32 @@ class Runtime:
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
 
     def compile(
-        self,
-        plan: Plan,
-        bodies: Mapping[str, Body],
-        *,
-        traced: bool = False,
-        jitter: bool | Jitter = False,
+        self, plan: Plan, bodies: Mapping[str, Body], *, traced: bool = False, jitter: Delay = False
     ) -> StreamProgram:
         """The program of a plan; with graphs, cut where ops must not be captured."""
         graphs = self.graphs is not None and not traced
         return compile_streams(plan, bodies, graphs=graphs, traced=traced, jitter=jitter)
 
     def run(
-        self,
-        program: StreamProgram,
-        inputs: Sequence[Any],
-        bounds: Sequence[int],
-        *,
-        numbers: Sequence[int] = (),
-    ) -> tuple[Any, ...]:
+        self, program: StreamProgram, inputs: Inputs, bounds: Numbers, *, numbers: Numbers = ()
+    ) -> Outputs:
         """Run one call and give its outputs. Raises `RunError` if an op fails on the host."""
-        if self.graphs is not None:
-            return self.graphs.run(self, program, inputs, bounds, numbers)
-        return self.issue(program, inputs, bounds, numbers)
+        call = StreamCall(self, program, inputs, bounds, numbers)
+        return call.issue() if self.graphs is None else self.graphs.run(call)
 
     def run_traced(
-        self,
-        program: StreamProgram,
-        inputs: Sequence[Any],
-        bounds: Sequence[int],
-        *,
-        numbers: Sequence[int] = (),
-    ) -> tuple[tuple[Any, ...], Trace]:
+        self, program: StreamProgram, inputs: Inputs, bounds: Numbers, *, numbers: Numbers = ()
+    ) -> tuple[Outputs, Trace]:
         """Run one call of a traced program to its end: its outputs, and what happened when."""
         marks: list[tuple[int, Any, Any]] = []
-        began = self._now(self.device.current_stream())
-        outputs = self.issue(program, inputs, bounds, numbers, marks)
+        began = self.now(self.device.current_stream())
+        outputs = StreamCall(self, program, inputs, bounds, numbers).issue(marks)
         self.device.synchronize()
         spans = [
             (index, began.elapsed_time(start) / 1e3, began.elapsed_time(end) / 1e3)
             for index, start, end in marks
         ]
         return outputs, trace_of(program, spans)
-
-    def issue(
-        self,
-        program: StreamProgram,
-        inputs: Sequence[Any],
-        bounds: Sequence[int],
-        numbers: Sequence[int],
-        marks: list[Any] | None = None,
-    ) -> tuple[Any, ...]:
-        """Put all of a call on its streams, function by function."""
-        cells: list[Any] = [None] * program.num_cells
-        with self.device.active(), self.lend(program) as loan:
-            caller = self.device.current_stream()
-            streams, device = (caller, *loan.streams), self.device
-            try:
-                for function in program.functions:
-                    outputs: tuple[Any, ...] = function(
-                        inputs, numbers, cells, loan.events, streams, marks, bounds,
-                        device.set_stream, self._now,
-                    )  # fmt: skip
-                return outputs
-            except BaseException as error:
-                for stream in loan.streams:  # what has been issued still uses the caller's bytes
-                    caller.wait_stream(stream)
-                raise failed(program, error) from error
-            finally:
-                device.set_stream(caller)
 
     @contextmanager
     def lend(self, program: StreamProgram) -> Iterator[Loan]:
@@ -176,24 +126,20 @@ class Runtime:
         with self.lock:
             idle = self.idle.setdefault(lanes, [])
             loan = idle.pop() if idle else None
-        loan = loan or Loan(self.device, lanes)
-        loan.need(len(program.dispatch.events))
+        loan = loan or Loan([self.device.stream(lane) for lane in lanes], [])
+        while len(loan.events) < len(program.dispatch.events):
+            loan.events.append(self.device.event())
         try:
             yield loan
         finally:
             with self.lock:
                 idle.append(loan)
 
-    def _now(self, stream: Any) -> Any:
+    def now(self, stream: Any) -> Any:
+        """An event that a stream records now."""
         event = self.device.event(timing=True)
         stream.record_event(event)
         return event
-
-
-def device_of(inputs: Sequence[Any]) -> torch.device | None:
-    """The accelerator that inputs live on; None if there is none, or more than one."""
-    devices = devices_of(inputs)
-    return devices.pop() if len(devices) == 1 else None
 
 
 def devices_of(inputs: Sequence[Any]) -> set[torch.device]:
@@ -212,9 +158,10 @@ def runtime_of(
 
     fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
     """
-    place = device_of(inputs)
-    if place is None:
+    devices = devices_of(inputs)
+    if len(devices) != 1:
         return None
+    (place,) = devices
     device = Accelerator(place)
     if place.type == "cuda":
         from torchweft.run.accelerator.cuda import Cuda  # what only CUDA has is loaded where it is

@@ -66,8 +66,8 @@ class Dispatch:
     @cached_property
     def events(self) -> Mapping[int, int]:
         """The items that leave an event, each with the number of its event."""
-        found = sorted({wait for item in self.items for wait in item.waits})
-        return {item: number for number, item in enumerate(found)}
+        awaited = sorted({wait for item in self.items for wait in item.waits})
+        return {item: number for number, item in enumerate(awaited)}
 
 
 def dispatch(plan: Plan, *, alone: Collection[str] = ()) -> Dispatch:
@@ -81,7 +81,7 @@ def in_host_order(plan: Plan) -> Plan:
     Lanes keep their order; a wait stands behind its target, a complete behind its issue. What was
     lowered stands so already.
     """
-    found: list[Step] = []
+    ordered: list[Step] = []
     done: set[str] = set()
     left = list(plan.steps)
     while left:
@@ -93,11 +93,11 @@ def in_host_order(plan: Plan) -> Plan:
                 stuck.add(step.lane)
                 later.append(step)
             else:
-                found.append(step)
+                ordered.append(step)
                 done.add(step.label)
         assert len(later) < len(left), "a verified plan has no deadlock"
         left = later
-    return plan if tuple(found) == plan.steps else replace(plan, steps=tuple(found))
+    return plan if tuple(ordered) == plan.steps else replace(plan, steps=tuple(ordered))
 
 
 def landed(plan: Plan, alone: Collection[str]) -> Plan:

@@ -25,29 +25,53 @@ from torch import Tensor, is_inference_mode_enabled
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.streams import StreamProgram, failed
+from torchweft.run.program import Inputs, Numbers, Outputs
 
 if TYPE_CHECKING:
-    from torchweft.run.accelerator.accelerator import Accelerator, Runtime
+    from torchweft.run.accelerator.accelerator import Accelerator, Loan, Runtime
 
 MAX_GRAPHS = 64
 MAX_CAPTURES = 4
 ALIAS = "graphs: an output shares bytes with another value, so it cannot be copied out"
 MOVES = "graphs: an input that is changed in place moves at every call"
-OPAQUE = "graphs: an op marked graph=False makes what is no tensor"
+OPAQUE = "graphs: an op marked graph=False makes something other than a tensor"
 
 
-class GraphCall(NamedTuple):
+class StreamCall(NamedTuple):
     """One call: what runs, and what it is given."""
 
     runtime: Runtime
     program: StreamProgram
-    inputs: Sequence[Any]
-    bounds: Sequence[int]
-    numbers: Sequence[int]
+    inputs: Inputs
+    bounds: Numbers
+    numbers: Numbers
 
-    def issue(self) -> tuple[Any, ...]:
-        """Run it without graphs."""
-        return self.runtime.issue(self.program, self.inputs, self.bounds, self.numbers)
+    def issue(self, marks: list[Any] | None = None) -> Outputs:
+        """Put all of it on its streams, function by function; no graph is used."""
+        cells: list[Any] = [None] * self.program.num_cells
+        device, outputs = self.runtime.device, ()
+        with device.active(), self.runtime.lend(self.program) as loan:
+            caller = device.current_stream()
+            try:
+                for function in self.program.functions:
+                    outputs = self.run(function, self.inputs, cells, caller, loan, marks)
+                return outputs
+            except BaseException as error:
+                for stream in loan.streams:  # what has been issued still uses the caller's bytes
+                    caller.wait_stream(stream)
+                raise failed(self.program, error) from error
+            finally:
+                device.set_stream(caller)
+
+    def run(
+        self, function: Any, inputs: Inputs, cells: list[Any], first: Any, loan: Loan,
+        marks: list[Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Run one function of the program, its stream 0 being `first`."""
+        return function(
+            inputs, self.numbers, cells, loan.events, (first, *loan.streams), marks, self.bounds,
+            self.runtime.device.set_stream, self.runtime.now,
+        )  # fmt: skip
 
 
 class GraphSegment(NamedTuple):
@@ -92,23 +116,16 @@ class Graphs:
         self.ended: Any = None
         self.lock = threading.RLock()
 
-    def run(
-        self,
-        runtime: Runtime,
-        program: StreamProgram,
-        inputs: Sequence[Any],
-        bounds: Sequence[int],
-        numbers: Sequence[int],
-    ) -> tuple[Any, ...]:
+    def run(self, call: StreamCall) -> Outputs:
         """Run one call: issued, captured or replayed."""
-        call = GraphCall(runtime, program, inputs, bounds, numbers)
-        addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in inputs]
+        addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in call.inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
-        key = (program, mode, tuple(bounds), tuple(numbers), *map(_facts, inputs))
+        sizes = tuple(call.bounds), tuple(call.numbers)
+        key = (call.program, mode, *sizes, *map(_facts, call.inputs))
         with self.lock:
             shape = self.shapes.get(key)
             if shape is None:
-                self.shapes[key] = _first(program, addresses)
+                self.shapes[key] = _first(call.program, addresses)
                 if len(self.shapes) > MAX_GRAPHS:
                     self.device.synchronize()  # its bytes may be in use
                     self.shapes.popitem(last=False)
@@ -121,9 +138,7 @@ class Graphs:
         self.fall_back(shape.refused)
         return call.issue()
 
-    def _capture(
-        self, call: GraphCall, shape: Shape, addresses: list[int | None]
-    ) -> tuple[Any, ...]:
+    def _capture(self, call: StreamCall, shape: Shape, addresses: list[int | None]) -> Outputs:
         """Capture a call and carry it out on the way."""
         graph = call.program.plan.graph
         for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
@@ -135,14 +150,15 @@ class Graphs:
             shape.refused = MOVES
             return call.issue()
         device = self.device
-        with device.active():
+        # Streams and events are lent before a capture begins: none is made inside of it.
+        with device.active(), call.runtime.lend(call.program) as loan:
             caller = self._behind()
             shape.slots = [
                 item.clone() if isinstance(item, Tensor) and not fixed else item
                 for item, fixed in zip(call.inputs, shape.fixed, strict=True)
             ]
             try:
-                self._segments(call, shape, caller)
+                self._segments(call, shape, caller, loan)
             except BaseException as error:
                 shape.parts = []
                 raise _uncapturable(call.program, error) from error
@@ -156,23 +172,21 @@ class Graphs:
                     shape.slots[at] = None
             return outputs
 
-    def _segments(self, call: GraphCall, shape: Shape, caller: Any) -> None:
+    def _segments(self, call: StreamCall, shape: Shape, caller: Any, loan: Loan) -> None:
         """Capture each segment and replay it, or run it where it must not be captured."""
         device, program = self.device, call.program
         self.stream = self.stream or device.stream(Lane("capture"))
-        with call.runtime.lend(program):
-            pass  # its streams and events are there now: none is made in a capture
         cells: list[Any] = [None] * program.num_cells
         for function, segment in zip(program.functions, program.dispatch.segments, strict=True):
             if not segment.captured:
                 before = tuple(cells)
-                shape.outputs = _run(call, function, shape.slots, cells, caller)
+                shape.outputs = call.run(function, shape.slots, cells, caller, loan)
                 shape.parts.append(GraphSegment(None, function, before, tuple(cells)))
                 continue
             device.set_stream(self.stream)
             graph = device.begin_capture(self.pool)
             try:
-                shape.outputs = _run(call, function, shape.slots, cells, self.stream)
+                shape.outputs = call.run(function, shape.slots, cells, self.stream, loan)
             finally:
                 device.set_stream(self.stream)
                 graph.capture_end()
@@ -181,7 +195,7 @@ class Graphs:
             graph.replay()
             shape.parts.append(GraphSegment(graph))
 
-    def _replay(self, call: GraphCall, shape: Shape) -> tuple[Any, ...]:
+    def _replay(self, call: StreamCall, shape: Shape) -> Outputs:
         """Put a captured call on the caller's stream."""
         self.num_replays += 1
         with self.device.active():
@@ -196,7 +210,8 @@ class Graphs:
                     continue
                 cells = list(part.before)
                 try:
-                    _run(call, part.function, given, cells, caller)
+                    with call.runtime.lend(call.program) as loan:
+                        call.run(part.function, given, cells, caller, loan)
                 finally:
                     self.device.set_stream(caller)
                 for made, place in zip(cells, part.after, strict=True):
@@ -212,7 +227,7 @@ class Graphs:
             caller.wait_event(self.ended)
         return caller
 
-    def _handed_out(self, call: GraphCall, shape: Shape, caller: Any) -> tuple[Any, ...]:
+    def _handed_out(self, call: StreamCall, shape: Shape, caller: Any) -> Outputs:
         """The outputs in bytes of the caller's own; an input that is an output is itself."""
         graph = call.program.plan.graph
         own = dict(zip(graph.inputs, call.inputs, strict=True))
@@ -223,15 +238,6 @@ class Graphs:
         self.ended = self.ended or self.device.event()
         caller.record_event(self.ended)
         return outputs
-
-
-def _run(call: GraphCall, function: Any, inputs: Any, cells: list[Any], first: Any) -> Any:
-    """Run one function of a program, its stream 0 being `first`."""
-    with call.runtime.lend(call.program) as loan:
-        return function(
-            inputs, call.numbers, cells, loan.events, (first, *loan.streams), None, call.bounds,
-            call.runtime.device.set_stream, None,
-        )  # fmt: skip
 
 
 def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:
@@ -259,16 +265,10 @@ def _is_opaque(shape: Shape) -> bool:
 
 
 def _uncapturable(program: StreamProgram, error: BaseException) -> BaseException:
-    """The error of a capture that failed: which step, and the cure."""
-    found = failed(program, error)
-    if not isinstance(found, RunError) or isinstance(error, WeftError):
-        return found
-    where = program.plan.steps[found.step].label if found.step is not None else "the plan"
-    made = RunError(
-        f"graphs: {where} cannot be captured: {error} Mark it with graph=False, or compile the "
-        "model without graphs.",
-        story=found.story,
-        lane=found.lane,
-    )
-    made.step = found.step
-    return made
+    own = failed(program, error)
+    if not isinstance(own, RunError) or isinstance(error, WeftError):
+        return own
+    where = program.plan.steps[own.step].label if own.step is not None else "the plan"
+    text = f"graphs: {where} cannot be captured: {error} Mark it with graph=False, or compile the "
+    text += "model without graphs."
+    return RunError(text, story=own.story, lane=own.lane, step=own.step)

@@ -50,13 +50,13 @@ class Pads:
 
     def take(self, outputs: Sequence[Any], rows: int, size: int) -> tuple[Any, ...]:
         """The rows of the outputs that the caller asked for."""
-        found = []
+        taken = []
         for value, item in zip(self.outputs, outputs, strict=True):
             if value is not None and isinstance(item, torch.Tensor):
                 item = taker(value)(item, size, 0, rows)
                 item = item if item.is_contiguous() else item.clone()
-            found.append(item)
-        return tuple(found)
+            taken.append(item)
+        return tuple(taken)
 
 
 def _repeat_last(value: Any, item: Any, rows: int, size: int) -> Any:
@@ -79,7 +79,6 @@ def _refusal(graph: Graph) -> str:
 
 
 def _batched(value: Value) -> Any:
-    """The value if it has rows."""
     return value if value.batch is not None and value.dtype != "opaque" else None
 
 

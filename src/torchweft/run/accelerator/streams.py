@@ -30,7 +30,7 @@ from torch import Tensor
 
 from torchweft.plan.plan import Plan, Step
 from torchweft.run.accelerator.dispatch import Dispatch, Item, copies, dispatch
-from torchweft.run.program import Body, Jitter, Program, failure_of, step_of
+from torchweft.run.program import Body, Delay, Program, failure_of, step_of
 from torchweft.run.writer import Writer
 
 LANDED = -1
@@ -50,7 +50,7 @@ def compile_streams(
     *,
     graphs: bool = False,
     traced: bool = False,
-    jitter: bool | Jitter = False,
+    jitter: Delay = False,
 ) -> StreamProgram:
     """Turn a plan into Python functions for one host thread. The plan should have been verified.
 
@@ -63,11 +63,7 @@ def compile_streams(
 
 
 def write_streams(
-    given: Dispatch,
-    bodies: Mapping[str, Body],
-    *,
-    traced: bool = False,
-    jitter: bool | Jitter = False,
+    given: Dispatch, bodies: Mapping[str, Body], *, traced: bool = False, jitter: Delay = False
 ) -> StreamProgram:
     """The program of a dispatch."""
     program = _StreamWriter(given, bodies, traced, jitter).program()
@@ -104,11 +100,7 @@ class _StreamWriter(Writer):
     parameters = "x, z, c, e, q, s, b, on, now"
 
     def __init__(
-        self,
-        given: Dispatch,
-        bodies: Mapping[str, Body],
-        traced: bool,
-        jitter: bool | Jitter,
+        self, given: Dispatch, bodies: Mapping[str, Body], traced: bool, jitter: Delay
     ) -> None:
         super().__init__(given.plan, bodies, traced, jitter)
         self.given, self.num_functions, self.current = given, len(given.segments), 0
@@ -201,7 +193,6 @@ class _StreamWriter(Writer):
         return lines
 
     def _made(self, step: Step, stream: int) -> None:
-        """Remember whose bytes the makes of a step have."""
         made = set(step.names) if step.kind == "copy" else set()
         if step.kind in ("run", "complete"):
             made = {name for op in step.names for name in self.graph.op[op].makes}

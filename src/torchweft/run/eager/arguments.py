@@ -2,7 +2,7 @@
 
     nest = Nest(output)                      tensors in tuples, dicts, dataclasses ...
     nest.leaves                              [tensor, None, 3, tensor]
-    nest.rebuild(other_leaves)               the same form around other leaves
+    nest.with_tensors(others)                the same form around other tensors
 
 Torch's pytrees know tuples, lists, dicts and what hosts register; dataclasses are taken apart here.
 """
@@ -13,11 +13,12 @@ import copy
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchweft.private.core import tree_flatten, tree_unflatten
 
@@ -48,41 +49,42 @@ class Nest:
         self.leaves.append(leaf)
         return None
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The same form with these leaves."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def with_tensors(self, tensors: Iterable[Any]) -> Any:
+        """The same form and leaves, with other tensors in place of its own."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._build(self.key, iter(leaves), iter(self._records))
 
     def _build(self, key: Any, leaves: Iterator[Any], records: Iterator[Any]) -> Any:
         spec, *inside = key
-        found = []
+        items = []
         for form in inside:
             if form is None:
-                found.append(next(leaves))
+                items.append(next(leaves))
                 continue
             record, names = next(records)
-            made = copy.copy(record)
+            items.append(copy.copy(record))
             for name, value in zip(names, self._build(form[1], leaves, records), strict=True):
-                object.__setattr__(made, name, value)
-            found.append(made)
-        return tree_unflatten(found, spec)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The leaves that are tensors, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+                object.__setattr__(items[-1], name, value)
+        return tree_unflatten(items, spec)
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf that is no tensor is certain to hold no rows either."""
+    """Whether a leaf other than a tensor surely holds no rows."""
     return isinstance(leaf, PLAIN) or (callable(leaf) and hasattr(leaf, "__code__"))
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call: which leaves are tensors, and which of these have rows."""
+    """The arguments of a call, how many rows they have, and which of their tensors have them."""
 
     nest: Nest
-    slots: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
     batched: tuple[bool, ...]
     rows: int
 
@@ -90,31 +92,17 @@ class Arguments:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Arguments:
         """The commonest size of dim `dim` of the tensors is the batch."""
         nest = Nest((args, kwargs))
-        slots = [n for n, leaf in enumerate(nest.leaves) if isinstance(leaf, torch.Tensor)]
-        shapes = [nest.leaves[slot].shape for slot in slots]
-        sizes = [shape[dim] if len(shape) > dim else None for shape in shapes]
+        tensors = tuple(nest.tensors)
+        sizes = [each.shape[dim] if each.dim() > dim else None for each in tensors]
         counts = Counter(size for size in sizes if size is not None)
         rows = counts.most_common(1)[0][0] if counts else 0
-        return Arguments(nest, tuple(slots), tuple(rows > 0 and s == rows for s in sizes), rows)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The leaves that are tensors, in order."""
-        return tuple(self.nest.leaves[slot] for slot in self.slots)
+        return Arguments(nest, tensors, tuple(rows > 0 and size == rows for size in sizes), rows)
 
     def holds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether arguments are still the same: nothing was put into a list or taken out."""
         now = Nest((args, kwargs))
         same = zip(self.nest.leaves, now.leaves, strict=False)
         return now.key == self.nest.key and all(before is after for before, after in same)
-
-    def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in place of theirs."""
-        leaves = list(self.nest.leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = self.nest.rebuild(leaves)
-        return args, kwargs
 
 
 class RowSpan:

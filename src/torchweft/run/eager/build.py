@@ -16,7 +16,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -56,18 +56,16 @@ class ChangedBytes:
         if self.slot is not None:
             return tensors[self.slot]
         owner, _, name = self.path.rpartition(".")
-        found: torch.Tensor = getattr(model.get_submodule(owner), name)
-        return found
+        return getattr(model.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class EagerRecord:
-    """What was built of a recorded call."""
+class EagerRecord(NamedTuple):
+    """What was built of a recorded call. unsplit: why it must run whole; empty if it need not."""
 
     captured: Capture
     stops: tuple[Stop, ...]
-    held: tuple[ChangedBytes, ...]
-    uncut: str
+    changed: tuple[ChangedBytes, ...]
+    unsplit: str
 
 
 def build(
@@ -85,17 +83,20 @@ def build(
     states: the names of the side state that is to be in force wherever a part goes on.
     """
     nest = Nest(outputs)
-    uncut = recorder.mixes or _uncut_arguments(given) or _uncut_outputs(nest, given.rows, dim)
-    builder = _Builder(recorder, given, model, None if uncut else Batch(0), dim)
+    unsplit = recorder.unsplit or _unsplit_arguments(given)
+    unsplit = unsplit or _unsplit_outputs(nest, given.rows, dim)
+    builder = _Builder(recorder.halts, given, None if unsplit else Batch(0), dim)
+    builder.add_changed(given, model)
     builder.add_states(states)
-    makes = builder.ops_of(nest.tensors)
+    makes = builder.add_ops(nest.tensors)
     names = makes if nest.tensors else ()
     graph = Graph(
         name, tuple(builder.values.values()), tuple(builder.ops), tuple(builder.inputs), names,
-        batch=None if uncut else BATCH, level="boundary",
+        batch=None if unsplit else BATCH, level="boundary",
     )  # fmt: skip
-    unknown = [held.name for held in builder.held.values() if not held.known]
-    num_tensors = len(given.slots)
+    changed = tuple(dict.fromkeys(builder.changed.values()))
+    unknown = [each.name for each in changed if not each.known]
+    num_tensors = len(given.tensors)
     captured = Capture(
         graph=graph,
         bodies=builder.bodies,
@@ -109,12 +110,11 @@ def build(
         matched=frozenset(recorder.rules),
         assumed=(f"{name}, which changes {', '.join(unknown)}",) if unknown else (),
     )
-    held = tuple(dict.fromkeys(builder.held.values()))
-    return EagerRecord(captured, tuple(builder.stops), held, uncut)
+    return EagerRecord(captured, tuple(builder.stops), changed, unsplit)
 
 
-def check_steps(plan: Plan) -> Plan:
-    """The plan itself. Raises `StrategyError` for a step over some of several parts.
+def check_steps(plan: Plan) -> None:
+    """Raise `StrategyError` for a step over some of several parts.
 
     Every part is a run of the model of its own, so no step is about two of them.
     """
@@ -125,10 +125,9 @@ def check_steps(plan: Plan) -> Plan:
                 f"boundary: {step.label} is a merged run; in boundary mode every part runs by "
                 "itself."
             )
-    return plan
 
 
-def _uncut_arguments(given: Arguments) -> str:
+def _unsplit_arguments(given: Arguments) -> str:
     if not given.rows:
         return "batch: no argument is a tensor with rows"
     for leaf in given.nest.leaves:
@@ -140,7 +139,7 @@ def _uncut_arguments(given: Arguments) -> str:
     return ""
 
 
-def _uncut_outputs(nest: Nest, rows: int, dim: int) -> str:
+def _unsplit_outputs(nest: Nest, rows: int, dim: int) -> str:
     for number, leaf in enumerate(nest.leaves):
         if isinstance(leaf, torch.Tensor):
             if rows_at(leaf.shape, rows, dim) is None:
@@ -154,19 +153,19 @@ class _Builder:
     """Makes values and ops, stretch by stretch."""
 
     def __init__(
-        self, recorder: Recorder, given: Arguments, model: Any, batch: Batch | None, dim: int
+        self, halts: Sequence[Halt], given: Arguments, batch: Batch | None, dim: int
     ) -> None:
-        self.halts, self.rows, self.batch, self.dim = recorder.halts, given.rows, batch, dim
+        self.halts, self.rows, self.batch, self.dim = halts, given.rows, batch, dim
+        self.kind = "row-wise" if batch is not None else "batch-free"
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.bodies: dict[str, Body] = {}
         self.stops: list[Stop] = []
-        self.held: dict[int, ChangedBytes] = {}
-        self.inputs = [f"arg{number}" for number in range(len(given.slots))]
+        self.changed: dict[int, ChangedBytes] = {}  # by the number of the bytes
+        self.inputs = [f"arg{number}" for number in range(len(given.tensors))]
         for name, tensor, has_rows in zip(self.inputs, given.tensors, given.batched, strict=True):
             self._value(name, tensor.shape, _dtype(tensor), has_rows=has_rows)
         self.inputs += [self._value(CALL, has_rows=False), self._value(ROWS, (self.rows,))]
-        self._hold(given, model)
         self._names: Counter[str] = Counter()
 
     def _value(
@@ -182,32 +181,28 @@ class _Builder:
         self.values[name] = Value(name, sizes, dtype, batch)
         return name
 
-    def _hold(self, given: Arguments, model: Any) -> None:
+    def add_changed(self, given: Arguments, model: Any) -> None:
         """Name the bytes that the model changes and that outlive the call."""
         written = {number for halt in self.halts for number in halt.stretch.writes}
-        for slot, tensor in enumerate(given.tensors):
+        known = [(t, ChangedBytes(f"arg{slot}", slot)) for slot, t in enumerate(given.tensors)]
+        if isinstance(model, nn.Module):
+            kept = [*model.named_buffers(), *model.named_parameters()]
+            known += [(tensor, ChangedBytes(f"held.{path}", path=path)) for path, tensor in kept]
+        for tensor, name in known:
             for number in storages_of(tensor) & written:
-                self.held.setdefault(number, ChangedBytes(self.inputs[slot], slot))
-        kept = (
-            [*model.named_buffers(), *model.named_parameters()]
-            if isinstance(model, nn.Module)
-            else []
-        )
-        for path, tensor in kept:
-            for number in storages_of(tensor) & written:
-                self.held.setdefault(number, ChangedBytes(f"held.{path}", path=path))
-        for number in sorted(written - self.held.keys()):
-            self.held[number] = ChangedBytes(f"held.{len(self.held)}")
-        for held in dict.fromkeys(self.held.values()):
-            if held.slot is None:
-                self.inputs.append(self._value(held.name, has_rows=False))
+                self.changed.setdefault(number, name)
+        for number in sorted(written - self.changed.keys()):
+            self.changed[number] = ChangedBytes(f"held.{len(self.changed)}")
+        for changed in dict.fromkeys(self.changed.values()):
+            if changed.slot is None:
+                self.inputs.append(self._value(changed.name, has_rows=False))
 
     def add_states(self, names: Sequence[str]) -> None:
         """Side state of the host: every stretch touches it, so its parts go in part order."""
         self.states = tuple(self._value(STATE + name, has_rows=False) for name in names)
         self.inputs += self.states
 
-    def ops_of(self, outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    def add_ops(self, outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """Make all ops; what the last of them makes."""
         before: tuple[str, ...] = (*self.inputs[: self.inputs.index(CALL)], CALL, ROWS)
         makes: tuple[str, ...] = ()
@@ -234,8 +229,8 @@ class _Builder:
 
     def _stretch(self, stretch: Stretch, reads: tuple[str, ...], makes: tuple[str, ...]) -> None:
         mark = stretch.mark
-        touched = [self.held[number].name for number in stretch.touches if number in self.held]
-        changed = dict.fromkeys(self.held[number].name for number in stretch.writes)
+        touched = {self.changed[n].name for n in stretch.touches if n in self.changed}
+        changed = dict.fromkeys(self.changed[number].name for number in stretch.writes)
         name = self._name(mark.name if mark is not None else "op")
         resume: Function = _begin if CALL in reads else _resume
         self._op(
@@ -245,13 +240,13 @@ class _Builder:
                 makes,
                 (*changed, *self.states),
                 uses=(mark.uses if mark is not None else None) or "compute",
-                rows=self._kind,
+                rows=self.kind,
                 mark=mark.name if mark is not None else None,
                 body=name,
                 flops=Size.of(BATCH) * (stretch.flops // self.rows) if self.batch else Size.of(0),
             ),
             functools.partial(resume, len(reads), len(makes)),
-            _same,
+            lambda made: made,
         )
 
     def _talk(self, halt: Halt, reads: str) -> str:
@@ -262,7 +257,7 @@ class _Builder:
             (reads,),
             (landed,),
             uses="network",
-            rows=self._kind,
+            rows=self.kind,
             two_phase=True,
             collective=Collective(halt.kind, halt.communicator),
             body=halt.text,
@@ -273,10 +268,6 @@ class _Builder:
     def _op(self, op: Op, issue: Function, complete: Function) -> None:
         self.ops.append(op)
         self.bodies[op.name] = Body(op.body, EMPTY, issue=issue, complete=complete)
-
-    @property
-    def _kind(self) -> str:
-        return "row-wise" if self.batch is not None else "batch-free"
 
     def _name(self, base: str) -> str:
         number = self._names[base]
@@ -290,40 +281,23 @@ def _stretches(halts: Sequence[Halt]) -> Iterator[tuple[Halt, Stretch, bool]]:
     It passes where something was computed since it last did, at collectives, and at the end; not
     where nothing but the end is still to come.
     """
-    behind = [
-        any(h.stretch.num_calls or h.kind for h in halts[at + 1 :]) for at in range(len(halts))
-    ]
-    open_stretch: Stretch | None = None
+    busy = [number for number, halt in enumerate(halts) if halt.stretch.num_calls or halt.kind]
+    stretch = Stretch()
     for number, halt in enumerate(halts):
-        open_stretch = _joined(open_stretch, halt.stretch)
-        ends = number == len(halts) - 1
-        passes = ends or bool(halt.kind) or bool(open_stretch.num_calls and behind[number])
-        yield halt, open_stretch, passes
+        stretch = stretch.joined(halt.stretch)
+        has_more = bool(busy) and number < busy[-1]
+        passes = bool(halt.kind or halt is halts[-1] or (stretch.num_calls and has_more))
+        yield halt, stretch, passes
         if passes:
-            open_stretch = None
-
-
-def _joined(first: Stretch | None, second: Stretch) -> Stretch:
-    """Two stretches as one: the mark is that of the one that computes."""
-    if first is None:
-        return second
-    return Stretch(
-        first.mark if first.num_calls else second.mark,
-        first.num_calls + second.num_calls,
-        first.flops + second.flops,
-        first.touches | second.touches,
-        first.writes | second.writes,
-    )
+            stretch = Stretch()
 
 
 def _begin(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
-    """Start a part on its rows of the arguments."""
     *tensors, call, rows = reads[:num_reads]
     return _made(call.begin(rows, tensors), num_makes)
 
 
 def _resume(num_reads: int, num_makes: int, *reads: Any) -> tuple[Any, ...]:
-    """Let a part go on from where it stands."""
     part = reads[0]
     part.resume()
     return _made(part, num_makes)
@@ -337,10 +311,6 @@ def _made(part: Any, num_makes: int) -> tuple[Any, ...]:
     if len(tensors) != num_makes and tensors:
         raise RunError(f"output: a part gave {len(tensors)} tensors; its first run {num_makes}.")
     return tuple(tensors) or (part,)
-
-
-def _same(made: Any) -> Any:
-    return made
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -6,9 +6,9 @@
 
 Every form of a collective (`dist.all_reduce`, with `async_op=True`, the functional ones, those of
 a DTensor) ends in one operator of c10d. `catch_collectives` puts a kernel of ours above c10d's own:
-where nobody listens it only hands on. No function of torch or of the model is replaced.
+without a listener it only hands on. No function of torch or of the model is replaced.
 
-`Eager` listens to a model that runs as it is, while several ranks may be about. Its collectives go
+`Eager` listens to a model that runs as it is, while there may be several ranks. Its collectives go
 over the communicators that plans use, so ranks agree on the call too (the others must run theirs
 eagerly as well), no wait is endless, and a rank that fails wakes its peers.
 """
@@ -74,8 +74,7 @@ class EagerCollective:
         names = [argument.name for argument in self.op._schema.arguments]
         given = next((at for at, name in enumerate(names) if name.startswith("input")), 0)
         tensors = [leaf for leaf in tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
-        found: torch.Tensor = next(iter(tree_leaves(self.args[given])), tensors[0])
-        return found
+        return next(iter(tree_leaves(self.args[given])), tensors[0])
 
     def start(self) -> EagerCollective:
         """Let c10d begin, on the communicator that plans use. The ranks have agreed by then."""
@@ -95,12 +94,12 @@ class EagerCollective:
         return self
 
     def pass_on(self) -> Any:
-        """What c10d makes of it, as if nobody had caught it."""
+        """What c10d makes of it, as if it had not been caught."""
         return self.op.redispatch(self.keys, *self.args)
 
 
 class Eager:
-    """Listens to a model that nobody schedules; `ranks` is a talk without a plan."""
+    """Listens to a model that runs without a plan; `ranks` is a talk without a plan."""
 
     def __init__(self, ranks: Talk) -> None:
         self.ranks = ranks
@@ -119,7 +118,7 @@ class Eager:
 
 @functools.cache
 def catch_collectives() -> torch.library.Library:
-    """Catch the collectives of every thread that somebody listens to; once a process."""
+    """Catch the collectives of every thread with a listener; once in a process."""
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, kind in KINDS.items():
         op = getattr(torch.ops.c10d, name).default

@@ -140,24 +140,23 @@ class EagerPart:
 
 
 def _free(lock: threading.Lock) -> None:
-    """Release a lock, whether or not somebody else has done so: what waits for it goes on."""
+    """Release a lock that another thread may have released already."""
     with contextlib.suppress(RuntimeError):
         lock.release()
 
 
 def cancel(parts: Sequence[EagerPart], patience_s: float) -> bool:
-    """Cancel all parts that are not over; whether their threads came home in time."""
+    """Cancel all parts that are not over; whether their threads ended in time."""
     for part in parts:
         if not part.over.is_set():
             part.cancel()
     return all(part.over.wait(patience_s) for part in parts)
 
 
-def unfit(planned: str, found: str) -> RunError:
+def unfit(planned: str, came: str) -> RunError:
     """The error of a model that comes to another boundary than the plan says."""
-    error = RunError(
-        f"sequence: the model came to {clip(found)} where its first run had {clip(planned)}; "
-        "its plan does not fit any more."
+    return RunError(
+        f"sequence: the model came to {clip(came)} where its first run had {clip(planned)}; "
+        "its plan does not fit any more.",
+        rule=SEQUENCE,
     )
-    error.rule = SEQUENCE
-    return error

@@ -4,12 +4,11 @@
     recorder.halts      the boundaries it came to, each with the stretch of calls before it
 
 A stretch tells how many operators it called, their flops, and which bytes it touched and changed
-that were there before the call. What keeps a model from being cut is noted in `mixes`.
+that were there before the call. What keeps a model from being cut is noted in `unsplit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +35,16 @@ class Stretch:
     touches: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
 
+    def joined(self, later: Stretch) -> Stretch:
+        """This stretch and the next as one: the mark is that of the one that computes."""
+        return Stretch(
+            self.mark if self.num_calls else later.mark,
+            self.num_calls + later.num_calls,
+            self.flops + later.flops,
+            self.touches | later.touches,
+            self.writes | later.writes,
+        )
+
 
 @dataclass(frozen=True)
 class Halt:
@@ -56,7 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.eager = eager
         self.halts: list[Halt] = []
-        self.mixes = ""
+        self.unsplit = ""
         self.rules: set[MarkRule] = set()
         self._marks: list[Mark] = []
         self._stretch = Stretch()
@@ -74,11 +83,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._listening.__exit__(*error)
         if not torch.equal(self._random, torch.get_rng_state()):
-            self.mixes = (
-                self.mixes or "random: the model draws numbers, and parts would draw others"
-            )
+            self.refuse("random: the model draws numbers, and parts would draw others")
         if error[0] is None:
             self._halt("the end")
+
+    def refuse(self, why: str) -> None:
+        """The model must not be cut; the first reason stays."""
+        self.unsplit = self.unsplit or why
 
     def stop(self, text: str, mark: Any) -> None:
         """The model enters or leaves a mark."""
@@ -89,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if text.startswith("enter"):
             self._marks.append(mark)
             if mark.rows in ("mixing", "random", "additive"):
-                self.mixes = self.mixes or f"rows: mark {mark.name!r} is declared {mark.rows}"
+                self.refuse(f"rows: mark {mark.name!r} is declared {mark.rows}")
         else:
             self._marks.pop()
         self._stretch.mark = self._marks[-1] if self._marks else None
@@ -97,11 +108,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def talk(self, caught: EagerCollective) -> Any:
         """The model calls a collective: what it changes counts to the stretch before it."""
         if caught.kind in BETWEEN_TWO:
-            self.mixes = self.mixes or f"collective: {caught.kind} is for one part only"
+            self.refuse(f"collective: {caught.kind} is for one part only")
             return caught.pass_on()
         # Inside of another operator (a functional form, a DTensor's) it works on what that made.
         if self._called.namespace == "c10d" and caught.kind != "barrier":
-            self._stretch.writes |= set(_storages(caught.args[0])) - self._fresh
+            self._stretch.writes |= storages_of(caught.args[0]) - self._fresh
         tensor, dtype = caught.tensor, str(caught.tensor.dtype).removeprefix("torch.")
         facts = (caught.kind, caught.communicator, tuple(tensor.shape), dtype)
         self._halt(caught.text, *facts)
@@ -123,38 +134,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload):
             return results
         stretch.flops += _flops(func, args, kwargs, results)
-        given = set(_storages((args, kwargs)))
+        given, made = storages_of((args, kwargs)), storages_of(results)
         stretch.touches |= given - self._fresh
-        stretch.writes |= set(_written(func, args, kwargs)) - self._fresh
-        made = set(_storages(results))
+        stretch.writes |= _written(func, args, kwargs) - self._fresh
         self._fresh |= made if "lift_fresh" in str(func) else made - given
-        if not self.mixes and "batch_norm" in str(func) and _trains(func, args, kwargs):
-            self.mixes = f"mixing: {func} looks at all rows while it trains"
+        if "batch_norm" in str(func) and _trains(func, args, kwargs):
+            self.refuse(f"mixing: {func} looks at all rows while it trains")
         return results
 
 
-def _storages(nest: Any) -> Iterator[int]:
-    """A number for the bytes of every tensor in a nest."""
+def storages_of(nest: Any) -> set[int]:
+    """A number for the bytes of every tensor in a nest; a tensor of tensors has several."""
+    numbers: set[int] = set()
     for leaf in tree_leaves(nest):
-        if not isinstance(leaf, torch.Tensor):
-            continue
         if is_traceable_wrapper_subclass(leaf):
-            yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-        else:
-            yield int(leaf.untyped_storage()._cdata)  # views share it
+            numbers |= storages_of([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor):
+            numbers.add(int(leaf.untyped_storage()._cdata))  # views share it
+    return numbers
 
 
-def storages_of(tensor: torch.Tensor) -> set[int]:
-    """The numbers of all bytes of a tensor; a tensor of tensors has several."""
-    return set(_storages(tensor))
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-    if func._schema.is_mutable:
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                yield from _storages(given)
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    written = [
+        args[number] if number < len(args) else kwargs.get(argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return storages_of(written) if written else set()
 
 
 def _trains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
