@@ -29,8 +29,8 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
+from torchweft.run.driver.prices import Prices
 from torchweft.run.workers.pool import WorkerPool
-from torchweft.run.workers.prices import Prices
 from torchweft_tools.bench.dynamic import drawn_trees
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.players.dynamic_placed import ByNodes

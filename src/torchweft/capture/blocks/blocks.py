@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchweft.capture.blocks.likeness import Moves, ask_for_likeness, chain
+from torchweft.capture.blocks.likeness import ask_for_likeness, chain, move
 from torchweft.capture.marks import MarkRule
 from torchweft.errors import WeftError
 from torchweft.private.dynamo import (
@@ -63,11 +63,13 @@ class Blocks:
 
         at_start: whether nothing of the call has run yet, so that it can be begun again.
         """
-        found = [] if self.refused else find_blocks(self.model, self.rules)
-        self.skipped = _skip(self.model) if found else ""
+        owners = [] if self.refused else find_blocks(self.model, self.rules)
+        learns = any(each.requires_grad for each in self.model.parameters())
+        wanted = bool(owners) and torch.is_grad_enabled() and learns
+        self.skipped = "block: gradients are wanted." if wanted else ""
         self._tried = at_start and not self.refused and not self.skipped
         if self._tried and not self._plain:
-            for owner in found:
+            for owner in owners:
                 self._plain[owner] = vars(owner)["forward"]
                 owner.forward = _region(self._plain[owner])  # type: ignore[attr-defined]
             self._asked.enter_context(ask_for_likeness())
@@ -107,12 +109,19 @@ class Blocks:
             if isinstance(tensor, Tensor)
         }
         modules = {id(module): module for module in self.model.modules()}
-        first: dict[str, _BlockCall] = {}
+        first: dict[str, dict[int, str]] = {}
         nodes = gm.graph.find_nodes(op="call_function", target=INVOKE)
         for node in nodes:
-            call = _BlockCall(node, modules, given)
-            if first.setdefault(str(node.args[1]), call).names != call.names:
-                raise BlockError(f"block: {call} was given weights that are not its own.")
+            stack = list(node.meta.get("nn_module_stack") or {})
+            module = modules.get(int(stack[-1].partition("@")[0])) if stack else None
+            if module is None:
+                raise BlockError(f"block: nobody knows which module {node.name} calls.")
+            text = f"{type(module).__name__} in {node.name}"
+            names = _weights(node, module, given)
+            if not names:
+                raise BlockError(f"block: {text} uses no weight of its own.")
+            if first.setdefault(str(node.args[1]), names) != names:
+                raise BlockError(f"block: {text} was given weights that are not its own.")
         return bool(nodes)
 
     def _require_found_again(self, placeholders: Sequence[fx.Node]) -> None:
@@ -135,29 +144,12 @@ class Blocks:
         return next(kind for kind in kinds if "forward" in vars(kind)) in self._plain
 
 
-class _BlockCall:
-    """One call of a block in Dynamo's graph: the module, its weights by place."""
-
-    def __init__(
-        self,
-        node: fx.Node,
-        modules: Mapping[int, nn.Module],
-        given: Mapping[fx.Node, Tensor],
-    ) -> None:
-        stack = list(node.meta.get("nn_module_stack") or {})
-        module = modules.get(int(stack[-1].partition("@")[0])) if stack else None
-        if module is None:
-            raise BlockError(f"block: nobody knows which module {node.name} calls.")
-        self.text = f"{type(module).__name__} in {node.name}"
-        own = {id(tensor): name for name, tensor in _tensors(module)}
-        used = [(n, arg) for n, arg in enumerate(node.args) if isinstance(arg, fx.Node)]
-        operands = [(n, given[arg]) for n, arg in used if arg in given]
-        self.names = {n: own[id(tensor)] for n, tensor in operands if id(tensor) in own}
-        if not self.names:
-            raise BlockError(f"block: {self} uses no weight of its own.")
-
-    def __str__(self) -> str:
-        return self.text
+def _weights(node: fx.Node, module: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[int, str]:
+    """The names of the module's own tensors that a call is given, by their places."""
+    own = {id(tensor): name for name, tensor in _tensors(module)}
+    used = [(n, arg) for n, arg in enumerate(node.args) if isinstance(arg, fx.Node)]
+    operands = [(n, id(given[arg])) for n, arg in used if arg in given]
+    return {n: own[number] for n, number in operands if number in own}
 
 
 def find_blocks(model: nn.Module, rules: Sequence[MarkRule] = ()) -> list[type]:
@@ -165,16 +157,16 @@ def find_blocks(model: nn.Module, rules: Sequence[MarkRule] = ()) -> list[type]:
 
     Of blocks within blocks, the outer ones. A class whose blocks are not all marked alike is none.
     """
-    found: dict[type, dict[object, list[nn.Module]]] = {}
+    children: dict[type, dict[object, list[nn.Module]]] = {}
     for holder in model.modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential):
             for child in holder:
                 if _owner(child) is not None:
-                    alike = found.setdefault(type(child), {})
+                    alike = children.setdefault(type(child), {})
                     alike.setdefault((id(holder), _signature(child)), []).append(child)
     repeated = {
         kind: [block for group in alike.values() for block in group]
-        for kind, alike in found.items()
+        for kind, alike in children.items()
         if any(len(group) >= MIN_BLOCKS for group in alike.values())
     }
     inside = {
@@ -226,13 +218,6 @@ def _marked(block: nn.Module, path: str, rules: Sequence[MarkRule]) -> frozenset
     )
 
 
-def _skip(model: nn.Module) -> str:
-    """Why this call of a model is captured without blocks; empty if it is not."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters()):
-        return "block: gradients are wanted."
-    return ""
-
-
 def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
     def region(*args: Any, **kwargs: Any) -> Any:
         return invoke_subgraph_placeholder(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -242,11 +227,11 @@ def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forget_wrappers(guards: GuardsSet, is_wrapper: Callable[[Source], bool]) -> None:
     """Let guards on what a wrapper holds be guards on the `forward` that it stood for."""
-    found = list(guards)
+    traced = list(guards)
     guards.clear()
-    for guard in found:
+    for guard in traced:
         if moved := _behind(guard.originating_source, is_wrapper):
-            source = Moves(dict([moved]))(guard.originating_source)
+            source = move(guard.originating_source, dict([moved]))
             guard = Guard(source, guard.create_fn, user_stack=guard.user_stack)
         guards.add(guard, collect_debug_stack=False)
 

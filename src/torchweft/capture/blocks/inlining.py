@@ -114,11 +114,8 @@ def _stack(node: fx.Node, call: fx.Node, first: fx.Node) -> dict[str, Any]:
     above, here = (each.meta["nn_module_stack"] for each in (first, call))
     (old, _), (path, _) = (list(stack.values())[-1] for stack in (above, here))
     inside = {k: v for k, v in node.meta.get("nn_module_stack", {}).items() if k not in above}
-    found: dict[str, Any] = here | {
-        f"{key}@{call}": (inner.replace(old, path, 1), kind)
-        for key, (inner, kind) in inside.items()
-    }
-    return found
+    moved = {f"{k}@{call}": (p.replace(old, path, 1), kind) for k, (p, kind) in inside.items()}
+    return {**here, **moved}
 
 
 def _name(call: fx.Node) -> str:

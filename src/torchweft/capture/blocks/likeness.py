@@ -23,7 +23,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -55,6 +55,7 @@ UNREAD = (int, float, bool, str)  # values in a module that may differ where nob
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 NOT_THEIRS = ("torch", "builtins")
+REDUCED = (types.SimpleNamespace, functools.partial)
 STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
 NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -73,45 +74,30 @@ class Likeness(InvokeSubgraphReuseCondition):
     kept: list[Any] = field(default_factory=list)
 
     def holds(self, tx: Any, other: InputFingerprint) -> bool:
-        """Whether a call with these arguments is like the one that was traced."""
+        """Whether a call with these arguments is like the one that was traced; guards it then."""
         if not self.state.check() or self.modes != _modes(tx) or self.written != _written(tx):
             return False
         if other.has_unknown or self.first.treespec != other.treespec:
-            return False
-        if len(self.first.flat_vts) != len(other.flat_vts):
             return False
         pairs = Pairs()
         arguments = zip(_arguments(self.first), _arguments(other), strict=True)
         if not all(_argument(pairs, old, new) for old, new in arguments):
             return False
-        return self._reads_alike(tx, other, pairs)
-
-    def _reads_alike(self, tx: Any, other: InputFingerprint, pairs: Pairs) -> bool:
-        """Whether another call would read what the first has read; guards it as the first is."""
-        moves = Moves()
+        moves: dict[Source, Source] = {}
         gone: set[Source] = set()
         for old, new in zip(self.first.arg_sources, other.arg_sources, strict=True):
             if old is not None and new is None:
                 gone.add(old)
             elif old is not None and new is not None:
-                moves.made[old] = new
+                moves[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
-                    moves.made[old.base] = new.base
-        scope = _scope(tx)
-        known: dict[Source, Any] = {}
-        tensors: list[tuple[Source, Tensor]] = []
-        for source in self.read:
-            if gone.intersection(chain(source)):
-                return False  # read from an argument that nobody else can name
-            place = moves(source)
-            try:
-                was, now = (each.get_value(scope, {}, known) for each in (source, place))
-            except NOWHERE:
-                return False
-            if not pairs.alike(was, now):
-                return False
-            if isinstance(now, Tensor):
-                tensors.append((place, now))
+                    moves[old.base] = new.base
+        if any(gone.intersection(chain(source)) for source in self.read):
+            return False  # read from an argument that nobody else can name
+        places = {source: move(source, moves) for source in self.read}
+        tensors = self._read_alike(tx, places, pairs)
+        if tensors is None:
+            return False
         shared = frozenset(map(id, pairs.shared))
         if shared not in self.reached:
             self.reached[shared] = _reached(pairs.shared)
@@ -119,29 +105,40 @@ class Likeness(InvokeSubgraphReuseCondition):
         known_to_all = self.reached[shared].union(thing for thing, _ in self.written)
         if not pairs.parted().isdisjoint(known_to_all):
             return False  # through what both share, the blocks themselves can be reached
-        for place, tensor in tensors:
+        for place, tensor in tensors.items():
             VariableBuilder(tx, place)(tensor)
         for guard in self.inside:
             tx.output.guards.add(_moved(guard, moves), collect_debug_stack=False)
-        tx.output.guard_on_key_order.update(list(map(moves, tx.output.guard_on_key_order)))
+        ordered = [move(source, moves) for source in tx.output.guard_on_key_order]
+        tx.output.guard_on_key_order.update(ordered)
         return True
 
+    def _read_alike(
+        self, tx: Any, places: Mapping[Source, Source], pairs: Pairs
+    ) -> dict[Source, Tensor] | None:
+        """The tensors that another call would read; None if it would read what is unlike."""
+        scope, known = _scope(tx), dict[Source, Any]()
+        tensors: dict[Source, Tensor] = {}
+        for source, place in places.items():
+            try:
+                was, now = (each.get_value(scope, {}, known) for each in (source, place))
+            except NOWHERE:
+                return None
+            if not pairs.alike(was, now):
+                return None
+            if isinstance(now, Tensor):
+                tensors[place] = now
+        return tensors
 
-@dataclass
-class Moves:
-    """Where things are found in another call, or otherwise, by where they are found in one."""
 
-    made: dict[Source, Source] = field(default_factory=dict)
-
-    def __call__(self, source: Source) -> Source:
-        """The same source, but for what has moved."""
-        if source not in self.made:
-            inner = {each.name: getattr(source, each.name) for each in fields(source)}
-            held = {name: value for name, value in inner.items() if isinstance(value, Source)}
-            new = {name: self(value) for name, value in held.items()}
-            same = all(new[name] is value for name, value in held.items())
-            self.made[source] = source if same else replace(source, **new)
-        return self.made[source]
+def move(source: Source, moves: dict[Source, Source]) -> Source:
+    """The same source but for what has moved, here or further down; kept in `moves`."""
+    if source not in moves:
+        held = {each.name: getattr(source, each.name) for each in fields(source)}
+        inner = {n: move(each, moves) for n, each in held.items() if isinstance(each, Source)}
+        same = all(each is held[n] for n, each in inner.items())
+        moves[source] = source if same else replace(source, **inner)
+    return moves[source]
 
 
 class Pairs:
@@ -226,49 +223,41 @@ def _held(thing: Any) -> list[Any] | None:
     """All that makes an object what it is, but its class; None if that cannot be seen."""
     kind = type(thing)
     try:
-        match thing:
-            case types.MethodType():
-                return [thing.__func__, thing.__self__]
-            case functools.partial():
-                return [thing.func, thing.args, thing.keywords, vars(thing)]
-            case types.SimpleNamespace():
-                return [vars(thing)]
-            case types.FunctionType():
-                code = [id(thing.__code__), id(thing.__globals__), vars(thing)]
-                cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-                return [*code, thing.__defaults__, thing.__kwdefaults__, *cells]
+        if kind is types.FunctionType:
+            code = [id(thing.__code__), id(thing.__globals__), vars(thing)]
+            cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+            return [*code, thing.__defaults__, thing.__kwdefaults__, *cells]
+        if kind is types.MethodType:
+            return [thing.__func__, thing.__self__]
         if kind in (list, tuple, deque):
             return list(thing)
         if kind in (dict, OrderedDict):
             return [*thing, *thing.values()]
-        if isinstance(thing, type) or any(getattr(kind, n) != getattr(object, n) for n in STATE):
+        own = any(getattr(kind, name) != getattr(object, name) for name in STATE)
+        if isinstance(thing, type) or (own and kind not in REDUCED):
             return None
-        reduced: Any = object.__reduce_ex__(thing, 2)
-        _, new, state, items, pairs = reduced
-        return [new[1:], state, list(items or ()), list(pairs or ())]
+        _, made_from, *state = thing.__reduce_ex__(2)
+        return [*made_from, *(list(each) if isinstance(each, Iterator) else each for each in state)]
     except (TypeError, ValueError):  # something hidden, or a cell without contents
         return None
 
 
 def _reached(things: Iterable[Any]) -> set[int]:
     """The ids of all that is reached from some things."""
-    waiting, kept, seen = list(things), [], set()
+    waiting, seen = list(things), dict[int, Any]()
     while waiting:
         thing = waiting.pop()
         if type(thing) in PLAIN or id(thing) in seen:
             continue
-        seen.add(id(thing))
-        kept.append(thing)
+        seen[id(thing)] = thing  # what is known by its id must not go away
         waiting.append(type(thing))
         if isinstance(thing, type):
             waiting += _of_class(thing)
         elif isinstance(thing, nn.Module):
             waiting += vars(thing).values()
-        elif isinstance(thing, set | frozenset):
-            waiting += thing
         elif not isinstance(thing, Tensor):
-            waiting += _held(thing) or ()
-    return seen
+            waiting += thing if isinstance(thing, set | frozenset) else _held(thing) or ()
+    return set(seen)
 
 
 def _of_class(kind: type) -> list[Any]:
@@ -323,16 +312,16 @@ def _identity(vt: Any) -> int:
 
 
 def _laid(tensor: Tensor) -> object:
-    dense = tensor.layout is torch.strided
-    place = (tensor.stride(), tensor.storage_offset()) if dense else ()
-    kind = (tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
-    return (tensor.shape, *place, *kind, tensor.is_conj(), tensor.is_neg())
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    kind = (tensor.dtype, tensor.device, tensor.requires_grad)
+    return tensor.shape, strides, kind, _seen(tensor)
 
 
-def _seen(fake: Tensor) -> object:
+def _seen(tensor: Tensor) -> object:
     """What Dynamo does not compare of arguments."""
-    offset = str(fake.storage_offset()) if fake.layout is torch.strided else ""
-    return offset, fake.layout, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference()
+    offset = str(tensor.storage_offset()) if tensor.layout is torch.strided else ""
+    flags = (tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
+    return offset, tensor.layout, flags
 
 
 def _bytes(tensor: Tensor) -> object:
@@ -351,24 +340,24 @@ def _written(tx: Any) -> dict[tuple[int, str], str] | None:
     """
     effects = tx.output.side_effects
     written: dict[tuple[int, str], str] = {}
-    told: set[Source] = set()
+    sources: set[Source] = set()
     for item, values in effects.store_attr_mutations.items():
         if isinstance(item.mutation_type, AttributeMutationNew):
             continue
         for name, value in values.items():
             if not hasattr(item, "value") or not item.source or not value.is_python_constant():
                 return None
-            told.add(AttrSource(item.source, name))
+            sources.add(AttrSource(item.source, name))
             written[id(item.value), name] = repr(value.as_python_constant())
-    return None if effects.tensor_hooks or set(effects.mutated_sources) - told else written
+    return None if effects.tensor_hooks or set(effects.mutated_sources) - sources else written
 
 
-def _moved(guard: Guard, move: Moves) -> Guard:
+def _moved(guard: Guard, moves: dict[Source, Source]) -> Guard:
     """The guard on another block that this is on the first."""
     create: Any = guard.create_fn
     if guard.create_fn_name() == "DUPLICATE_INPUT":  # one thing in two places
-        create = functools.partial(create.func, source_b=move(create.keywords["source_b"]))
-    return Guard(move(guard.originating_source), create, user_stack=guard.user_stack)
+        create = functools.partial(create.func, source_b=move(create.keywords["source_b"], moves))
+    return Guard(move(guard.originating_source, moves), create, user_stack=guard.user_stack)
 
 
 def chain(source: Source) -> Iterator[Source]:

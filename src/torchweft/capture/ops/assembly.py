@@ -26,7 +26,7 @@ from torchweft.capture.ops.peel import peel
 from torchweft.capture.ops.regions import Region, cut, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
-    bound_symbols,
+    asserts,
     find_units,
     is_work,
     source_of,
@@ -38,7 +38,7 @@ from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
-from torchweft.private.core import OpOverload, tree_leaves
+from torchweft.private.core import OpOverload
 
 RNG = "random.state"
 
@@ -66,7 +66,6 @@ class Assembly:
         graph = self.gm.graph
         self.codes: dict[str, fx.GraphModule] = {}
         self.modes = modes_of(graph)
-        self.bound = bound_symbols(graph, self.rows)
         self.cheap = {node for unit in self.units if unit.cheap for node in unit.nodes}
         self.canonical = _canonical(graph, self.rows)
         self.output = graph.output_node()
@@ -90,13 +89,8 @@ class Assembly:
         made: list[tuple[Op, Region, BodyWriter, list[fx.Node]]] = []
         for region, writer in zip(self.regions, writers, strict=True):
             makes = [n for n in region.calls if n in wanted and self.canonical[n] is n]
-            if (
-                makes
-                or region.collective
-                or self._writes_outside(region, writer)
-                or _asserts(region)
-                or region.states
-            ):
+            acts = region.collective or region.states or any(map(asserts, region.calls))
+            if makes or acts or self._written_by(region, writer):
                 self._make_op(region, writer, makes)
                 made.append((self.ops[-1], region, writer, makes))
         self._place(made)
@@ -107,17 +101,14 @@ class Assembly:
             return True
         call = self.rows.calls[node]
         if node.op == "placeholder":
-            return bool(tree_leaves(call.value)) and isinstance(call.value, SYMBOLIC)
-        return node.op not in ("get_attr", "output") and not is_work(self.rows, node, self.bound)
+            return isinstance(call.value, SYMBOLIC)
+        return node.op not in ("get_attr", "output") and not is_work(self.rows, node)
 
     def _make_inputs(self, wanted: set[fx.Node]) -> None:
         owner: dict[int, str] = {}
         for node in self.gm.graph.nodes:
-            if (
-                node.op not in ("placeholder", "get_attr")
-                or node not in wanted
-                or self.is_copied(node)
-            ):
+            given = node.op in ("placeholder", "get_attr")
+            if not given or node not in wanted or self.is_copied(node):
                 continue
             value = self._value(node)
             self.inputs[value.name] = node
@@ -128,42 +119,41 @@ class Assembly:
                     value = replace(value, alias_of=owner[number])
                 owner.setdefault(number, value.name)
             self.values[value.name] = value
-        draws = sum(unit.draws for unit in self.units)
-        if draws > 1:  # an order between draws that no data shows
-            self.values[RNG] = Value(RNG, (), "opaque")
-        for name in (name for region in self.regions for name in region.states):
-            self.values[name] = Value(name, (), "opaque")
+        beside = [name for region in self.regions for name in region.states]
+        if sum(unit.draws for unit in self.units) > 1:  # an order between draws no data shows
+            beside.insert(0, RNG)
+        self.values.update({name: Value(name, (), "opaque") for name in beside})
 
     def _value(self, node: fx.Node) -> Value:
         tensor = self.rows.value(node)
-        name = value_name(node)
+        opaque = Value(value_name(node), (), "opaque")
         dtype = str(getattr(tensor, "dtype", "opaque")).removeprefix("torch.")
         if not isinstance(tensor, torch.Tensor) or dtype not in ITEM_BYTES:
-            return Value(name, (), "opaque")
+            return opaque
+        exprs = self.rows.symbols.shape(tensor)
+        if not all(expr.free_symbols <= self.rows.bound for expr in exprs):
+            return opaque
         try:
-            exprs = self.rows.symbols.shape(tensor)
-            if not all(expr.free_symbols <= self.bound for expr in exprs):
-                return Value(name, (), "opaque")
             shape = tuple(size_of(expr) for expr in exprs)
         except SizeError:
-            return Value(name, (), "opaque")
+            return opaque
         axis = self.rows.axis(tensor)
         try:
             batch: Batch | None = axis.batch() if axis is not None else None
         except SizeError:
             batch = None
-        return Value(name, shape, dtype, batch)
+        return Value(opaque.name, shape, dtype, batch)
 
-    def _writes_outside(self, region: Region, writer: BodyWriter) -> bool:
-        return any(storages(self.rows.value(node)) & region.writes for node in writer.reads)
+    def _written_by(self, region: Region, writer: BodyWriter) -> tuple[str, ...]:
+        """The values from outside that a region writes into."""
+        value = self.rows.value
+        return tuple(value_name(n) for n in writer.reads if storages(value(n)) & region.writes)
 
     def _make_op(self, region: Region, writer: BodyWriter, makes: list[fx.Node]) -> None:
         reads = list(writer.reads)
         made = {node: self._value(node) for node in makes}
         self._alias(region, reads, made)
-        mutates = tuple(
-            value_name(n) for n in reads if storages(self.rows.value(n)) & region.writes
-        )
+        mutates = self._written_by(region, writer)
         declared = region.mark.rows if region.mark else None
         kind, reason = self._kind(region, reads, made, mutates)
         kind = declared or kind
@@ -286,9 +276,9 @@ class Assembly:
         unit = region.reason
         others = sum(other.kind == region.kind for other in region.units) - 1
         more = f" (and {others} more)" if others else ""
-        where = source_of(unit.told)
-        told = f"{target_name(unit.told)}: {unit.reason}{more}"
-        return f"{told}, at {where}" if where else told
+        where = source_of(unit.named)
+        text = f"{target_name(unit.named)}: {unit.reason}{more}"
+        return f"{text}, at {where}" if where else text
 
     def _flops(self, region: Region) -> Size:
         total: Any = sum(self.rows.calls[node].flops for node in region.calls)
@@ -305,15 +295,11 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "once"
         else:
-            told = region.collective or region.reason.told
-            target = target_name(told).removesuffix(".default")
-            if isinstance(told.target, OpOverload):
-                target = str(told.target.overloadpacket)
+            call = region.collective or region.reason.named
+            target = target_name(call).removesuffix(".default")
+            if isinstance(call.target, OpOverload):
+                target = str(call.target.overloadpacket)
             base = re.sub(r"\W", "_", target.split(".")[-1])
-        return self._unique(base)
-
-    def _unique(self, base: str) -> str:
-        """A name for one more op that is to be called so."""
         while True:
             number = self.num_names[base]
             self.num_names[base] += 1
@@ -355,12 +341,12 @@ def value_name(node: fx.Node) -> str:
 def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:
     """For each node the first one that has the very same tensor: `y.add_(1)` is `y`."""
     first: dict[int, fx.Node] = {}
-    found: dict[fx.Node, fx.Node] = {}
+    canonical: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         value = rows.value(node)
         plain = isinstance(value, torch.Tensor) and node.op != "output"
-        found[node] = first.setdefault(id(value), node) if plain else node
-    return found
+        canonical[node] = first.setdefault(id(value), node) if plain else node
+    return canonical
 
 
 def _is_leading(value: Value) -> bool:
@@ -368,7 +354,3 @@ def _is_leading(value: Value) -> bool:
     if value.batch is None or value.batch.outer != ONE:
         return False
     return all(size == ONE for size in value.shape[: value.batch.dim])
-
-
-def _asserts(region: Region) -> bool:
-    return any("_assert" in target_name(node) for node in region.calls)

@@ -56,8 +56,8 @@ def communicators_of(gm: fx.GraphModule) -> set[str]:
     """The communicators of the collectives that a graph, or one inside of it, shows."""
     graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
     starts = [node for graph in graphs for node in graph.nodes if is_collective(node)]
-    found = [collective_of(node) for node in starts]
-    return {each.communicator for each in found if each is not None}
+    collectives = [collective_of(node) for node in starts]
+    return {each.communicator for each in collectives if each is not None}
 
 
 def kind_of(node: fx.Node) -> str:
@@ -91,16 +91,16 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
 
 def _places(start: fx.Node, behind: list[fx.Node]) -> dict[fx.Node, int] | None:
     """Which of the results each wait gives; None if something else happens behind the start."""
-    taken, found = {start: 0}, dict[fx.Node, int]()
+    taken, waits = {start: 0}, dict[fx.Node, int]()
     for node in behind:
         first: Any = node.args[0] if node.args else None
         if is_wait(node) and first in taken:
-            found[node] = taken[first]
+            waits[node] = taken[first]
         elif node.target is operator.getitem and first is start and isinstance(node.args[1], int):
             taken[node] = node.args[1]
-        elif not (is_copy(node) and node.args[1] in found):
+        elif not (is_copy(node) and node.args[1] in waits):
             return None
-    return found
+    return waits
 
 
 def _issue(

@@ -102,13 +102,13 @@ def _reason(node: fx.Node, makers: Makers, home: dict[fx.Node, Unit]) -> str:
 
 def _users(node: fx.Node, home: dict[fx.Node, Unit]) -> list[Unit | None]:
     """The units that read a result; None stands for the caller. Cheap ones pass it on."""
-    found: list[Unit | None] = []
+    readers: list[Unit | None] = []
     for user in node.users:
         unit = home.get(user)
         if user.op == "output":
-            found.append(None)
+            readers.append(None)
         elif unit is not None and unit.cheap:
-            found += _users(user, home)
+            readers += _users(user, home)
         elif unit is not None and unit is not home.get(node):
-            found.append(unit)
-    return found
+            readers.append(unit)
+    return readers

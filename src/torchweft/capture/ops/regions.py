@@ -15,6 +15,7 @@ can run beside it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -71,34 +72,35 @@ class Region:
 def cut(units: list[Unit], rows: Rows) -> list[Region]:
     """The regions, in an order that keeps every dependence."""
     cheap = {node: unit for unit in units if unit.cheap for node in unit.nodes}
-    awaited = _awaited(units)
-    done: list[Region] = []
-    opened: Region | None = None
-    for unit, awaits in zip(units, awaited, strict=True):
+    regions: list[Region] = []  # the last one is open
+    for unit, awaits in zip(units, _awaited(units), strict=True):
         if unit.cheap:
             continue
-        if opened is not None and _joins(opened, unit, awaits):
-            opened.add(unit)
-        elif opened is not None and _passes(unit, opened, cheap, rows):
-            _append(done, unit, awaits)
-        else:
-            if opened is not None:
-                done.append(opened)
-            opened = Region([], unit.kind, unit.mark, unit.key, awaits)
-            opened.add(unit)
-    return done + ([opened] if opened is not None else [])
+        at = len(regions)
+        if regions and _joins(regions[-1], unit, awaits):
+            regions[-1].add(unit)
+            continue
+        if regions and _passes(unit, regions[-1], cheap, rows):
+            at -= 1  # before the open region, as part of the one there if that is alike
+            before = regions[at - 1] if at else None
+            if before and before.kind == unit.kind and _joins(before, unit, awaits):
+                before.add(unit)
+                continue
+        regions.insert(at, Region([], unit.kind, unit.mark, unit.key, awaits))
+        regions[at].add(unit)
+    return regions
 
 
 def _awaited(units: list[Unit]) -> list[frozenset[int]]:
     """For each unit the slow units that it waits for, directly or not."""
     behind: dict[fx.Node, frozenset[int]] = {}
-    found = []
+    awaited = []
     for number, unit in enumerate(units):
         used = {other for node in unit.nodes for other in node.all_input_nodes}
         awaits = frozenset[int]().union(*(behind.get(node, frozenset()) for node in used))
-        found.append(awaits)
+        awaited.append(awaits)
         behind |= dict.fromkeys(unit.nodes, awaits | {number} if is_slow(unit) else awaits)
-    return found
+    return awaited
 
 
 def is_slow(unit: Unit) -> bool:
@@ -117,13 +119,6 @@ def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
         return True
     alike = region.kind == unit.kind and region.units[0].block == unit.block
     return alike and unit.kind != "random" and region.awaits == awaits
-
-
-def _append(done: list[Region], unit: Unit, awaits: frozenset[int]) -> None:
-    """Put a unit behind all closed regions, as part of the last one if that is alike."""
-    if not (done and done[-1].kind == unit.kind and _joins(done[-1], unit, awaits)):
-        done.append(Region([], unit.kind, unit.mark, unit.key, awaits))
-    done[-1].add(unit)
 
 
 def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
@@ -168,10 +163,8 @@ def settle(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         unit = home.get(node)
         if unit is not None and unit.kind in ("row-wise", "batch-free"):
             if rows.axis(rows.value(node)) is not None or unit.kind == "row-wise":
-                unit.kind, unit.reason = (
-                    "mixing",
-                    "its result shares bytes with an input or an output",
-                )
+                unit.kind = "mixing"
+                unit.reason = "its result shares bytes with an input or an output"
             unit.mark, unit.key = None, None
     for unit in reversed(units):
         if unit.key is not None and unit.kind == "batch-free" and unit.collective is None:
@@ -208,22 +201,17 @@ def shared_outputs(graph: fx.Graph, rows: Rows) -> list[fx.Node]:
         if node.op != "output":
             for number in storages(rows.value(node)):
                 maker.setdefault(number, node)
-    output = next(node for node in graph.nodes if node.op == "output")
-    tensors = {
-        id(rows.value(node)): node for node in output.all_input_nodes if storages(rows.value(node))
-    }
-    counts: dict[int, int] = {}
-    for node in tensors.values():
-        number = id_of(rows.value(node))
-        counts[number] = counts.get(number, 0) + 1
-    found = []
-    for node in tensors.values():
-        number = id_of(rows.value(node))
+    outputs = graph.output_node().all_input_nodes
+    values = {id(rows.value(node)): node for node in outputs if storages(rows.value(node))}
+    number_of = {node: id_of(rows.value(node)) for node in values.values()}
+    counts = Counter(number_of.values())
+    shared = []
+    for node, number in number_of.items():
         given = maker[number].op in ("placeholder", "get_attr")
         first = rows.value(maker[number]) is rows.value(node)
         if not first and (given or counts[number] > 1):
-            found.append(node)
-    return found
+            shared.append(node)
+    return shared
 
 
 def sink(units: list[Unit], rows: Rows) -> list[Unit]:
@@ -258,10 +246,8 @@ class _Sinker:
                 self.done.append(unit)
                 continue
             waits = needs(unit, self.waiting, self.cheap, self.rows)
-            if unit.kind == "additive" and not waits:
-                self.waiting.add(unit)
-                continue
-            if unit.kind == "batch-free" and waits and unit.key is None and not unit.writes:
+            plain = unit.kind == "batch-free" and unit.key is None and not unit.writes
+            if plain if waits else unit.kind == "additive":
                 self.waiting.add(unit)
                 continue
             if unit.collective is not None and not waits:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from torchweft.capture.marks import FRAME, Mark, MarkRule, target_name, told_of
-from torchweft.capture.rows.aten_call import bind, overload_of
+from torchweft.capture.rows.aten_call import bind, overload_of, tensors_in
 from torchweft.capture.rows.axes import SYMBOLIC
 from torchweft.capture.rows.network import NAMESPACES
 from torchweft.capture.rows.rows import ORDER, SWITCHES, Rows, id_of, is_getitem, is_size
@@ -56,10 +56,10 @@ class Unit:
     cheap: bool = False
     draws: bool = False
     block: str | None = None
-    states: Touched = field(default_factory=dict)
+    states: SideState = field(default_factory=dict)
 
     @property
-    def told(self) -> fx.Node:
+    def named(self) -> fx.Node:
         """The call that a message about the unit names."""
         return self.cause or self.nodes[0]
 
@@ -73,26 +73,24 @@ def find_units(
     graph: fx.Graph,
     rows: Rows,
     marks: Mapping[fx.Node, tuple[Mark, object]],
-    states: Mapping[fx.Node, Touched],
+    states: Mapping[fx.Node, SideState],
 ) -> list[Unit]:
     """The units in program order; `states`: the side state that calls touch."""
-    bound = bound_symbols(graph, rows)
     taken: set[fx.Node] = set()
     units: list[Unit] = []
-    block: list[fx.Node] = []
+    nested: list[fx.Node] = []
     depth = 0
     for node in graph.nodes:
         depth += _nesting(node)
-        if depth or block:
-            block.append(node)
-            if not depth:
-                units.append(_unit(block, rows, marks))
-                taken.update(block)
-                block = []
+        if depth or nested:
+            nested.append(node)
+            if depth:
+                continue
+            nodes, nested = nested, []
+        elif node in taken or not is_work(rows, node):
             continue
-        if node in taken or not is_work(rows, node, bound):
-            continue
-        nodes = [node, *_followers(node, rows)]
+        else:
+            nodes = [node, *_followers(node, rows)]
         taken.update(nodes)
         units.append(_unit(nodes, rows, marks))
     numbers: dict[str, int] = {}
@@ -106,19 +104,19 @@ def find_units(
 def _alive(units: list[Unit]) -> list[Unit]:
     """The units whose results somebody uses, or that do something else."""
     dead: set[fx.Node] = set()
-    found: list[Unit] = []
+    alive: list[Unit] = []
     for unit in reversed(units):
         acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
         users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
         if acts or users:
-            found.append(unit)
+            alive.append(unit)
         else:
             dead.update(unit.nodes)
-    return found[::-1]
+    return alive[::-1]
 
 
 def _acts(node: fx.Node) -> bool:
-    return _asserts(node) or "nesting" in target_name(node)
+    return asserts(node) or "nesting" in target_name(node)
 
 
 def _nesting(node: fx.Node) -> int:
@@ -127,29 +125,15 @@ def _nesting(node: fx.Node) -> int:
     return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
-def bound_symbols(graph: fx.Graph, rows: Rows) -> frozenset[Any]:
-    """The symbols whose value the inputs tell."""
-    found: set[Any] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            for leaf in tree_leaves(rows.value(node)):
-                for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
-                    if isinstance(size, SYMBOLIC):
-                        found |= rows.symbols.expr(size).free_symbols
-    return frozenset(found)
-
-
-def is_work(rows: Rows, node: fx.Node, bound: frozenset[Any]) -> bool:
+def is_work(rows: Rows, node: fx.Node) -> bool:
     """Whether a call is to be run as part of an op (and is no mere size, input or switch)."""
     call = rows.calls[node]
     if node.op in ("placeholder", "get_attr", "output") or state_name(node):
         return False
     if is_size(call.value):
-        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, SYMBOLIC)]
-        exprs = [rows.symbols.expr(leaf) for leaf in leaves]
-        return not all(expr.free_symbols <= bound for expr in exprs)
-    tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call.value))
-    return tensors or bool(call.written) or bool(node.users) or _asserts(node)
+        exprs = map(rows.symbols.expr, tree_leaves(call.value))
+        return not all(expr.free_symbols <= rows.bound for expr in exprs)
+    return bool(tensors_in(call.value) or call.written or node.users) or asserts(node)
 
 
 def state_name(node: fx.Node) -> str:
@@ -158,7 +142,8 @@ def state_name(node: fx.Node) -> str:
     return name if name in SWITCHES else ""
 
 
-def _asserts(node: fx.Node) -> bool:
+def asserts(node: fx.Node) -> bool:
+    """Whether a call checks something, and so has to run."""
     return "_assert" in target_name(node)
 
 
@@ -224,10 +209,9 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
     calls = [rows.calls[node] for node in nodes]
     worst = max(calls, key=lambda call: ORDER.index(call.kind))
     draws = any(call.draws for call in calls)
-    unit = Unit(
-        list(nodes), worst.kind, worst.reason, worst.node if worst.reason else None, draws=draws
-    )
-    unit.mark, unit.key = marks.get(nodes[0], (None, None))
+    cause = worst.node if worst.reason else None
+    mark, key = marks.get(nodes[0], (None, None))
+    unit = Unit(nodes, worst.kind, worst.reason, cause, mark, key, draws=draws)
     unit.block = nodes[0].meta.get(BLOCK)
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}
@@ -240,8 +224,7 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
 
 def storages(value: Any) -> set[int]:
     """The numbers of all bytes that a result holds."""
-    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [value] if isinstance(value, torch.Tensor) else tensors_in(value)
     return {id_of(t) for t in tensors if type(t).__name__ in ("FakeTensor", "Parameter")}
 
 
@@ -260,11 +243,9 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     readers: dict[int, set[int]] = {}
     for unit in reversed(units):
         users = [home[user] for node in unit.nodes for user in node.users if user in home]
-        found: set[int] = set()
-        for user in users:
-            if user is not unit:
-                found |= readers[id(user)] if user.cheap else {id(user)}
-        readers[id(unit)] = found
+        others = [user for user in users if user is not unit]
+        read_by = [readers[id(user)] if user.cheap else {id(user)} for user in others]
+        readers[id(unit)] = set().union(*read_by)
         if any(map(rows.is_number, unit.nodes)):
             unit.cheap = True
             continue
@@ -274,7 +255,8 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
         if _is_view(unit, rows, noticed):
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
-            unit.cheap = len(found) == 1 and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+            alone = len(readers[id(unit)]) == 1
+            unit.cheap = alone and _bytes(rows.value(unit.first)) <= SMALL_BYTES
 
 
 def handed_out(rows: Rows) -> set[int]:
@@ -288,7 +270,7 @@ def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
     calls = [rows.calls[node] for node in unit.nodes]
     if unit.kind not in ("batch-free", "row-wise") or unit.mark is not None or unit.draws:
         return False
-    if not all(call.only_views for call in calls) or any(_asserts(node) for node in unit.nodes):
+    if not all(call.only_views for call in calls) or any(asserts(node) for node in unit.nodes):
         return False
     shown = storages([call.value for call in calls])
     return bool(shown) and (unit.kind == "batch-free" or shown <= noticed)
@@ -298,7 +280,7 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
     """Whether computing a call again, elsewhere, gives the same and does no harm."""
     if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
         return False
-    if len(unit.nodes) > 1 or unit.writes or unit.draws or _asserts(unit.first):
+    if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.first):
         return False
     if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.first].atens):
         return False  # what copies is not done once more for each part
@@ -334,11 +316,11 @@ def is_users(file: str) -> bool:
     return not file.startswith(TORCH)
 
 
-Touched = Mapping[str, bool]
+SideState = Mapping[str, bool]
 """Names of values that stand for side state; whether one op may touch each several times."""
 
 
-def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, Touched]:
+def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, SideState]:
     """For each call that touches side state the names of values that stand for it.
 
         attend(x, layer="0"), attend(y, layer="1")     ->   state.forward.0, state.forward.1
@@ -351,7 +333,7 @@ def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, Touch
     one cache.
     """
     known: dict[tuple[str, Any], str] = {}
-    found: dict[fx.Node, Touched] = {}
+    touched: dict[fx.Node, SideState] = {}
     for node in graph.nodes:
         names: dict[str, bool] = {}
         for rule in told_of(node, rules, "state"):
@@ -360,8 +342,8 @@ def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, Touch
             plain = f"{STATE}{name}"
             names[known.setdefault((name, key), f"{plain}.{number}" if key else plain)] = bool(key)
         if names:
-            found[node] = names
-    return found
+            touched[node] = names
+    return touched
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -1,7 +1,7 @@
 """The `AtenCall`: one ATen operator at work on fake tensors, as the row rules see it.
 
 A rule takes an `AtenCall` and returns the `Axis` of its results (one for all, or a list), or
-raises `Mixes`. `sizes` names the arguments that may depend on the batch size without harm,
+raises `Mixing`. `sizes` names the arguments that may depend on the batch size without harm,
 because they only say how large the result is.
 """
 
@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchweft.capture.rows.axes import SYMBOLIC, Axis, Mixes, Symbols, wrap
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Mixing, Symbols, wrap
 from torchweft.private.core import OpOverload, OpOverloadPacket, decomposition_table, tree_leaves
 
-Found = Axis | None | list[Axis | None]
+Axes = Axis | None | list[Axis | None]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class AtenCall:
         return self.axis_of(tensor) if isinstance(tensor, torch.Tensor) else None
 
     def rows(self, name: str) -> Axis:
-        """The axis of a tensor argument. Raises `Mixes` if it has none."""
+        """The axis of a tensor argument. Raises `Mixing` if it has none."""
         axis = self.axis(name)
         if axis is None:
-            raise Mixes("its result has no clear rows")
+            raise Mixing("its result has no clear rows")
         return axis
 
     def rank(self, name: str) -> int:
@@ -68,32 +68,31 @@ class AtenCall:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor among the arguments."""
-        return [item for item in tree_leaves(dict(self.args)) if isinstance(item, torch.Tensor)]
+        return tensors_in(dict(self.args))
 
     @property
     def written(self) -> list[torch.Tensor]:
         """The tensors that it changes in place."""
-        found = written_by(self.func, self.args)
-        # The schema of this old operator does not own up to what it writes.
+        written = written_by(self.func, self.args)
+        # The schemas of these old operators do not own up to what they write.
         if self.name in ("native_batch_norm", "cudnn_batch_norm") and self.args.get("training"):
-            running = [self.args.get("running_mean"), self.args.get("running_var")]
-            found += [item for item in running if isinstance(item, torch.Tensor)]
-        return found
+            written += tensors_in([self.args.get("running_mean"), self.args.get("running_var")])
+        return written
 
 
 @dataclass(frozen=True)
 class RowRule:
     """How one family of operators treats rows; `counts`: whether it may read numbers of rows."""
 
-    find: Callable[[AtenCall], Found]
+    find: Callable[[AtenCall], Axes]
     sizes: frozenset[str] = frozenset()
     counts: bool = False
 
 
 def overload_of(target: Any) -> Any:
     """The operator that a call names, with its schema; None if it is none."""
-    found = getattr(target, "default", None) if isinstance(target, OpOverloadPacket) else target
-    return found if isinstance(found, OpOverload) else None
+    func = getattr(target, "default", None) if isinstance(target, OpOverloadPacket) else target
+    return func if isinstance(func, OpOverload) else None
 
 
 def decomposition_of(func: Any) -> Any:
@@ -109,12 +108,13 @@ def decomposition_of(func: Any) -> Any:
 
 def written_by(func: Any, args: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that an operator changes in place, as its schema says."""
-    found: list[torch.Tensor] = []
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            leaves = tree_leaves(args.get(argument.name))
-            found += [item for item in leaves if isinstance(item, torch.Tensor)]
-    return found
+    arguments = [each for each in func._schema.arguments if each.alias_info is not None]
+    return tensors_in([args.get(each.name) for each in arguments if each.alias_info.is_write])
+
+
+def tensors_in(nest: Any) -> list[torch.Tensor]:
+    """Every tensor in a nest of results or arguments."""
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
 def bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def flops_of(aten: AtenCall) -> Any:
         return 0
     try:
         result = aten.results[0] if len(aten.results) == 1 else tuple(aten.results)
-        found = count(*aten.given[0], **aten.given[1], out_val=result)
+        flops = count(*aten.given[0], **aten.given[1], out_val=result)
     except Exception:  # a count is a help, never a reason to fail
         return 0
-    return found.node.expr if isinstance(found, SYMBOLIC) else sympy.Integer(found)
+    return flops.node.expr if isinstance(flops, SYMBOLIC) else sympy.Integer(flops)

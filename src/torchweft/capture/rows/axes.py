@@ -53,7 +53,7 @@ class Axis:
 FREE = Axis(-1)  # of a result that a rule knows to be the same whatever rows there are
 
 
-class Mixes(Exception):  # noqa: N818 - not a failure: a finding
+class Mixing(Exception):  # noqa: N818 - not a failure: a finding
     """A call looks across rows; the text says how."""
 
 
@@ -67,8 +67,8 @@ class Symbols:
     def expr(self, size: Any) -> Any:
         """A size (int or symbolic) as a sympy expression."""
         if isinstance(size, SYMBOLIC):
-            found = size.node.expr
-            return found.xreplace(dict.fromkeys(self.same, self.batch)) if self.same else found
+            expr = size.node.expr
+            return expr.xreplace(dict.fromkeys(self.same, self.batch)) if self.same else expr
         return sympy.sympify(size)
 
     def shape(self, tensor: torch.Tensor) -> list[Any]:
@@ -160,8 +160,8 @@ def wrap(dim: int, rank: int) -> int:
 
 
 def agreed(axes: Sequence[Axis | None]) -> Axis | None:
-    """The one axis that all have who have any. Raises `Mixes` if two differ."""
-    found = list(dict.fromkeys(axis for axis in axes if axis is not None))
-    if len(found) > 1:
-        raise Mixes("its operands have their rows in different places")
-    return found[0] if found else None
+    """The one axis that all have who have any. Raises `Mixing` if two differ."""
+    unlike = list(dict.fromkeys(axis for axis in axes if axis is not None))
+    if len(unlike) > 1:
+        raise Mixing("its operands have their rows in different places")
+    return unlike[0] if unlike else None

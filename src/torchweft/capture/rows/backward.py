@@ -10,41 +10,15 @@ rows: parts of it add up, so the call is additive and not mixing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from torchweft.capture.rows import index, math
-from torchweft.capture.rows.aten_call import AtenCall, Found, RowRule
-from torchweft.capture.rows.axes import Axis, Mixes, agreed, same, wrap
+from torchweft.capture.rows.aten_call import AtenCall, Axes
+from torchweft.capture.rows.axes import Axis, Mixing, agreed, same, wrap
 
-POINTWISE = """
-    elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
-    log_sigmoid_backward mish_backward softplus_backward _prelu_kernel_backward threshold_backward
-    gelu_backward silu_backward tanh_backward sigmoid_backward native_dropout_backward
-    rrelu_with_noise_backward logit_backward
-"""
-WINDOWS = {
-    1: "reflection_pad1d_backward replication_pad1d_backward upsample_linear1d_backward",
-    2: """avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward
-          max_pool2d_with_indices_backward reflection_pad2d_backward replication_pad2d_backward
-          upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
-          _upsample_nearest_exact2d_backward _upsample_bilinear2d_aa_backward""",
-    3: """avg_pool3d_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward
-          max_pool3d_with_indices_backward upsample_nearest3d_backward""",
-}
-LOSSES = """
-    mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward
-    binary_cross_entropy_backward
-"""
-ATTENTION = """
-    _scaled_dot_product_flash_attention_for_cpu_backward
-    _scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_efficient_attention_backward
-"""
-INTO_ZEROS = ("index_put",)
 MEAN = 1  # a loss with this reduction divides by the number of entries
 
 
@@ -56,42 +30,29 @@ def gradient(call: AtenCall) -> Axis | None:
     return call.axis(name)
 
 
-def along(call: AtenCall) -> Found:
-    """Works along one dim and keeps it: the gradients of softmax and glu."""
-    axis = agreed([call.axis_of(tensor) for tensor in call.tensors])
-    if axis is not None and axis.dim == wrap(call.args["dim"], call.tensors[0].dim()):
-        raise Mixes(f"{call.name} works along the batch")
+def row_by_row(call: AtenCall) -> Axis | None:
+    """The rows of what a norm or a convolution was given, if no gradient of theirs meets another.
+
+    Those of the weights are sums over rows.
+    """
+    axis, shape = call.axis("input"), call.args.get("normalized_shape")
+    if axis is None or axis != gradient(call) or call.args.get("train"):
+        return None
+    apart = axis.dim == 0 if shape is None else axis.dim < call.rank("input") - len(shape)
+    return axis if apart else None
+
+
+def of_input(call: AtenCall) -> Axes:
+    """The gradient of what a norm or a convolution was given."""
+    axis = row_by_row(call)
+    if axis is None:
+        raise Mixing("its gradients look across rows")
+    if any(call.args["output_mask"][1:]):
+        raise Mixing("the gradients of its weights are sums over the batch")
     return axis
 
 
-def norm_input(call: AtenCall) -> Found:
-    """The gradient of what was normalised; those of weight and bias are sums."""
-    axis = call.axis("input")
-    mask = call.args["output_mask"]
-    if axis is None or axis != gradient(call) or any(mask[1:]):
-        raise Mixes("the gradients of its weights are sums over the batch")
-    if "normalized_shape" in call.args:
-        if axis.dim >= call.rank("input") - len(call.args["normalized_shape"]):
-            raise Mixes("it normalises over the batch")
-    elif axis.dim != 0:
-        raise Mixes("it normalises over the batch")
-    return axis
-
-
-def batch_norm(call: AtenCall) -> Found:
-    if call.args.get("train", True):
-        raise Mixes("batch norm in training takes its statistics over the batch")
-    return norm_input(call)
-
-
-def convolution(call: AtenCall) -> Found:
-    axis = call.axis("input")
-    if axis is None or axis.dim != 0 or axis != gradient(call) or any(call.args["output_mask"][1:]):
-        raise Mixes("the gradients of its weights are sums over the batch")
-    return axis
-
-
-def scatter(call: AtenCall) -> Found:
+def scatter(call: AtenCall) -> Axes:
     """slice_backward, select_backward: the gradient goes to its place among zeros."""
     axis = gradient(call)
     if axis is None:
@@ -101,37 +62,37 @@ def scatter(call: AtenCall) -> Found:
     sizes = list(call.args["input_sizes"])
     whole = call.symbols.expr(sizes.pop(moved.dim))
     if call.symbols.inside(sizes):
-        raise Mixes("it spreads the batch over several dims")
+        raise Mixing("it spreads the batch over several dims")
     if dim == moved.dim:
         given = call.symbols.expr(call.tensors[0].shape[axis.dim])
         if call.name == "slice_backward" and call.args["step"] == 1 and same(whole, given):
             return moved
-        raise Mixes("it writes to a piece of the batch")
+        raise Mixing("it writes to a piece of the batch")
     places = [call.args.get(name) for name in ("start", "end", "index")]
     if call.symbols.inside(places):
-        raise Mixes("where it writes depends on the batch size")
+        raise Mixing("where it writes depends on the batch size")
     return moved
 
 
-def attention(call: AtenCall) -> Found:
+def attention(call: AtenCall) -> Axes:
     query = call.axis("query")
     if query is None or query.dim != 0 or query != gradient(call):
-        raise Mixes("attention looks across rows")
+        raise Mixing("attention looks across rows")
     return math.attention(call)
 
 
-def loss(call: AtenCall) -> Found:
+def loss(call: AtenCall) -> Axes:
     """Gradients of losses; the mean has a divisor that depends on the batch size."""
     if call.args.get("reduction", MEAN) == MEAN or call.axis("weight"):
-        raise Mixes("a loss over the batch")
+        raise Mixing("a loss over the batch")
     return agreed([call.axis("self"), call.axis("target"), gradient(call)])
 
 
-def nll_loss(call: AtenCall) -> Found:
+def nll_loss(call: AtenCall) -> Axes:
     """The divisor of the mean is given, as `total_weight`: rows do not meet."""
     axis = agreed([call.axis("self"), call.axis("target"), gradient(call)])
     if axis is None or axis.dim != 0 or call.axis("total_weight") or call.axis("weight"):
-        raise Mixes("a loss over the batch")
+        raise Mixing("a loss over the batch")
     return axis
 
 
@@ -149,40 +110,27 @@ def is_sum(call: AtenCall, zeros: Mapping[torch.Tensor, bool]) -> bool:
         results = [result for result, wanted in zip(results, mask, strict=True) if wanted]
     if not results or call.written or any(map(call.symbols.dims, results)):
         return False
-    if call.name in INTO_ZEROS and call.args["self"] not in zeros:
+    if call.name == "index_put" and call.args["self"] not in zeros:
         return False
     if any(map(call.symbols.inside, [arg for n, arg in call.args.items() if n != "N"])):
         return False
     batched = [tensor for tensor in call.tensors if call.symbols.dims(tensor)]
     if not batched or any(call.axis_of(tensor) is None for tensor in batched):
         return False
+    dtypes = [result.dtype for result in results]
+    adds = all(d.is_floating_point or d.is_complex or d == torch.int64 for d in dtypes)
     find = SUMS.get(call.name)
-    return find is not None and all(map(_adds, results)) and bool(find(call))
-
-
-def _adds(result: torch.Tensor) -> bool:
-    return result.dtype.is_floating_point or result.dtype.is_complex or result.dtype == torch.int64
-
-
-def _sum(call: AtenCall) -> bool:
-    return True  # over all dims, or over one that has the batch: the result has none
+    return find is not None and adds and find(call)
 
 
 def _product(call: AtenCall) -> bool:
     """Both operands have the same rows on the dim that is summed over."""
-    left, right = ("batch1", "batch2") if "batch1" in call.args else ("self", "mat2")
-    if call.name in ("dot", "vdot"):
-        left, right = "self", "tensor"
-    first, second = call.axis(left), call.axis(right)
+    right = next(name for name in ("mat2", "vec", "tensor") if name in call.args)
+    first, second = call.axis("self"), call.axis(right)
     if first is None or second is None:
         return False
-    rank = call.rank(left)
+    rank = call.rank("self")
     return first.dim == rank - 1 and second.dim == max(0, rank - 2) and first.at(0) == second.at(0)
-
-
-def _vector(call: AtenCall) -> bool:
-    first, second = call.axis("self"), call.axis("vec")
-    return first is not None and second is not None and first.dim == 1 and first.at(0) == second
 
 
 def _embedding(call: AtenCall) -> bool:
@@ -193,77 +141,38 @@ def _embedding(call: AtenCall) -> bool:
 
 def _index_put(call: AtenCall) -> bool:
     """Rows are added to places that they name themselves."""
-    given = [(dim, i) for dim, i in enumerate(call.args["indices"]) if i is not None]
-    if not call.args["accumulate"] or any(i.dtype == torch.bool for _, i in given):
+    given = index.given_places(call)
+    if not call.args["accumulate"] or any(item.dtype == torch.bool for _, item in given):
         return False
-    rank = max(i.dim() for _, i in given)
-    axes = [call.axis_of(i) for _, i in given]
+    rank = max(item.dim() for _, item in given)
+    rows = [(call.axis_of(item), rank - item.dim()) for _, item in given]
     try:
-        places = agreed(
-            [a and a.at(a.dim + rank - i.dim()) for a, (_, i) in zip(axes, given, strict=True)]
-        )
-    except Mixes:
+        places = agreed([axis and axis.at(axis.dim + shift) for axis, shift in rows])
+    except Mixing:
         return False
-    dims = [dim for dim, _ in given]
-    front = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
-    values = call.args["values"]
-    full = rank + call.rank("self") - len(dims)
-    axis = call.axis_of(values)
+    values, axis = call.args["values"], call.axis("values")
+    shift = rank + call.rank("self") - len(given) - values.dim()
     if places is None or axis is None:
         return False
-    return axis.at(axis.dim + full - values.dim()) == places.at(places.dim + front)
+    front = index.front([dim for dim, _ in given])
+    return axis.at(axis.dim + shift) == places.at(places.dim + front)
 
 
 def _weights(call: AtenCall) -> bool:
     """The weights' part of a gradient whose input's part was asked for apart."""
-    axis = call.axis("input")
-    if axis is None or axis != gradient(call) or call.args["output_mask"][0]:
-        return False
-    if "normalized_shape" in call.args:
-        return axis.dim < call.rank("input") - len(call.args["normalized_shape"])
-    return axis.dim == 0 and not (call.name == "native_batch_norm_backward" and call.args["train"])
+    return row_by_row(call) is not None and not call.args["output_mask"][0]
 
 
-SUMS: Mapping[str, Any] = MappingProxyType(
+WEIGHTED = """
+    native_layer_norm_backward _fused_rms_norm_backward native_group_norm_backward
+    native_batch_norm_backward convolution_backward
+"""
+SUMS: Mapping[str, Callable[[AtenCall], bool]] = MappingProxyType(
     {
-        "sum": _sum,
-        **dict.fromkeys(("mm", "bmm", "dot", "vdot"), _product),
-        "mv": _vector,
+        "sum": lambda call: True,  # over a dim that has the batch, or all: the result has none
+        **dict.fromkeys(("mm", "bmm", "dot", "vdot", "mv"), _product),
         "embedding_dense_backward": _embedding,
         "index_put": _index_put,
-        **dict.fromkeys(
-            [
-                "native_layer_norm_backward",
-                "_fused_rms_norm_backward",
-                "native_group_norm_backward",
-                "convolution_backward",
-                "native_batch_norm_backward",
-            ],
-            _weights,
-        ),
+        **dict.fromkeys(WEIGHTED.split(), _weights),
     }
 )
-
-
-def _table() -> dict[str, RowRule]:
-    table: dict[str, RowRule] = {}
-    for names, find, sizes in (
-        (POINTWISE, math.pointwise, ""),
-        ("_softmax_backward_data _log_softmax_backward_data glu_backward", along, ""),
-        ("native_layer_norm_backward _fused_rms_norm_backward", norm_input, ""),
-        ("native_group_norm_backward", norm_input, "N"),
-        ("native_batch_norm_backward", batch_norm, ""),
-        ("convolution_backward", convolution, ""),
-        ("slice_backward select_backward", scatter, "input_sizes end"),
-        (ATTENTION, attention, ""),
-        (LOSSES, loss, ""),
-        ("nll_loss_backward nll_loss2d_backward", nll_loss, ""),
-    ):
-        table.update(dict.fromkeys(names.split(), RowRule(find, frozenset(sizes.split()))))
-    for num_dims, names in WINDOWS.items():
-        rule = RowRule(index.windows(num_dims), frozenset({"input_size"}))
-        table.update(dict.fromkeys(names.split(), rule))
-    return table
-
-
-TABLE: Mapping[str, RowRule] = MappingProxyType(_table())

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torchweft.capture.rows.aten_call import AtenCall, Found, RowRule
-from torchweft.capture.rows.axes import Axis, Mixes, exact, same
+from torchweft.capture.rows.aten_call import AtenCall, Axes, RowRule
+from torchweft.capture.rows.axes import Axis, Mixing, exact, same
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 STAY = """
@@ -41,7 +41,7 @@ def reduce_scatter(axis: Axis, call: AtenCall) -> Axis:
         return axis
     outer = exact(axis.outer, call.args["group_size"])
     if outer is None:
-        raise Mixes(DEALS)
+        raise Mixing(DEALS)
     return Axis(0, outer, axis.inner)
 
 
@@ -49,27 +49,27 @@ def all_to_all(axis: Axis, call: AtenCall) -> Axis:
     given = [call.args["input_split_sizes"], call.args["output_split_sizes"]]
     if axis.dim != 0:
         if call.symbols.inside(given):
-            raise Mixes("its result depends on the batch size")
+            raise Mixing("its result depends on the batch size")
         return axis
     sizes: list[Any] = [call.symbols.expr(size) for split in given for size in split]
     num_ranks = len(given[0])
     outer = exact(axis.outer, num_ranks)
     if outer is None:
-        raise Mixes(DEALS)
+        raise Mixing(DEALS)
     piece = outer * call.symbols.batch * axis.inner
     if not all(same(size, piece) for size in sizes):
-        raise Mixes("the pieces that it deals out cut through the batch")
+        raise Mixing("the pieces that it deals out cut through the batch")
     return axis
 
 
 def talk_to_one(axis: Axis, call: AtenCall) -> Axis:
-    raise Mixes("it talks to one rank, which may cut its batch otherwise")
+    raise Mixing("it talks to one rank, which may cut its batch otherwise")
 
 
 def _rule(move: Move, sizes: str = "") -> RowRule:
     """A rule for one tensor or for a list of them, each by itself."""
 
-    def find(call: AtenCall) -> Found:
+    def find(call: AtenCall) -> Axes:
         axes = [call.axis_of(tensor) for tensor in call.tensors]
         moved: list[Axis | None] = [axis and move(axis, call) for axis in axes]
         return moved if len(call.results) == len(moved) else moved[0]

@@ -19,6 +19,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,14 +34,16 @@ from torchweft.capture.rows.aten_call import (
     decomposition_of,
     flops_of,
     overload_of,
+    tensors_in,
     written_by,
 )
-from torchweft.capture.rows.axes import FREE, SYMBOLIC, Axis, Mixes, Symbols
+from torchweft.capture.rows.axes import FREE, SYMBOLIC, Axis, Mixing, Symbols
 from torchweft.capture.rows.backward import is_sum
 from torchweft.capture.rows.higher import RULES
 from torchweft.capture.rows.table import rule_for
 from torchweft.private.core import (
     FakeTensor,
+    FakeTensorMode,
     HigherOrderOperator,
     TorchDispatchMode,
     enable_python_dispatcher,
@@ -87,7 +90,7 @@ class CallRows:
         return self.seen if self.twins is None else self.twins()
 
     def worsen(self, kind: str, reason: str = "") -> None:
-        """Take a kind if it is worse than what was found so far."""
+        """Take a kind if it is worse than the one that it has."""
         if ORDER.index(kind) > ORDER.index(self.kind):
             self.kind, self.reason = kind, reason
 
@@ -102,10 +105,19 @@ class Rows:
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
 
+    @cached_property
+    def bound(self) -> frozenset[Any]:
+        """The symbols whose value the inputs tell."""
+        nodes = [node for node in self.calls if node.op == "placeholder"]
+        leaves = tree_leaves(list(map(self.value, nodes)))
+        sizes = [s for leaf in leaves for s in getattr(leaf, "shape", [leaf])]
+        exprs = [self.symbols.expr(size) for size in sizes if isinstance(size, SYMBOLIC)]
+        return frozenset[Any]().union(*(expr.free_symbols for expr in exprs))
+
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
-        found: Axis | None = self.axes.get(tensor)
-        return found
+        axis: Axis | None = self.axes.get(tensor)
+        return axis
 
     def value(self, node: fx.Node) -> Any:
         """The fake result of a node."""
@@ -136,26 +148,20 @@ def find_rows(
     fake_mode = _fake_mode(gm)
     watcher = _Watcher(rows)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if fake_mode is not None:
-            if fake_mode.shape_env is not None:
-                stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
-                stack.enter_context(fake_mode.shape_env.suppress_guards())
-            stack.enter_context(fake_mode)
-        stack.enter_context(watcher)
-        stack.enter_context(_closed_autocast())
-        known = dict(declared or {}), dict(given or {})
-        _Walker(gm, rows, watcher, fake_mode, *known, twins).walk()
+        if (env := fake_mode.shape_env) is not None:
+            stack.enter_context(env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(env.suppress_guards())
+        for context in (torch.no_grad(), fake_mode, watcher, _closed_autocast()):
+            stack.enter_context(context)
+        _Walker(gm, rows, watcher, fake_mode, declared or {}, given or {}, twins).walk()
     return rows
 
 
 def _fake_mode(gm: fx.GraphModule) -> Any:
     for node in gm.graph.nodes:
-        for leaf in tree_leaves(node.meta.get("example_value")):
-            if isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode"):
-                return leaf.fake_mode
-    from torchweft.private.core import FakeTensorMode
-
+        for tensor in tensors_in(node.meta.get("example_value")):
+            if hasattr(tensor, "fake_mode"):
+                return tensor.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -201,68 +207,61 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if self.call is None or name in QUIET:
-            return result
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        bare = name.partition("::")[2]
         given = (args, kwargs or {})
-        bound = bind(func, *given)
-        rows = self.rows
-        aten = AtenCall(bare, func, given, bound, results, rows.symbols, rows.axis, rows.level)
-        self.look(aten, result)
+        result = func(*args, **given[1])
+        rows, name = self.rows, func._schema.name
+        if self.call is not None and name not in QUIET:
+            made, bound = tensors_in(result), bind(func, *given)
+            bare = name.partition("::")[2]
+            aten = AtenCall(bare, func, given, bound, made, rows.symbols, rows.axis, rows.level)
+            self._look(aten, self.call)
         return result
 
-    def look(self, aten: AtenCall, result: Any) -> None:
+    def _look(self, aten: AtenCall, call: CallRows) -> None:
         """Find the kind of one operator and the axes of its results."""
-        call = self.call
-        assert call is not None, "an operator is looked at only inside a call"
         call.seen.append(aten)
         call.written += aten.written
         call.flops = call.flops + flops_of(aten)
-        old = {id(tensor) for tensor in aten.tensors}
         call.only_views = call.only_views and not aten.written and is_view(aten)
         axes: list[Axis | None]
         if call.kind == "additive":
             call.worsen("mixing", "it goes on with a sum over rows")
         try:
             kind, axes = _judge(aten, self._apart)
-        except Mixes as mixes:
-            if self.rows.level == "aten" and is_sum(aten, self.rows.zeros):
-                call.worsen("additive", "a sum over rows")
-            else:
-                call.worsen("mixing", str(mixes))
+        except Mixing as mixes:
+            adds = self.rows.level == "aten" and is_sum(aten, self.rows.zeros)
+            call.worsen(*(("additive", "a sum over rows") if adds else ("mixing", str(mixes))))
             axes = [_guess(aten, tensor) for tensor in aten.results]
         else:
             call.worsen(kind, "it draws random numbers" if kind == "random" else "")
-        call.draws = call.draws or _draws(aten)
+            call.draws = call.draws or kind == "random"
         if aten.name == "zeros" or (aten.name == "full" and aten.args["fill_value"] == 0):
             self.rows.zeros[aten.results[0]] = True
+        moves = torch.Tag.inplace_view in aten.func.tags
+        old = () if moves else {id(tensor) for tensor in aten.tensors}
         for tensor, axis in zip(aten.results, axes, strict=True):
-            if axis is not None and (
-                id(tensor) not in old or torch.Tag.inplace_view in aten.func.tags
-            ):
+            if axis is not None and id(tensor) not in old:
                 self.rows.axes[tensor] = axis
 
     def _apart(self, aten: AtenCall) -> list[Axis | None]:
         """The axes of the results of an operator without a rule, by what it is made of in PyTorch's
-        own words. Raises `Mixes` if that mixes rows, or takes another way by their number."""
+        own words. Raises `Mixing` if that mixes rows, or takes another way by their number."""
         assert self.call is not None, "an operator is looked at only inside a call"
-        written = decomposition_of(aten.func)
-        if written is None:
-            raise Mixes(f"no rule says how {aten.func._schema.name.replace('::', '.')} treats rows")
+        decomposed = decomposition_of(aten.func)
+        if decomposed is None:
+            name = aten.func._schema.name.replace("::", ".")
+            raise Mixing(f"no rule says how {name} treats rows")
         inside = _Watcher(self.rows)
         inside.call = call = CallRows(self.call.node)
         mode = next((t.fake_mode for t in aten.tensors if hasattr(t, "fake_mode")), None)
         try:
             with inside, _unguarded(mode):
-                made = written(*aten.given[0], **aten.given[1])
+                made = decomposed(*aten.given[0], **aten.given[1])
         except FAILURES as error:
-            raise Mixes(f"{aten.name} cannot be taken apart ({type(error).__name__})") from error
-        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            raise Mixing(f"{aten.name} cannot be taken apart ({type(error).__name__})") from error
+        results = tensors_in(made)
         if call.kind not in ("row-wise", "batch-free") or len(results) != len(aten.results):
-            raise Mixes(f"inside of {aten.name}: {call.reason or 'it makes something else'}")
+            raise Mixing(f"inside of {aten.name}: {call.reason or 'it makes something else'}")
         return [self.rows.axis(result) for result in results]
 
 
@@ -270,7 +269,7 @@ def _judge(
     aten: AtenCall, apart: Callable[[AtenCall], list[Axis | None]]
 ) -> tuple[str, list[Axis | None]]:
     """The kind of one operator and the axes of its results; `apart` is asked where no rule is
-    known. Raises `Mixes`."""
+    known. Raises `Mixing`."""
     symbols = aten.symbols
     if _draws(aten):
         return "random", [_guess(aten, tensor) for tensor in aten.results]
@@ -280,24 +279,24 @@ def _judge(
     if not shaped and not scalars and not any(aten.axis_of(tensor) for tensor in aten.tensors):
         return "batch-free", [None] * len(aten.results)
     if _by_data(aten):
-        raise Mixes("what it makes depends on the data of the whole batch")
+        raise Mixing("what it makes depends on the data of the whole batch")
     if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
-        raise Mixes("it reads a value whose rows cannot be told apart")
+        raise Mixing("it reads a value whose rows cannot be told apart")
     rule = rule_for(aten.func) or RowRule(apart, frozenset(scalars))
     if set(scalars) - rule.sizes:
-        raise Mixes("its result depends on the batch size")
+        raise Mixing("its result depends on the batch size")
     if not rule.counts and any(axis and axis.step for axis in map(aten.axis_of, aten.tensors)):
-        raise Mixes(f"{aten.name} reads the numbers of the rows")
+        raise Mixing(f"{aten.name} reads the numbers of the rows")
     try:
-        found = rule.find(aten)
+        place = rule.find(aten)
     except (LookupError, *FAILURES) as error:
-        raise Mixes(f"its row rule failed ({type(error).__name__}: {error})") from error
-    axes = found if isinstance(found, list) else [found] * len(aten.results)
+        raise Mixing(f"its row rule failed ({type(error).__name__}: {error})") from error
+    axes = place if isinstance(place, list) else [place] * len(aten.results)
     for tensor, axis in zip(aten.results, axes, strict=True):
         if axis is FREE or (axis is None and tensor.numel() == 0):
             continue
         if axis is None or not symbols.fits(axis, tensor):
-            raise Mixes("its result has no clear rows")
+            raise Mixing("its result has no clear rows")
     return "row-wise", [None if axis is FREE else axis for axis in axes]
 
 
@@ -347,11 +346,12 @@ class _Walker:
     rows: Rows
     watcher: _Watcher
     fake_mode: Any
-    declared: dict[fx.Node, str]
-    given: dict[str, Axis | None]
+    declared: Mapping[fx.Node, str]
+    given: Mapping[str, Axis | None]
     twins: Callable[[fx.Node, Rows], bool] | None = None
 
     def walk(self) -> None:
+        self.interpreter = fx.Interpreter(self.gm)
         for node in self.gm.graph.nodes:
             if node in self.rows.calls or (self.twins and self.twins(node, self.rows)):
                 continue
@@ -359,30 +359,23 @@ class _Walker:
             if node.op == "placeholder":
                 call.value = node.meta.get("example_value")
                 if node.name not in self.given:
-                    self._tag_input(call.value)
+                    self._tag(call.value)
                 elif (axis := self.given[node.name]) and self.rows.symbols.fits(axis, call.value):
                     self.rows.axes[call.value] = axis
             elif node.op == "get_attr":
-                call.value = self._attribute(node)
+                call.value = self.interpreter.fetch_attr(str(node.target))
+                if isinstance(call.value, torch.Tensor):
+                    call.value = self.fake_mode.from_tensor(call.value)
             elif node.op == "output":
                 call.value = self._arguments(node.args)
             else:
                 self._run(call)
 
-    def _tag_input(self, value: Any) -> None:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                axis = self.rows.symbols.uniform(leaf)
-                if axis is not None:
-                    self.rows.axes[leaf] = axis
-
-    def _attribute(self, node: fx.Node) -> Any:
-        found: Any = self.gm
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        if isinstance(found, torch.Tensor) and self.fake_mode is not None:
-            return self.fake_mode.from_tensor(found)
-        return found
+    def _tag(self, value: Any) -> None:
+        """Put the rows of what nothing is known of where its shape says."""
+        for tensor in tensors_in(value):
+            if (axis := self.rows.symbols.uniform(tensor)) is not None:
+                self.rows.axes[tensor] = axis
 
     def _arguments(self, args: Any) -> Any:
         return fx.map_arg(args, self.rows.value)
@@ -394,23 +387,22 @@ class _Walker:
         self.watcher.call = call
         try:
             call.value = self._compute(call)
-        except (Mixes, *FAILURES) as error:
+        except (Mixing, *FAILURES) as error:
             if AGAIN in node.meta:
                 raise BlockError(f"block: {node.name} cannot be looked into.") from error
             call.value = node.meta.get("example_value")
             text = f"it cannot be looked into ({type(error).__name__})"
-            call.worsen("mixing", str(error) if isinstance(error, Mixes) else text)
+            call.worsen("mixing", str(error) if isinstance(error, Mixing) else text)
             call.only_views = False
             if (func := overload_of(node.target)) is not None:
                 bound = bind(func, self._arguments(node.args), self._arguments(node.kwargs))
                 call.written += written_by(func, bound)
-            self._tag_input(call.value)
+            self._tag(call.value)
         if call.kind == "mixing":
             self._look_again(call)
         self.watcher.call = None
         self._hold_numbers(call)
-        leaves = tree_leaves((call.value, self._arguments(node.args)))
-        if any(isinstance(leaf, torch.Tensor) and self.rows.axis(leaf) for leaf in leaves):
+        if any(map(self.rows.axis, tensors_in((call.value, self._arguments(node.args))))):
             call.worsen("row-wise")  # it may have done nothing at all: `x.contiguous()`
         if node in self.declared and call.kind in ("mixing", "row-wise"):
             call.kind, call.reason = self.declared[node], ""
@@ -418,18 +410,16 @@ class _Walker:
     def _hold_numbers(self, call: CallRows) -> None:
         """Numbers of rows are counted anew by each op that reads them, whole or in parts. So they
         may be read as places, but not be handed to others."""
-        leaves = [leaf for leaf in tree_leaves(call.value) if isinstance(leaf, torch.Tensor)]
-        for leaf in leaves:
-            axis = self.rows.axis(leaf)
+        for tensor in tensors_in(call.value):
+            axis = self.rows.axis(tensor)
             if axis is not None and axis.step and not _only_places(call.node):
                 call.worsen("mixing", "what it makes depends on the number of the row")
-                self.rows.axes[leaf] = axis.uncounted()
+                self.rows.axes[tensor] = axis.uncounted()
 
     def _look_again(self, call: CallRows) -> None:
         """Look at a call that seems to mix rows in the words that PyTorch has for sizes which are
         not known, as Dynamo did: some operators else take the number of rows for a constant."""
-        given = self._arguments((call.node.args, call.node.kwargs))
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(self._arguments((call.node.args, call.node.kwargs)))
         plain = all(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not plain or {*map(id_of, tensors)} & {*map(id_of, call.written)}:
             return  # a transform of torch.func, or a call that has written already
@@ -437,7 +427,7 @@ class _Walker:
         try:
             with enable_python_dispatcher(), _unguarded(self.fake_mode):
                 value = self._compute(again)
-        except (Mixes, *FAILURES):
+        except (Mixing, *FAILURES):
             return
         if again.kind in ("row-wise", "batch-free"):
             again.value, again.seen = value, []  # these words are not those that will run
@@ -448,12 +438,7 @@ class _Walker:
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(call, args)
-        if node.op == "call_module":
-            return self.gm.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target), "a call_function node has a callable target"
-        return node.target(*args, **kwargs)
+        return getattr(self.interpreter, node.op)(node.target, args, kwargs)
 
     def _higher_order(self, call: CallRows, args: Any) -> Any:
         """Look into the subgraph of an operator that only wraps calls; some others have rules."""
@@ -464,13 +449,13 @@ class _Walker:
             return fx.Interpreter(graphs[0]).run(*operands)
         made = call.node.meta.get("example_value")
         if name not in RULES or self.rows.level == "aten" or call.node.kwargs or made is None:
-            raise Mixes(f"{name} is run as one op over all rows")
+            raise Mixing(f"{name} is run as one op over all rows")
         axes = RULES[name](args, self.rows.axis, self.rows.symbols, made)
         for tensor, axis in zip(tree_leaves(made), axes, strict=True):
             if axis is not None and self.rows.symbols.fits(axis, tensor):
                 self.rows.axes[tensor] = axis
             elif tensor.numel() != 0:
-                raise Mixes("its result has no clear rows")
+                raise Mixing("its result has no clear rows")
         call.worsen("row-wise")
         call.only_views, call.seen = False, []
         return made
