@@ -441,7 +441,7 @@ def test_prices_follow_a_worker_that_slows_down(calm: Calm) -> None:
     dynamic.map(calm.inputs[:6])
     cells = [key for key in prices.seconds if key[0].startswith("composer") and key[1] == "one"]
     before, epoch = {key: prices.drift[key] for key in cells}, prices.epoch
-    dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 15.0})
+    dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 60.0})
     for _ in range(6):
         dynamic.map(calm.inputs[:6])
     dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 1.0})

@@ -53,6 +53,7 @@ def field(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 DAMAGE = {
     "code as a result": field("outputs", [CODE]),
     "a result that nothing makes": field("outputs", [9]),
+    "a result too many": field("outputs", [3, 3]),
     "a negative result": field("outputs", [-1]),
     "a true result": field("outputs", [True]),
     "code as a place": call(1, 3, f"3 = {CODE}; v3"),
@@ -84,6 +85,8 @@ DAMAGE = {
     "deep arguments": call(0, 1, [json.loads("[" * 50 + "]" * 50)]),
     "an unknown dtype": field("reads", [[[2], "torch.os"]]),
     "a shape beyond all memory": field("makes", [[[1 << 40, 1 << 40], "torch.float32"]]),
+    "sizes that together are beyond it": field("makes", [[[1 << 22, 1 << 22], "torch.float32"]]),
+    "a shape of a hundred dims": field("makes", [[[1] * 100, "torch.float32"]]),
     "a shape of words": field("makes", [[["2"], "torch.float32"]]),
     "a negative shape": field("makes", [[[-2], "torch.float32"]]),
     "an unknown kind": field("kind", "code"),

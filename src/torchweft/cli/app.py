@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +52,7 @@ from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults
 from torchweft.plan.write.write import write
 from torchweft_tools.cli import bench, tools
+from torchweft_tools.selftest.gpu_doctor import examine_gpus
 from torchweft_tools.train.command import place
 
 if TYPE_CHECKING:
@@ -353,7 +355,7 @@ def trace_command(
 def doctor_command(as_json: Json = False) -> None:
     """Say what this machine can do for Weft, with cures; exit code 1 if something is broken."""
     diagnoses = []
-    for item in examine():
+    for item in chain(examine(), examine_gpus()):
         diagnoses.append(item)
         if not as_json:
             say(f"{item.state:<8} {item.what:<19} {item.found}  {item.cure}".rstrip())
