@@ -92,7 +92,7 @@ dist.destroy_process_group()
 def test_commands_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchweft.cli import app as cli
+    from torchweft_tools.cli import app as cli
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.py").write_text(

@@ -1,6 +1,6 @@
 """`python -m torchweft`: the same as the command `torchweft`."""
 
-from torchweft.cli.app import main
+from torchweft_tools.cli.app import main
 
 if __name__ == "__main__":
     main()

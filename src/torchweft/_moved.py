@@ -29,7 +29,6 @@ MOVED = {
     "run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning dynamic.placing "
     "dynamic.prices dynamic.traffic",
     "serve": "gate piece reporting session trials",
-    "cli": "doctor subject",
 }
 NEW = {
     f"{HOUSE}.{old}": f"{HOUSE}.{room}.{old.rpartition('.')[2]}"
@@ -44,7 +43,12 @@ NEW |= {
     }.items()
     for name in names.split()
 }
-NEW[f"{HOUSE}.placement.simple"] = f"{HOUSE}.placement.planners.lists"
+NEW |= {
+    f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
+    f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
+    f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
+    f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",
+}
 
 
 class _Finder(MetaPathFinder, Loader):

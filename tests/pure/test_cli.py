@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from torchweft.cli import app as cli
-from torchweft.cli.text import printable, read_literal, read_pairs
 from torchweft.errors import WeftError
 from torchweft.files import write_json
 from torchweft.plan.blueprint import transformer
@@ -24,7 +22,9 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.write import write
+from torchweft_tools.cli import app as cli
 from torchweft_tools.cli import bench as cli_bench
+from torchweft_tools.cli.text import printable, read_literal, read_pairs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -340,7 +340,7 @@ def test_values_of_options_are_literals_or_text() -> None:
 
 def test_benches_are_listed_with_a_line_each_and_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from torchweft.cli import app; code = app.run(['bench', '--help']);"
+        "import sys; from torchweft_tools.cli import app; code = app.run(['bench', '--help']);"
         "assert 'torch' not in sys.modules and 'torchweft_tools.bench.verify' not in sys.modules"
     )
     command = [sys.executable, "-c", code]
@@ -382,7 +382,7 @@ def test_json_may_stand_before_the_name_of_a_bench(
 
 def test_command_starts_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from torchweft.cli import app; code = app.run(['strategies']);"
+        "import sys; from torchweft_tools.cli import app; code = app.run(['strategies']);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
@@ -393,7 +393,7 @@ def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-c",
-        "from torchweft.cli.app import main; main()",
+        "from torchweft_tools.cli.app import main; main()",
         "show",
         "graph.json",
     ]

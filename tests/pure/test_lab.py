@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import torchweft as weft
 from torchweft import lab
-from torchweft.cli import app as cli
-from torchweft.cli import doctor
 from torchweft.errors import MachineError, WeftError
+from torchweft_tools.cli import app as cli
+from torchweft_tools.cli import doctor
 from torchweft_tools.lab import command as command_file
 from torchweft_tools.lab.link import MAX_BITS_PER_S, MIN_BITS_PER_S
 
@@ -165,7 +165,7 @@ def test_exit_code_is_that_of_the_command(link: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_streams_pass_through(link: str) -> None:
-    code = "from torchweft.cli.app import main; main()"
+    code = "from torchweft_tools.cli.app import main; main()"
     words = ["lab", "run", "--link", link, "--", "sh", "-c", "cat; echo wrong >&2; exit 5"]
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -407,7 +407,7 @@ def test_the_doctor_says_what_the_lab_says() -> None:
 )
 def test_kernel_that_forbids_namespaces(kind: str, label: str) -> None:
     """In a user namespace the kernel's own limits can be set; as root, another way is found."""
-    code = "import sys; from torchweft.cli.app import main; main()"
+    code = "import sys; from torchweft_tools.cli.app import main; main()"
     words = [sys.executable, "-c", code, "lab", "run", "--", "sh", "-c", 'echo "$WEFT_LINK"']
     script = f'echo 0 > /proc/sys/user/max_{kind}_namespaces && exec "$@"'
     done = subprocess.run(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from torchweft.cli import app as cli
 from torchweft.files import write_json
 from torchweft.placement import Placement, planner_names
 from torchweft.placement.learn.learned import POLICIES
@@ -19,6 +18,7 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft_tools.bench import placement as bench
+from torchweft_tools.cli import app as cli
 
 Capture = pytest.CaptureFixture[str]
 TREE = (

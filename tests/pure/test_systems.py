@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.cli import app as cli
 from torchweft.errors import MachineError
 from torchweft_tools import lab, need_linux
 from torchweft_tools.bench import fuzz
+from torchweft_tools.cli import app as cli
 from torchweft_tools.dryrun.build import NUM_KEPT, build, cache_folder
 from torchweft_tools.dryrun.run import run
 
@@ -58,7 +58,7 @@ def test_command_line_starts_without_the_signals_of_unix(tmp_path: Path) -> None
         "for name in ('SIGHUP', 'SIGKILL', 'SIGCHLD', 'SIGSTOP', 'SIGALRM', 'pthread_sigmask'):\n"
         "    delattr(signal, name)\n"
         "sys.modules['resource'] = None\n"
-        "from torchweft.cli import app; sys.exit(app.run(['bench', 'fuzz', '--help']))"
+        "from torchweft_tools.cli import app; sys.exit(app.run(['bench', 'fuzz', '--help']))"
     )
     command = [sys.executable, "-c", code]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

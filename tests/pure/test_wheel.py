@@ -51,7 +51,7 @@ def test_wheel_holds(installed: Path, name: str) -> None:
 @pytest.mark.parametrize("words", COMMANDS)
 def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path, words: str) -> None:
     code = (
-        "import sys, torchweft, torchweft_tools; from torchweft.cli.app import main;"
+        "import sys, torchweft, torchweft_tools; from torchweft_tools.cli.app import main;"
         f"assert all(item.__file__.startswith({str(installed)!r})"
         " for item in (torchweft, torchweft_tools)); main()"
     )

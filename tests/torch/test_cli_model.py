@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from torchweft.cli import app as cli
-from torchweft.cli.doctor import examine
 from torchweft_tools.bench.measure.pairs import measure, ratio
+from torchweft_tools.cli import app as cli
+from torchweft_tools.cli.doctor import examine
 
 MODEL = """
 import torch

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import settings as settings_of_laws
 from hypothesis import strategies as st
 
-from torchweft.cli import app as cli
 from torchweft.errors import PlacementError
 from torchweft.placement import as_plan, check, placed, plan, stand_in
 from torchweft.placement.draft import run
@@ -37,6 +36,7 @@ from torchweft.placement.problem import Edge, Hold, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.simulator import simulate
 from torchweft_tools.bench.peers.dynpartition import Bandit, in_order, train
+from torchweft_tools.cli import app as cli
 from torchweft_tools.train import training
 from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
 from torchweft_tools.train.checkpoint import load_run, picture, save_run

@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchweft.cli.app import app
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Problem, check, plan
 from torchweft.placement.learn.learned import learned
@@ -33,6 +32,7 @@ from torchweft_tools.bench.players.recovery import (
     recovered,
     simulated,
 )
+from torchweft_tools.cli.app import app
 from torchweft_tools.train.cases import case, draw_case, problems_in, random_tree
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)

@@ -1,1 +1,1 @@
-"""The tools' part of the command `torchweft`: bench, lab, dryrun, demo."""
+"""The command `torchweft`; see `app`."""

@@ -26,9 +26,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from torchweft.cli.text import Json, UsageError, printable, say, say_json
 from torchweft.errors import WeftError, clip, unknown
 from torchweft_tools.cli.bar import bar
+from torchweft_tools.cli.text import Json, UsageError, printable, say, say_json
 
 BENCHES = (
     *("ablation", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from torchweft.cli.doctor import Diagnosis
+from torchweft_tools.cli.doctor import Diagnosis
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 QUERY = ("name", "driver_version", "memory.total", "mig.mode.current")

@@ -19,9 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torchweft import lab
-from torchweft.cli.doctor import Diagnosis, examine
 from torchweft.errors import MachineError, WeftError, unknown
 from torchweft_tools.bench.measure.messages import listen
+from torchweft_tools.cli.doctor import Diagnosis, examine
 
 Outcome = dict[str, Any]
 TOGETHER = ("lanes", "lifetimes", "graphs", "collectives", "equality", "noise", "speed")

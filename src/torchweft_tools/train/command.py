@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchweft.cli.place import app as place
-from torchweft.cli.place import bar
-from torchweft.cli.text import Json, say, say_json
 from torchweft.errors import PlacementError
 from torchweft.files import write_text
+from torchweft_tools.cli.place import app as place
+from torchweft_tools.cli.place import bar
+from torchweft_tools.cli.text import Json, say, say_json
 from torchweft_tools.formats.read_trees import Tree
 from torchweft_tools.train.cases import problems_in, sst_trees
 

@@ -24,8 +24,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import torchweft as weft
-from torchweft.cli.doctor import examine
-from torchweft.cli.text import (
+from torchweft.errors import WeftError, unknown
+from torchweft.files import read_text
+from torchweft.plan import blueprint as blueprints
+from torchweft.plan.graph_file import graph_data, load_graph, save_graph
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
+from torchweft.plan.strategies import get_strategy, strategy_names
+from torchweft.plan.verify import Finding, findings_ranks, verify
+from torchweft.plan.write.strategy import Strategy, option_defaults
+from torchweft.plan.write.write import write
+from torchweft_tools.cli import bench, tools
+from torchweft_tools.cli.doctor import examine
+from torchweft_tools.cli.text import (
     Json,
     MachineFile,
     Output,
@@ -40,23 +52,11 @@ from torchweft.cli.text import (
     say,
     say_json,
 )
-from torchweft.errors import WeftError, unknown
-from torchweft.files import read_text
-from torchweft.plan import blueprint as blueprints
-from torchweft.plan.graph_file import graph_data, load_graph, save_graph
-from torchweft.plan.lower.lower import lower
-from torchweft.plan.plan import Plan
-from torchweft.plan.simulator import simulate
-from torchweft.plan.strategies import get_strategy, strategy_names
-from torchweft.plan.verify import Finding, findings_ranks, verify
-from torchweft.plan.write.strategy import Strategy, option_defaults
-from torchweft.plan.write.write import write
-from torchweft_tools.cli import bench, tools
 from torchweft_tools.selftest.gpu_doctor import examine_gpus
 from torchweft_tools.train.command import place
 
 if TYPE_CHECKING:
-    from torchweft.cli.subject import Subject
+    from torchweft_tools.cli.subject import Subject
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(place, name="place")
@@ -366,7 +366,7 @@ def doctor_command(as_json: Json = False) -> None:
 
 def _subject(name: str) -> Subject:
     """The model of a command. It needs torch, which takes seconds to load."""
-    from torchweft.cli.subject import load_subject
+    from torchweft_tools.cli.subject import load_subject
 
     return load_subject(name)
 

@@ -19,15 +19,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from torchweft.cli.text import (
-    Json,
-    MachineFile,
-    Sizes,
-    Width,
-    answer,
-    read_context,
-    read_literal,
-)
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
@@ -36,6 +27,15 @@ from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
+from torchweft_tools.cli.text import (
+    Json,
+    MachineFile,
+    Sizes,
+    Width,
+    answer,
+    read_context,
+    read_literal,
+)
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 
 LEARNED = ("learned", "guarded", "guided")
