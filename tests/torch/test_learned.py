@@ -374,9 +374,9 @@ def test_the_command_trains_draws_its_curve_and_goes_on(tmp_path, capsys, monkey
     told = json.loads(train_cli(capsys, "-o", run, "--resume", "--json", *data))
     assert [point["step"] for point in told["curve"]] == [0, 3, 5]
     for words, why in (
-        (("-o", run, *data), "--resume, or take another folder"),
+        (("-o", run, *data), "--resume, or choose another folder"),
         (("-o", run, "--resume"), "give the same --data"),
-        (("-o", run, "--resume", "--steps", 9, *data), "run's own settings"),
+        (("-o", run, "--resume", "--steps", 9, *data), "keeps the settings of the run"),
     ):
         assert why in " ".join(train_cli(capsys, *words, code=1).split())
 
@@ -418,7 +418,7 @@ def test_the_bandit_names_a_device_for_every_op_of_a_tree_and_learns():
     with pytest.raises(PlacementError, match="devices"):
         Bandit(3).plan(trees[0])
     dag = problems(8)
-    with pytest.raises(PlacementError, match="no tree"):
+    with pytest.raises(PlacementError, match="is not a tree"):
         in_order(next(p for p in dag if any(len(s) > 1 for s in p.succs)))
 
 

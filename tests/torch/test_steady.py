@@ -200,5 +200,5 @@ def test_stream_of_many_sizes_runs_the_strategy_once_a_bucket():
     rows, summary = stream.run(num_calls=60, num_counts=40)
     assert sum(row["calls"] for row in rows) == 60
     assert summary["strategy_runs"] <= 20 and summary["recompiles"] == 0
-    with pytest.raises(WeftError, match="cannot be"):
+    with pytest.raises(WeftError, match="must be from 1 to 5"):
         stream.run(num_calls=5, num_counts=9)
