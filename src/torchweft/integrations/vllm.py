@@ -80,15 +80,11 @@ def adopt(config: Any) -> None:
     if wanted.session.options.capture == "boundary":
         here, mine = (config.device_config.device_type, parallel.worker_cls), f"{__name__}.Worker"
         if here not in (("cpu", "auto"), ("cpu", mine)) or parallel.tensor_parallel_size == 1:
-            raise WeftError(
-                'vllm: "boundary" needs several CPU ranks and the worker class of Weft.'
-            )
+            raise WeftError('vllm: "boundary" needs several CPU ranks and the worker of Weft.')
         compilation.mode, parallel.worker_cls = CompilationMode.NONE, mine
         return
     if compilation.mode == CompilationMode.NONE:
-        raise WeftError(
-            'vllm: without a graph only "capture": "boundary" works; or drop enforce_eager.'
-        )
+        raise WeftError('vllm: drop enforce_eager, or give "capture": "boundary".')
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # plans are not saved as compiled artefacts
     compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE
     compilation.backend = f"{__name__}.backend"
@@ -98,10 +94,7 @@ def adopt(config: Any) -> None:
 def phases_of(given: Any, **more: Any) -> Phases:
     """A session with these options, and the strategies of each phase. Raises `WeftError`."""
     if not isinstance(given, Mapping):
-        raise WeftError(
-            f'vllm: {given!r} must be a mapping of options, such as {{"weft": {{}}}}.',
-            rule="option",
-        )
+        raise WeftError(f"vllm: the options must be a mapping; got {given!r}.", rule="option")
     check_names(given, {*AUTO, *Options.names()} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
     # What boundary mode cannot put back is the KV cache, of which each part writes its own slots.
