@@ -197,7 +197,7 @@ def test_a_configuration_that_asks_for_it_gets_it(facts: Any) -> None:
         ("key", StrategyError, "unknown option 'prefil'"),
         ("strategy", StrategyError, "unknown strategy 'overlapp'"),
         ("strategy's option", StrategyError, "unknown option 'part'"),
-        ("type", WeftError, "must be a mapping of options"),
+        ("type", WeftError, "must be a mapping"),
         ("strategy's type", StrategyError, "names no strategy"),
         ("option's type", StrategyError, "names no strategy"),
         ("none", StrategyError, "names no strategy"),
@@ -207,7 +207,7 @@ def test_a_configuration_that_asks_for_it_gets_it(facts: Any) -> None:
         ("capture", StrategyError, "unknown way to capture 'graphs'"),
         ("eager", WeftError, "drop enforce_eager"),
         ("ranks", WeftError, "several CPU ranks"),
-        ("worker", WeftError, "the worker class of Weft"),
+        ("worker", WeftError, "the worker of Weft"),
     ],
 )
 def test_wrong_options_are_our_error_and_no_engine_starts(
