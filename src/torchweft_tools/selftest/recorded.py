@@ -49,6 +49,7 @@ def weave(kind: str, model: torch.nn.Module) -> None:
         graphs=bool(graphs),
         fallback="error",
     )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(32, 64, device="cuda")
     with torch.set_grad_enabled(train):
         for number in range(4 + NUM_STEADY):
@@ -57,6 +58,8 @@ def weave(kind: str, model: torch.nn.Module) -> None:
             result = woven(x)
             if train:
                 result.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
     mark(f"end {kind}")
 
 

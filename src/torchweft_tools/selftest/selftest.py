@@ -22,13 +22,10 @@ from torchweft import lab
 from torchweft.errors import MachineError, WeftError, unknown
 from torchweft_tools.bench.measure.messages import listen
 from torchweft_tools.cli.doctor import Diagnosis, examine
+from torchweft_tools.selftest.checks import APART, TOGETHER
 
 Outcome = dict[str, Any]
-TOGETHER = ("lanes", "lifetimes", "graphs", "collectives", "equality", "noise", "speed")
-APART = ("agreement", "faults")
-RECORDED = ("recorded",)
-SEVERAL = frozenset({"agreement", "faults"})
-"""Checks that need more than one rank."""
+RECORDED = "recorded"
 CHECK_S = 120.0
 """Longer than this a check hangs, and its ranks are ended."""
 HOSTS = ("vllm", "sglang", "transformers", "megatron-core", "xfuser", "fastvideo", "diffusers")
@@ -46,7 +43,7 @@ def run(
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """Run all checks, or only some. Raises `WeftError` for what cannot be asked for here."""
-    names = [*RECORDED] if dryrun else [*TOGETHER, *APART]
+    names = [RECORDED] if dryrun else [*TOGETHER, *APART]
     if wrong := [name for name in only if name not in names]:
         raise WeftError(f"selftest: {unknown('check', wrong[0], names)}", rule="option")
     if num_ranks < 1:
@@ -64,8 +61,8 @@ def run(
     else:
         spec = {"device": device, "dtypes": _dtypes(device, diagnoses), "num_pairs": num_pairs}
         together = [name for name in wanted if name in TOGETHER]
-        for names in filter(None, (together, *([name] for name in wanted if name in APART))):
-            for outcome in _ranks({**spec, "checks": names}, num_ranks, check_s):
+        for some in filter(None, (together, *([name] for name in wanted if name in APART))):
+            for outcome in _ranks({**spec, "checks": some}, num_ranks, check_s):
                 outcomes.append(outcome)
                 progress(len(outcomes), len(wanted))
     return {
@@ -82,14 +79,11 @@ def run(
 def _ranks(spec: dict[str, Any], num_ranks: int, check_s: float) -> Iterator[Outcome]:
     """Start ranks for some checks; an outcome for each, also where ranks die or hang."""
     left = list(spec["checks"])
-    if num_ranks == 1 and (alone := [name for name in left if name in SEVERAL]):
-        for name in alone:
-            yield _outcome(name, "skipped", "one rank has nobody to agree with")
-            left.remove(name)
-        if not left:
-            return
+    if num_ranks == 1 and left[0] in APART:
+        yield _outcome(left[0], "skipped", "one rank has nobody to agree with")
+        return
     words = [sys.executable, "-m", "torchweft_tools.selftest.rank"]
-    words.append(json.dumps({**spec, "checks": left}))
+    words.append(json.dumps(spec))
     silence = {"TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with lab.spawn_ranks(words, link="none", num_ranks=num_ranks, env=silence) as ranks:
         hangs = threading.Event()
