@@ -141,17 +141,22 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
-    compiled = compile_by(session.backend, call)
     fall_back, here = session.service.fall_back, session.service.here
-    watch = Watch(session.options.batch_dim, session.blocks, fall_back)
+    watch = Watch(
+        functools.partial(compile_by, session.backend, call),
+        model,
+        dim=session.options.batch_dim,
+        blocks=session.blocks,
+        fall_back=fall_back,
+    )
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
         here.ran = False
         with session.speaker:
             if session.shadow is None:
-                outputs = watch(compiled, args, kwargs)
+                outputs = watch(args, kwargs)
             else:
-                outputs = session.shadow(lambda *a, **k: watch(compiled, a, k), call, args, kwargs)
+                outputs = session.shadow(lambda *a, **k: watch(a, k), call, args, kwargs)
         if watch.news:
             watch.news = False
             session.settle(watch.breaks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,9 +54,9 @@ class Tracer:
 
     def compile(self, model: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
         """The model under this tracer; the batch is dynamic from the first call on."""
-        compiled = compile_by(self, model, fullgraph=fullgraph)
-        watch = Watch(self.batch if isinstance(self.batch, int) else 0)
-        return lambda *args, **kwargs: watch(compiled, args, kwargs)
+        dim = self.batch if isinstance(self.batch, int) else 0
+        watch = Watch(partial(compile_by, self, model, fullgraph=fullgraph), model, dim=dim)
+        return lambda *args, **kwargs: watch(args, kwargs)
 
     def require_matched(self) -> None:
         """Raise `CaptureError` if a rule matched nothing in any captured graph."""

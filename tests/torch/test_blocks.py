@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import torchweft as weft
 from torchweft.api import session_of
@@ -349,6 +351,26 @@ def test_weights_of_another_block_are_refused(monkeypatch):
     weft.compile(model)
     session = session_of(model)
     session.blocks = ByInstance(model)
-    compiled = compile_by(session.backend, model._call_impl)
-    assert torch.equal(Watch(0, session.blocks)(compiled, (x,), {}), wanted)
+    make = partial(compile_by, session.backend, model._call_impl)
+    assert torch.equal(Watch(make, model, blocks=session.blocks)((x,), {}), wanted)
     assert "block:" in session.blocks.refused
+
+
+def guards_of(model, x):
+    """How many lines Dynamo's newest guards of a model have."""
+    with torch.no_grad():
+        model(x)
+    entries = _debug_get_cache_entry_list(type(model).forward.__code__)
+    return str(entries[0].guard_manager).count("\n")
+
+
+def test_a_model_has_hardly_more_guards_than_by_torch_compile():
+    torch._dynamo.reset()
+    model, other, x = Stack(Block, 16).eval(), Stack(Block, 16).eval(), torch.randn(4, 8)
+    other.compile(backend="eager", dynamic=True)
+    wanted = guards_of(other, x)
+    assert guards_of(weft.compile(model), x) < 1.05 * wanted
+    model.layers[3].register_forward_hook(lambda module, args, made: made * 2)
+    with torch.no_grad():
+        assert torch.equal(model(x), model.forward(x))
+    assert guards_of(model, x) > 1.2 * wanted, "hooks are guarded now"

@@ -1,10 +1,14 @@
 """The `Watch`: makes Dynamo compile the calls of a model as capture needs it.
 
-    watch = Watch(dim=0, blocks=Blocks(model))
-    watch(compile_by(backend, model), args, kwargs)     # equal to model(*args, **kwargs)
+    watch = Watch(partial(compile_by, backend, call), model, blocks=Blocks(model))
+    watch(args, kwargs)     # equal to call(*args, **kwargs)
 
 Settings and marks are made when Dynamo starts to compile, and taken back at its end. A frame that
 Dynamo cannot compile is tried without blocks, then for one number of rows, and else runs as it is.
+
+To guard the empty hooks of every module takes as long as all other guards. So a model without hooks
+is compiled without those guards, and once more if torch has made a handle since and a module has a
+hook then.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.dynamo import MARKED, mark_batch
@@ -46,6 +51,7 @@ from torchweft.private.dynamo import (
 
 log = logging.getLogger("torchweft")
 PLAIN = (str, bytes, int, float, bool, type, type(None), torch.nn.Module)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MAX_DEPTH = 4
 MAX_HELD = 10_000
 RECOMPILE_LIMIT = 128
@@ -79,12 +85,20 @@ class Watch:
 
     def __init__(
         self,
+        make: Callable[[], Callable[..., Any]],
+        model: object = None,
+        *,
         dim: int = 0,
         blocks: Blocks | None = None,
         fall_back: Callable[[str], None] = log.warning,
     ) -> None:
-        self.dim, self.blocks, self.fall_back = dim, blocks, fall_back
+        """make: what compiles the call; `model`: whose hooks count, if it is a module."""
+        self.make, self.dim, self.blocks, self.fall_back = make, dim, blocks, fall_back
+        self.model = model if isinstance(model, torch.nn.Module) else None
+        self.compiled = make()
         self.news = True
+        self._guards_hooks = self.model is None  # whose modules are not known
+        self._num_handles = -1
         self.breaks: list[str] = []
         self._limited: set[CodeType] = set()
         self._constant: set[CodeType] = set()  # traced for one number of rows at a time
@@ -93,8 +107,10 @@ class Watch:
         self._settings = contextlib.ExitStack()
         self._num_breaks = 0
 
-    def __call__(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(self, args: Any, kwargs: Any) -> Any:
         """Call what `torch.compile` made."""
+        if RemovableHandle.next_id != self._num_handles:
+            self._look_for_hooks()
         if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
@@ -103,7 +119,7 @@ class Watch:
         call = _TracedCall(self, (args, kwargs))
         token = _calling.set(call)
         try:
-            outputs = compiled(*args, **kwargs)
+            outputs = self.compiled(*args, **kwargs)
         except WeftError:
             for reason in call.failures:  # perhaps the reason for the other
                 self.fall_back(reason)
@@ -116,12 +132,18 @@ class Watch:
             self.fall_back(reason)
         return outputs
 
+    def _look_for_hooks(self) -> None:
+        self._num_handles = RemovableHandle.next_id
+        if self.model is not None and not self._guards_hooks and has_hooks(self.model):
+            self._guards_hooks = True
+            self.compiled = self.make()
+
     def begin(self, call: _TracedCall) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
         self.news = True
         self._num_breaks = num_breaks()
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        seen = {"specialize_float": True, "skip_nnmodule_hook_guards": False}
+        seen = {"specialize_float": True, "skip_nnmodule_hook_guards": not self._guards_hooks}
         if call.constant:  # another number of rows would make Dynamo try a symbol by itself
             seen["automatic_dynamic_shapes"] = False
         self._settings.enter_context(dynamo_config.patch(seen))
@@ -269,9 +291,14 @@ def compile_by(
 ) -> Callable[..., Any]:
     """The model under a backend of ours; each is its own, but models of a class share a cache."""
     compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
-        model, backend=backend, fullgraph=fullgraph, recompile_limit=RECOMPILE_LIMIT
+        model, backend=partial(backend), fullgraph=fullgraph, recompile_limit=RECOMPILE_LIMIT
     )
     return compiled
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether a module of the model has a hook for its calls."""
+    return any(vars(module).get(name) for module in model.modules() for name in HOOKS)
 
 
 def make_dynamic(inputs: Any, dim: int | None = 0) -> None:

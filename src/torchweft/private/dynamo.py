@@ -22,6 +22,7 @@ from torch._dynamo.source import (
     ConstantSource,
     GlobalSource,
     NNModuleSource,
+    TypeSource,
     is_from_local_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator

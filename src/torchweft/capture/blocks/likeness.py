@@ -45,6 +45,7 @@ from torchweft.private.dynamo import (
     InvokeSubgraphReuseCondition,
     NNModuleSource,
     Source,
+    TypeSource,
     VariableBuilder,
     higher_order_ops,
     invoke_subgraph,
@@ -352,6 +353,12 @@ def _written(tx: Any) -> dict[tuple[int, str], str] | None:
     return None if effects.tensor_hooks or set(effects.mutated_sources) - sources else written
 
 
+def _known(guard: Guard) -> bool:
+    """Whether a like block needs no such guard: its tensors have one, the class is the first's."""
+    of_class = any(isinstance(each, TypeSource) for each in chain(guard.originating_source))
+    return of_class or guard.create_fn_name() == "TENSOR_MATCH"
+
+
 def _moved(guard: Guard, moves: dict[Source, Source]) -> Guard:
     """The guard on another block that this is on the first."""
     create: Any = guard.create_fn
@@ -408,7 +415,7 @@ def ask_for_likeness() -> Iterator[None]:
             **vars(condition),
             first=first,
             read=read - {each for each in roots if is_from_local_source(each)},
-            inside=tuple(each for each in inside if each.create_fn_name() != "TENSOR_MATCH"),
+            inside=tuple(each for each in inside if not _known(each)),
             modes=_modes(tx),
             written=written,
         )
