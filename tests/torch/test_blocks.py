@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from contextlib import nullcontext
 from functools import partial
@@ -374,3 +375,10 @@ def test_a_model_has_hardly_more_guards_than_by_torch_compile():
     with torch.no_grad():
         assert torch.equal(model(x), model.forward(x))
     assert guards_of(model, x) > 1.2 * wanted, "hooks are guarded now"
+
+
+def test_what_was_there_before_is_collected_again_behind_a_capture():
+    weft.compile(model := Stack().eval())
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert gc.get_freeze_count() == 0

@@ -14,6 +14,7 @@ hook then.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 from collections import Counter
@@ -147,6 +148,9 @@ class Watch:
         if call.constant:  # another number of rows would make Dynamo try a symbol by itself
             seen["automatic_dynamic_shapes"] = False
         self._settings.enter_context(dynamo_config.patch(seen))
+        if not gc.get_freeze_count():  # to look through all that is there again and again is slow
+            gc.freeze()
+            self._settings.callback(gc.unfreeze)
         try:
             make_dynamic(call.inputs, None if call.constant else self.dim)
             if self.blocks is not None:

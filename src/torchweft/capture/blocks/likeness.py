@@ -71,6 +71,7 @@ class Likeness(InvokeSubgraphReuseCondition):
     modes: tuple[Any, ...] = field(kw_only=True)
     written: dict[tuple[int, str], str] = field(kw_only=True)
     state: GlobalStateGuard = field(default_factory=GlobalStateGuard)
+    values: dict[Source, Any] = field(default_factory=dict)  # of what the first call has read
     reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
@@ -93,7 +94,7 @@ class Likeness(InvokeSubgraphReuseCondition):
                 moves[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
                     moves[old.base] = new.base
-        if any(gone.intersection(chain(source)) for source in self.read):
+        if gone and any(gone.intersection(chain(source)) for source in self.read):
             return False  # read from an argument that nobody else can name
         places = {source: move(source, moves) for source in self.read}
         tensors = self._read_alike(tx, places, pairs)
@@ -122,7 +123,8 @@ class Likeness(InvokeSubgraphReuseCondition):
         tensors: dict[Source, Tensor] = {}
         for source, place in places.items():
             try:
-                was, now = (each.get_value(scope, {}, known) for each in (source, place))
+                was = source.get_value(scope, {}, self.values)
+                now = place.get_value(scope, {}, known)
             except NOWHERE:
                 return None
             if not pairs.alike(was, now):
@@ -412,7 +414,7 @@ def ask_for_likeness() -> Iterator[None]:
         read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
         read = read.union(_globals(tx))
         return Likeness(
-            **vars(condition),
+            **{**vars(condition), "guards": []},  # what they ask for is asked for here
             first=first,
             read=read - {each for each in roots if is_from_local_source(each)},
             inside=tuple(each for each in inside if not _known(each)),
