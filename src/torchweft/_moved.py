@@ -45,6 +45,7 @@ NEW |= {
 }
 NEW |= {
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
+    f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
     f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
     f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
     f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",

@@ -33,7 +33,6 @@ from torchweft.placement import (
 )
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import period_s, run
-from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft.placement.planners import annealing, cp_sat, stages
 from torchweft.placement.planners.annealing import Loads
 from torchweft.placement.planners.cp_sat import in_ticks
@@ -45,6 +44,7 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
+from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf

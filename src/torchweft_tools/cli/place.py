@@ -21,12 +21,12 @@ import typer
 
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
-from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft.placement.planners.planner import Planner, get_planner
 from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
+from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft_tools.cli.text import (
     Json,
     MachineFile,
