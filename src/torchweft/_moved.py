@@ -16,8 +16,8 @@ MOVED = {
     "strategies trace verify runtimes.simulator",
     "plan.write": "scheduler strategy write",
     "plan.lower": "conflicts lower memory",
-    "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
-    "placement.lists placement.portfolio placement.stages placement.tree_dp",
+    "placement.planners": "placement.annealing placement.cp_sat placement.lists "
+    "placement.portfolio placement.stages placement.tree_dp",
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
@@ -45,6 +45,7 @@ NEW |= {
 }
 NEW |= {
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
+    f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",
     f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
     f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
     f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",

@@ -44,11 +44,12 @@ from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
+from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf
-EXACT = ("exhaustive", "cp-sat", "tree-dp")
+EXACT = (exhaustive, "cp-sat", "tree-dp")
 QUICK = [name for name in planner_names() if name not in (*EXACT, "portfolio", "annealing")]
 SETTINGS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
@@ -140,7 +141,7 @@ def test_law_exact_planners_agree_on_trees(rng):
 def test_law_exact_planners_agree_under_limits(rng, objective):
     pytest.importorskip("ortools")
     problem = replace(drawn(rng, num_ops=rng.randint(1, 6)), objective=objective)
-    all_tried = plan(problem, "exhaustive")
+    all_tried = plan(problem, exhaustive)
     solved = plan(problem, "cp-sat", deadline_s=60)
     assert all_tried.optimal
     assert solved.optimal
@@ -152,7 +153,7 @@ def test_law_exact_planners_agree_under_limits(rng, objective):
 @given(randoms)
 def test_law_nothing_beats_what_exhaustive_finds(rng):
     problem = drawn(rng, num_ops=rng.randint(1, 7))
-    best = plan(problem, "exhaustive")
+    best = plan(problem, exhaustive)
     for name in (*QUICK, "annealing"):
         assert plan(problem, name).score_s >= best.score_s * (1 - 1e-9)
 
@@ -320,7 +321,7 @@ def test_what_several_ops_hold_counts_once():
 
 def test_no_room_is_an_error_that_says_what_is_needed():
     problem = two([[1, 1]], [], holds=(Hold(11, (0,)),), room_bytes=(10.0, 10.0))
-    for name in ("heft", "single", "portfolio", "exhaustive"):
+    for name in ("heft", "single", "portfolio", exhaustive):
         with pytest.raises(PlacementError, match="memory"):
             plan(problem, name, deadline_s=0.01)
 
@@ -381,7 +382,7 @@ def test_any_function_is_a_planner_and_is_not_trusted():
 
 def test_exhaustive_refuses_what_is_not_tiny():
     with pytest.raises(PlacementError, match="at most 10 ops"):
-        plan(case(random_tree(30, 0), MACHINES[0], 1.0), "exhaustive")
+        plan(case(random_tree(30, 0), MACHINES[0], 1.0), exhaustive)
 
 
 def test_a_bound_is_never_above_its_score():
@@ -399,12 +400,12 @@ def test_a_bound_is_never_above_its_score():
 
 def test_exhaustive_does_not_try_every_order_of_a_device_that_is_busy_anyway():
     problem = two([[1.0 + op, 1.0 + op] for op in range(10)], [])
-    assert plan(replace(problem, together=(tuple(range(10)),)), "exhaustive").makespan_s == 55
+    assert plan(replace(problem, together=(tuple(range(10)),)), exhaustive).makespan_s == 55
 
 
 def test_exhaustive_stops_at_its_deadline_with_what_it_has():
     problem = case(random_tree(10, 0), MACHINES[1], 1.0)
-    found = plan(problem, "exhaustive", deadline_s=0)
+    found = plan(problem, exhaustive, deadline_s=0)
     assert list(faults(problem, found)) == []
     assert not found.optimal
 

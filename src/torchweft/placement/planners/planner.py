@@ -41,7 +41,6 @@ PLANNERS: Mapping[str, tuple[str, str]] = {
     "annealing": (f"{HOUSE}.annealing:annealing", "the best of these, improved by random moves"),
     "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
     "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),
-    "exhaustive": (f"{HOUSE}.exhaustive:exhaustive", "tiny graphs: everything is tried"),
     "learned": (f"{LEARNED}:learned", "a trained policy, one pass, no search"),
     "guarded": (f"{LEARNED}:guarded", "learned, never worse than single, heft and peft"),
     "guided": (f"{LEARNED}:guided", "a search that starts from the policy's choices"),
