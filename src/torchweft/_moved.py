@@ -26,8 +26,7 @@ MOVED = {
     "run.eager": "boundary",
     "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
     "dynamic.operators dynamic.pool dynamic.program dynamic.recorded dynamic.store dynamic.worker",
-    "run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning dynamic.placing "
-    "dynamic.prices dynamic.traffic",
+    "run.driver": "dynamic.executor dynamic.feed dynamic.placing dynamic.prices",
     "serve": "gate piece reporting session trials",
 }
 NEW = {
@@ -47,6 +46,9 @@ NEW |= {
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
     f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",
     f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
+    f"{HOUSE}.dynamic.drift": f"{HOUSE}.run.driver.prices",
+    f"{HOUSE}.dynamic.learning": f"{HOUSE}.run.driver.placing",
+    f"{HOUSE}.dynamic.traffic": f"{HOUSE}.run.driver.executor",
     f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
     f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
     f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",

@@ -39,8 +39,7 @@ from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
 from torchweft.run.driver.executor import Executor, Job
 from torchweft.run.driver.feed import SLOTS, Feed
-from torchweft.run.driver.learning import Turns
-from torchweft.run.driver.placing import Placer
+from torchweft.run.driver.placing import Placer, Turns
 from torchweft.run.workers.pool import Spot, WorkerPool
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map

@@ -23,17 +23,18 @@ from torch import Tensor
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.trace import Span, Trace
 from torchweft.run.driver.prices import Prices
-from torchweft.run.driver.traffic import Traffic
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import Message
 from torchweft.run.workers.graphing import HOME, Load
+from torchweft.run.workers.grouping import Block
 from torchweft.run.workers.pool import Mate, Spot, WorkerPool
-from torchweft.run.workers.program import DevicePart, Script
+from torchweft.run.workers.program import DevicePart, Script, Task
 from torchweft.run.workers.recorded import RecordedPart
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
 Measure = Callable[[Cell, str, Sequence[Tensor]], None]
+Fact = tuple[str, str, str, float, float]  # label, lane, device, start, end
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Job:
     waiting: set[str] = field(default_factory=set)
     written: dict[str, tuple[int, float]] = field(default_factory=dict)  # groups, seconds, by part
     taken_s: dict[str, list[float]] = field(default_factory=dict)  # from groups, by messages
-    spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
+    spans: list[Fact] = field(default_factory=list)
     began_s: float = 0.0
     ended_s: float = 0.0
     values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
@@ -228,10 +229,11 @@ class Executor:
     def _price(self, job: Job) -> None:
         """Prices follow what a placed call took."""
         assert job.load is not None and job.script.drawing is not None, "others answer"
-        traffic, read_s = Traffic(job.spans, job.script.drawing.blocks), {}
+        tasks, read_s = {}, {}
         for device, taken_s in job.taken_s.items():
             part, spans = job.script.parts[device], [s[3:] for s in job.spans if s[1] == device]
             assert isinstance(part, DevicePart), "other parts answer"
+            tasks[device] = part.tasks
             if job.load.inputs.keys() >= set(part.tasks[0].needs):
                 read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
@@ -239,12 +241,10 @@ class Executor:
                 (group.cell, group.num_rows, end_s - start_s - late_s)
                 for group, (start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
             ])  # fmt: skip
-            traffic.await_at(device, part.tasks, spans)
         self.prices.started(job.written, read_s)
-        for (source, target), copies in traffic.waited().items():
-            self.prices.carried(source, target, copies)
-        taken = {name: (traffic.num[name], sum(job.taken_s[name])) for name in job.taken_s}
-        self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
+        copies = waited_copies(job.spans, job.script.drawing.blocks, tasks)
+        for link, facts in copies.items():
+            self.prices.carried(*link, facts)
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
         part, runs = job.script.parts[name], tensors[0]
@@ -284,3 +284,39 @@ class Executor:
 
 def _version(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def waited_copies(
+    spans: Sequence[Fact],
+    blocks: Mapping[str, Block],
+    tasks: Mapping[str, Sequence[Task]],
+) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """The messages of a placed call that a group or the caller waited for, by (source, target):
+    bytes, and seconds from when they were sent until they were home, or the group began.
+
+    What nobody waited for may take as long as it likes; so links are priced by the others.
+    """
+    num_bytes: Counter[tuple[str, float]] = Counter()  # of messages: (lane, when it was sent)
+    there: dict[tuple[str, str], tuple[float, tuple[str, float]]] = {}  # (value, device)
+    until_s: dict[tuple[str, float], float] = {}  # of those that were waited for
+    for label, lane, _, start_s, end_s in spans:
+        if label.startswith("copy "):
+            _, value, _, target = label.split(" ")
+            spec, _, count = blocks[value]
+            num_bytes[lane, start_s] += count * spec.num_bytes
+            there[value, target] = end_s, (lane, start_s)
+            if target == HOME:
+                until_s[lane, start_s] = end_s
+    for device, mine in tasks.items():
+        free_s, runs = 0.0, [span[3:] for span in spans if span[1] == device]
+        for task, (start_s, end_s) in zip(mine, runs, strict=True):
+            came = [there[v, device] for v in task.needs if (v, device) in there]
+            if came and (last := max(came))[0] > free_s:
+                until_s[last[1]] = start_s
+            free_s = end_s
+    by_link: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for (lane, start_s), seen_s in until_s.items():
+        source, _, target = lane.partition(".to.")
+        facts = num_bytes[lane, start_s], seen_s - start_s
+        by_link.setdefault((source, target), []).append(facts)
+    return by_link

@@ -37,7 +37,7 @@ from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.reinforce import one_thread
 from torchweft.placement.placement import replay
 from torchweft.placement.planners.annealing import annealing
-from torchweft.run.driver.drift import Drift
+from torchweft.run.driver.prices import Drift
 from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM
 from torchweft_tools.train.cases import case, random_tree
