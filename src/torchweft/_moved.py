@@ -44,6 +44,7 @@ NEW |= {
 }
 NEW |= {
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
+    f"{HOUSE}.placement.as_plan": f"{HOUSE}.placement.graph_problem",
     f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",
     f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
     f"{HOUSE}.dynamic.drift": f"{HOUSE}.run.driver.prices",

@@ -29,7 +29,6 @@ from torchweft.placement import (
     plan,
     planner_names,
     replay,
-    stand_in,
 )
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import period_s, run
@@ -46,6 +45,7 @@ from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
 from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft_tools.formats.stand_in import stand_in, with_graph
 from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf
@@ -171,7 +171,7 @@ def test_law_every_planner_is_at_least_as_good_as_random_on_average():
 
 def assert_simulated(problem: Problem, found: Placement) -> None:
     """The simulator, which gives a plan its meaning, has the starts and ends of the placement."""
-    safe = verify(as_plan(problem, found))
+    safe = verify(as_plan(with_graph(problem), found))
     _, machine, costs = stand_in(problem)
     trace = simulate(safe, Context(), machine, costs, contention=False)
     starts = {span.op: span.start_s for span in trace.spans if span.kind == "run"}
@@ -307,7 +307,7 @@ def test_a_value_takes_latency_and_bytes_and_goes_once_to_a_device():
     found = placed(problem, [0, 1, 1], [0, 1, 2])
     assert found.start_s == (0.0, 6.0, 7.0)
     assert found.period_s == 5.0  # the link: one second and four, once
-    copies = [step for step in as_plan(problem, found).steps if step.kind == "copy"]
+    copies = [step for step in as_plan(with_graph(problem), found).steps if step.kind == "copy"]
     assert [step.label for step in copies] == ["copy v0 to slow"]
 
 

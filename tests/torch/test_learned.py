@@ -16,7 +16,7 @@ from hypothesis import settings as settings_of_laws
 from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError
-from torchweft.placement import as_plan, check, placed, plan, stand_in
+from torchweft.placement import as_plan, check, placed, plan
 from torchweft.placement.draft import run
 from torchweft.placement.learn.learned import (
     POLICIES,
@@ -37,6 +37,7 @@ from torchweft.plan.context import Context
 from torchweft.plan.simulator import simulate
 from torchweft_tools.bench.peers.dynpartition import Bandit, in_order, train
 from torchweft_tools.cli import app as cli
+from torchweft_tools.formats.stand_in import stand_in, with_graph
 from torchweft_tools.train import training
 from torchweft_tools.train.cases import case, draw_case, random_dag, random_tree
 from torchweft_tools.train.checkpoint import load_run, picture, save_run
@@ -118,7 +119,7 @@ def test_law_a_rollout_keeps_the_simulators_time(seed):
             timed, devices = mirrored(problem), devices[::-1]
             order = [problem.num_ops - 1 - op for op in order[::-1]]
         _, machine, costs = stand_in(timed)
-        written = as_plan(timed, placed(timed, devices, order))
+        written = as_plan(with_graph(timed), placed(timed, devices, order))
         trace = simulate(written, Context(), machine, costs, contention=False)
         assert makespan_s == pytest.approx(trace.makespan_s, rel=1e-4)
 

@@ -1,16 +1,15 @@
 """The room of placement: which device runs each op of a graph, and when. No torch, no numpy.
 
-problem          the numbers that planners work on          graph_problem: from our own graphs
+problem          the numbers that planners work on
 draft            a placement in the making                  placement: a finished one
 planners         one signature, by name                     check: is it legal?  bounds: how good?
-as_plan          a placement as a plan
+graph_problem    a problem from our own graph; a placement of it as a plan
 """
 
-from torchweft.placement.as_plan import as_plan, stand_in
 from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import check, faults
 from torchweft.placement.draft import Draft
-from torchweft.placement.graph_problem import graph_problem
+from torchweft.placement.graph_problem import as_plan, graph_problem
 from torchweft.placement.placement import Placement, finished, placed, replay
 from torchweft.placement.planners.planner import Planner, plan, planner_names
 from torchweft.placement.problem import Edge, Hold, Problem
@@ -32,5 +31,4 @@ __all__ = [
     "plan",
     "planner_names",
     "replay",
-    "stand_in",
 ]

@@ -1,6 +1,6 @@
-"""A problem from our own graph, machine and costs.
+"""A problem from our own graph, machine and costs; a placement of it as our own plan.
 
-    Graph, Machine, Costs, Context --graph_problem--> Problem
+    Graph, Machine, Costs, Context --graph_problem--> Problem, Placement --as_plan--> Plan
 
 Each device of the machine is one place to run ops, one at a time; it takes an op if one of its
 lanes does. Ops that touch a value which some op changes in place stay together, and with a changed
@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from torchweft.errors import MachineError, PlacementError, unknown
+from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs
+from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Graph
-from torchweft.plan.machine import Machine
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Lane, Machine
+from torchweft.plan.plan import Plan, Step, one_line
 from torchweft.plan.precedence import precedence
 
 
@@ -153,3 +157,27 @@ def _ready(
             )
         )
     return tuple(rows)
+
+
+def as_plan(problem: Problem, placement: Placement) -> Plan:
+    """The plan that runs the problem's graph as the placement says: its order and its devices, a
+    lane a device, named after it; `lower` does the rest (copies, each value once to each device).
+
+    `simulate(plan, ..., contention=False)` gives the starts and the makespan of the placement.
+    Copies of resident inputs are in the plan too: a runtime that keeps them skips those. An op of
+    two phases runs in one. Raises `PlacementError` for a problem without a graph.
+    """
+    graph, home = problem.graph, problem.devices[problem.home]
+    if graph is None:
+        cure = "Make it with graph_problem, or see torchweft_tools.formats.stand_in"
+        raise PlacementError(f"graph: problem {problem.name!r} has no graph. {cure}.", rule="graph")
+    uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
+    devices = sorted(problem.devices, key=lambda name: name != home)  # inputs are on the first
+    steps = [
+        Step("run", problem.devices[placement.device[op]], (problem.ops[op],))
+        for op in placement.order
+    ]
+    lanes = tuple(Lane(name, name, uses) for name in devices)
+    note = one_line(f"place {placement.planner or 'by hand'}")
+    bare = Plan(graph.name, graph.digest, Cut(), lanes, tuple(steps), history=(note,), bound=graph)
+    return lower(bare)

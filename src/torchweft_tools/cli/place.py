@@ -38,15 +38,14 @@ from torchweft_tools.cli.text import (
     read_literal,
 )
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
+from torchweft_tools.formats.stand_in import with_graph
 
 LEARNED = ("learned", "guarded", "guided")
 NAMES = (*planner_names(), "exhaustive")
 MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-PlannerName = Annotated[
-    str, typer.Option("--planner", help=f"one of: {', '.join(NAMES)}")
-]
+PlannerName = Annotated[str, typer.Option("--planner", help=f"one of: {', '.join(NAMES)}")]
 
 
 class _PlaceOptions(NamedTuple):
@@ -156,7 +155,7 @@ def _plan(
     if output is not None:
         placed.save(output)
     if plan_file is not None:
-        verify(as_plan(asked.problem, placed)).save(plan_file)
+        verify(as_plan(with_graph(asked.problem), placed)).save(plan_file)
     answer(str(placed).rstrip(), placed.to_data(), as_json=asked.as_json)
 
 
