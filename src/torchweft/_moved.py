@@ -16,8 +16,7 @@ MOVED = {
     "strategies trace verify runtimes.simulator",
     "plan.write": "scheduler strategy write",
     "plan.lower": "conflicts lower memory",
-    "placement.planners": "placement.annealing placement.cp_sat placement.lists "
-    "placement.portfolio placement.stages placement.tree_dp",
+    "placement.planners": "placement.annealing placement.cp_sat placement.lists placement.tree_dp",
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
@@ -43,6 +42,8 @@ NEW |= {
     for name in names.split()
 }
 NEW |= {
+    f"{HOUSE}.placement.portfolio": f"{HOUSE}.placement.planners.planner",
+    f"{HOUSE}.placement.stages": f"{HOUSE}.placement.planners.lists",
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
     f"{HOUSE}.placement.as_plan": f"{HOUSE}.placement.graph_problem",
     f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",

@@ -32,7 +32,7 @@ from torchweft.placement import (
 )
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import period_s, run
-from torchweft.placement.planners import annealing, cp_sat, stages
+from torchweft.placement.planners import annealing, cp_sat, lists
 from torchweft.placement.planners.annealing import Loads
 from torchweft.placement.planners.cp_sat import in_ticks
 from torchweft.placement.planners.lists import heft
@@ -412,7 +412,7 @@ def test_exhaustive_stops_at_its_deadline_with_what_it_has():
 
 def test_a_search_without_time_starts_nothing_slow(monkeypatch):
     """No stages, no solver (importing it would fail): single, heft and peft are all there is."""
-    monkeypatch.setattr(stages, "stages", None)
+    monkeypatch.setattr(lists, "stages", None)
     monkeypatch.setattr(cp_sat, "is_loaded", lambda: False)
     monkeypatch.setattr(cp_sat, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)

@@ -22,9 +22,15 @@ from torchweft.placement.learn.policy import Policy, Scorer, masked
 from torchweft.placement.learn.rollout import Observed, Rollout
 from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.annealing import annealing
-from torchweft.placement.planners.lists import guard, put_all_on, ranked, upward_ranks
+from torchweft.placement.planners.lists import (
+    best_quick,
+    cuts,
+    guard,
+    put_all_on,
+    ranked,
+    upward_ranks,
+)
 from torchweft.placement.planners.planner import Planner
-from torchweft.placement.planners.stages import best_quick, cuts
 from torchweft.placement.problem import Problem
 
 POLICIES = Path(__file__).parent / "policies"

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchweft.placement.bounds import bound_s, tails
 from torchweft.placement.draft import run
 from torchweft.placement.placement import Placement, best, placed
-from torchweft.placement.planners.stages import best_quick
+from torchweft.placement.planners.lists import best_quick
 from torchweft.placement.problem import INF, Problem
 
 MOVES_PER_OP = 200

@@ -30,7 +30,7 @@ from torchweft.errors import PlacementError
 from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import run
 from torchweft.placement.placement import Placement, best, placed
-from torchweft.placement.planners.stages import best_quick
+from torchweft.placement.planners.lists import best_quick
 from torchweft.placement.problem import INF, Matrix, Problem
 
 if TYPE_CHECKING:
