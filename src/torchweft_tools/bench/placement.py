@@ -346,7 +346,7 @@ def _mean_over(results: Iterable[Result], name: str, best: Callable[[Result], fl
 
 def _tree_ms(name: str) -> float:
     """The median milliseconds to plan a tree of about 50 ops, on one core."""
-    from torchweft.placement.learn.reinforce import one_thread
+    from torchweft.placement.learn.learner import one_thread
 
     work = random_tree(50, 0)
     with one_thread():
