@@ -23,8 +23,8 @@ MOVED = {
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
-    "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
-    "dynamic.operators dynamic.pool dynamic.program dynamic.recorded dynamic.store dynamic.worker",
+    "run.workers": "dynamic.cell dynamic.channel dynamic.grouping dynamic.operators "
+    "dynamic.pool dynamic.program dynamic.recorded dynamic.worker",
     "run.driver": "dynamic.executor dynamic.feed dynamic.placing dynamic.prices",
     "serve": "gate piece reporting session trials",
 }
@@ -49,7 +49,9 @@ NEW |= {
     f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",
     f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
     f"{HOUSE}.dynamic.drift": f"{HOUSE}.run.driver.prices",
+    f"{HOUSE}.dynamic.graphing": f"{HOUSE}.run.workers.program",
     f"{HOUSE}.dynamic.learning": f"{HOUSE}.run.driver.placing",
+    f"{HOUSE}.dynamic.store": f"{HOUSE}.run.workers.recorded",
     f"{HOUSE}.dynamic.traffic": f"{HOUSE}.run.driver.executor",
     f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
     f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",

@@ -13,8 +13,8 @@ from torchweft.dynamic.recording import Recording
 from torchweft.errors import CaptureError
 from torchweft.run.driver.executor import Job
 from torchweft.run.workers.cell import Cell, Spec, spec_of
-from torchweft.run.workers.graphing import Load
 from torchweft.run.workers.grouping import Block, Given, Group, Ops, numbers_of, read_by_ops
+from torchweft.run.workers.program import Load
 from torchweft.run.workers.recorded import RecordedPart, RecordedRows, away
 
 

@@ -25,10 +25,9 @@ from torchweft.plan.trace import Span, Trace
 from torchweft.run.driver.prices import Prices
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import Message
-from torchweft.run.workers.graphing import HOME, Load
 from torchweft.run.workers.grouping import Block
 from torchweft.run.workers.pool import Mate, Spot, WorkerPool
-from torchweft.run.workers.program import DevicePart, Script, Task
+from torchweft.run.workers.program import HOME, DevicePart, Load, Script, Task
 from torchweft.run.workers.recorded import RecordedPart
 
 MAX_TRIES = 5

@@ -24,8 +24,7 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.trace import Trace, format_s
 from torchweft.plan.verify import verify
 from torchweft.run.driver.executor import Executor, Job
-from torchweft.run.workers.graphing import HOME, Drawing, Load, draw
-from torchweft.run.workers.program import Script, write_script
+from torchweft.run.workers.program import HOME, Drawing, Load, Script, draw, write_script
 
 log = logging.getLogger("torchweft")
 MAX_PLANS = 256

@@ -25,8 +25,8 @@ from torch import Tensor
 from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.run.workers.cell import Cell
-from torchweft.run.workers.graphing import HOME, Drawing, body_of
 from torchweft.run.workers.pool import WorkerPool
+from torchweft.run.workers.program import HOME, Drawing, body_of
 
 ROWS = (1, 2, 8, 64)  # one row takes other kernels than two
 REPEATS = 5

@@ -33,11 +33,9 @@ from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
 from torchweft.run.workers.cell import Cell, Spec, reading, spec_named
 from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
-from torchweft.run.workers.graphing import HOME
 from torchweft.run.workers.grouping import Group
-from torchweft.run.workers.program import DevicePart, Task
-from torchweft.run.workers.recorded import RecordedPart, RecordedRows
-from torchweft.run.workers.store import Prepared, RowStore
+from torchweft.run.workers.program import HOME, DevicePart, Task
+from torchweft.run.workers.recorded import Prepared, RecordedPart, RecordedRows, RowStore
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle

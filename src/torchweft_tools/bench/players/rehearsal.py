@@ -31,8 +31,7 @@ from torchweft.plan.simulator import simulate
 from torchweft.plan.trace import Trace
 from torchweft.run.driver.executor import Job
 from torchweft.run.driver.prices import FROM, START_GROUPS, Key, Prices, followed
-from torchweft.run.workers.graphing import HOME, Drawing
-from torchweft.run.workers.program import Script
+from torchweft.run.workers.program import HOME, Drawing, Script
 
 NUM_JITTER, NUM_DRAWN = 200, 15
 
