@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.passes.tools_common import stable_topological_sort
 from torch.overrides import TorchFunctionMode
 
 from torchweft.errors import CaptureError
@@ -97,17 +97,17 @@ def trace(
         raise CaptureError(f"cell: {name} cannot run over many rows: {reason[0]}") from cause
     if num_rows.node.maybe_as_int() is not None:  # such as a convolution with a kernel for each row
         raise CaptureError(f"cell: {name} cannot run over many rows: it needs a fixed number.")
-    join_products(module.graph)
+    if not any(_mutable(node) for node in module.graph.nodes):  # else their order must be kept
+        join_products(module.graph)
+        stable_topological_sort(module)
+        module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return _cell(name, module.graph, tuple(specs), tuple(weights))
 
 
 def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[str, ...]) -> Cell:
     """The graph as a cell: calls on weights only come first."""
-    calls_in_order, given = ordered(graph), list(graph.find_nodes(op="placeholder"))
-    used = {
-        node for call in (*calls_in_order, graph.output_node()) for node in call.all_input_nodes
-    }
-    shared = [pair for pair in zip(given, weights, strict=False) if pair[0] in used]
+    given = list(graph.find_nodes(op="placeholder"))
+    shared = [pair for pair in zip(given, weights, strict=False) if pair[0].users]
     weights = tuple(weight for _, weight in shared)
     places = {node: place for place, (node, _) in enumerate(shared)}
     constant = set(places)
@@ -115,7 +115,9 @@ def _cell(name: str, graph: fx.Graph, specs: tuple[Spec, ...], weights: tuple[st
         places[node] = len(places)
     first: list[fx.Node] = []
     rest: list[fx.Node] = []
-    for node in calls_in_order:
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
         if node.op == "get_attr":
             raise CaptureError(f"cell: {name} makes a tensor from Python data at each call.")
         if node.all_input_nodes and constant.issuperset(node.all_input_nodes):
@@ -159,11 +161,9 @@ def join_products(graph: fx.Graph) -> None:
         linear(a, U, b), linear(a, V, d)    ->  parts of linear(a, cat(U, V), cat(b, d))
 
     The joined weights depend on weights only, so they are computed once. Sums are added up in
-    another order, so results differ in the last bits. New nodes go to the end of the graph;
-    `ordered` gives the nodes in an order in which they can run, without those that nobody needs.
+    another order, so results differ in the last bits. New nodes go to the end of the graph, which
+    has to be sorted.
     """
-    if any(_mutable(node) for node in graph.nodes):
-        return  # an order of changes in place must be kept
     for node in list(graph.nodes):
         if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
             left, right = node.args
@@ -175,34 +175,6 @@ def join_products(graph: fx.Graph) -> None:
     for (argument, _), nodes in by_argument.items():
         if len(nodes) > 1:
             _side_by_side(graph, argument, nodes)
-
-
-def ordered(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that the output needs, each behind what it reads, else in the old order."""
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    needed: set[fx.Node] = set()
-    stack = [graph.output_node()]
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                stack.append(node)
-    if any(_mutable(node) for node in graph.nodes):
-        return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
-    missing = {node: len(node.all_input_nodes) for node in needed}
-    ready = [(number[node], node) for node in needed if not missing[node]]
-    heapq.heapify(ready)
-    calls = []
-    while ready:
-        node = heapq.heappop(ready)[1]
-        if node.op != "placeholder":
-            calls.append(node)
-        for user in node.users:
-            if user in missing:
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, (number[user], user))
-    return calls
 
 
 def is_linear(node: Any) -> bool:

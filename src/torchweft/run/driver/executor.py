@@ -32,7 +32,6 @@ from torchweft.run.workers.recorded import RecordedPart
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
-Measure = Callable[[Cell, str, Sequence[Tensor]], None]
 Fact = tuple[str, str, str, float, float]  # label, lane, device, start, end
 
 
@@ -118,10 +117,9 @@ class Executor:
         """Measure cells that have not been measured yet, by default on all devices."""
         for cell in cells:
             self.cells[cell] = None
-            known = self.prices.seconds
             for device in self.pool.names if devices is None else devices:
-                if (cell.name, device) not in known:
-                    self._measure(self.prices.measure, cell, device)
+                if (cell.name, device) not in self.prices.seconds:
+                    self._measure(cell, device)
 
     def look_around(self) -> None:
         """Measure devices anew on which nothing has run since the last look: they may have changed,
@@ -129,12 +127,12 @@ class Executor:
         idle = [name for name in self.pool.names if name not in self.prices.ran]
         for cell in list(self.cells):
             for device in idle:
-                self._measure(self.prices.measure_again, cell, device)
+                self._measure(cell, device)
         self.prices.ran.clear()
 
-    def _measure(self, how: Measure, cell: Cell, device: str) -> None:
+    def _measure(self, cell: Cell, device: str) -> None:
         try:
-            how(cell, device, [self.weights[name] for name in cell.weights])
+            self.prices.measure(cell, device, [self.weights[name] for name in cell.weights])
         except RunError:
             if not self.pool.mates[device].lost:
                 raise

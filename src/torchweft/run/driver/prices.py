@@ -162,23 +162,20 @@ class Prices:
         return ratio
 
     def measure(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
-        """Measure a cell on a device, with weights of these shapes; none are sent."""
+        """Measure a cell on a device, with weights of these shapes; none are sent. If it was
+        measured before, the drift follows, as after runs."""
         key, room = (cell.name, device), self.pool.mates[device].spot.memory_bytes
         need = sum(weight.nbytes for weight in weights)
-        if cell.kind == "calls" and (room is None or need <= room):
-            self.seconds[key] = self._ask(cell, device, weights)
-
-    def measure_again(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> None:
-        """Measure a cell that was measured before: the drift follows, as after runs."""
-        if (cell.name, device) in self.seconds:
-            measured = self._ask(cell, device, weights)
-            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in measured.items()])
-
-    def _ask(self, cell: Cell, device: str, weights: Sequence[Tensor]) -> dict[int, float]:
+        if cell.kind != "calls" or (room is not None and need > room):
+            return
         shapes = [[list(weight.shape), str(weight.dtype)] for weight in weights]
         ask = {"kind": "measure", "cell": cell.to_data(), "weights": shapes}
         answer, _ = self.pool.ask(device, {**ask, "rows": ROWS, "repeats": REPEATS})
-        return dict(zip(ROWS, answer["seconds"], strict=True))
+        measured = dict(zip(ROWS, answer["seconds"], strict=True))
+        if key in self.seconds:
+            self.saw(device, [(cell, num_rows, seconds) for num_rows, seconds in measured.items()])
+        else:
+            self.seconds[key] = measured
 
     def measure_links(self) -> None:
         """Measure every link that is not known yet, over its real way."""
