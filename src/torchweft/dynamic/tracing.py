@@ -206,11 +206,9 @@ def _add_up(graph: fx.Graph, left: Any, right: Any, add: fx.Node) -> None:
     shape, other_shape = one.meta["val"].shape, other.meta["val"].shape
     if left is right or one is other or shape[:-1] != other_shape[:-1]:
         return
-    argument = next(
-        (user for user in one.users
-         if user.target is aten.cat.default and user.args[0] == [one, other]), None
-    )  # fmt: skip
-    argument = argument or _make(graph, aten.cat.default, [one, other], len(shape) - 1)
+    both = [one, other], len(shape) - 1
+    known = (u for u in one.users if u.target is aten.cat.default and u.args == both)
+    argument = next(known, None) or _make(graph, aten.cat.default, *both)
     weight = _make(graph, aten.cat.default, [left.args[1], right.args[1]], 1)
     biases = [bias for bias in (_bias(left), _bias(right)) if bias is not None]
     bias = _make(graph, aten.add.Tensor, *biases) if len(biases) == 2 else (*biases, None)[0]
