@@ -50,9 +50,15 @@ def graph_problem(
     if extra := sorted(set(resident) - set(graph.inputs)):
         raise PlacementError(f"resident: {unknown('input', extra[0], graph.inputs)}")
     devices = tuple(machine.device)
-    latency_s, byte_s = links(machine)
+    start, (latency_s, byte_s) = devices.index(home), links(machine)
     takes = {(lane.device, uses) for lane in machine.lanes for uses in lane.uses}
-    fixed, ops_of = _changed_inputs(graph), _touching(graph)
+    inputs = {graph.root[name] for name in graph.inputs}
+    # A changed input stays at home: a copy elsewhere would not be what the caller gave.
+    fixed = {op.name for op in graph.ops if inputs & {graph.root[name] for name in op.mutates}}
+    sent = set(graph.inputs) - set(resident)
+    given = [[sizes[name] for name in op.touched if name in sent] for op in graph.ops]
+    ways, here = tuple(zip(latency_s[start], byte_s[start], strict=True)), (0.0,) * len(devices)
+    ops_of = _touching(graph)
     seconds = tuple(
         tuple(
             costs.run_s(graph, op, env, device)
@@ -62,7 +68,7 @@ def graph_problem(
         )
         for op in graph.ops
     )
-    rooms = tuple(device.memory_bytes for device in machine.devices)
+    rooms = [device.memory_bytes for device in machine.devices]
     return Problem(
         name=graph.name,
         ops=tuple(op.name for op in graph.ops),
@@ -74,9 +80,12 @@ def graph_problem(
         holds=tuple(Hold(sizes[root], ops) for root, ops in ops_of.items() if sizes[root]),
         room_bytes=tuple(INF if room is None else float(room) for room in rooms),
         together=tuple(ops_of[root] for root in sorted(graph.mutated) if len(ops_of[root]) > 1),
-        ready_s=_ready(graph, sizes, set(resident), devices.index(home), latency_s, byte_s),
+        ready_s=tuple(
+            tuple(late_s + max(read) * a_byte_s for late_s, a_byte_s in ways) if read else here
+            for read in given
+        ),
         objective=objective,
-        home=devices.index(home),
+        home=start,
         graph=graph,
     )
 
@@ -129,34 +138,6 @@ def _touching(graph: Graph) -> dict[str, tuple[int, ...]]:
         for root in dict.fromkeys(graph.root[name] for name in op.touched + op.makes):
             ops_of.setdefault(root, []).append(at)
     return {root: tuple(ops) for root, ops in ops_of.items()}
-
-
-def _changed_inputs(graph: Graph) -> set[str]:
-    """Ops that change an input in place: a copy elsewhere would not be what the caller gave."""
-    inputs = {graph.root[name] for name in graph.inputs}
-    return {op.name for op in graph.ops for name in op.mutates if graph.root[name] in inputs}
-
-
-def _ready(
-    graph: Graph,
-    sizes: Mapping[str, int],
-    resident: set[str],
-    home: int,
-    latency_s: Matrix,
-    byte_s: Matrix,
-) -> Matrix:
-    """When the inputs that an op reads are on each device."""
-    inputs, every = set(graph.inputs) - resident, range(len(latency_s))
-    rows = []
-    for op in graph.ops:
-        read = [sizes[name] for name in op.touched if name in inputs]
-        rows.append(
-            tuple(
-                latency_s[home][d] + max(read) * byte_s[home][d] if read and d != home else 0.0
-                for d in every
-            )
-        )
-    return tuple(rows)
 
 
 def as_plan(problem: Problem, placement: Placement) -> Plan:

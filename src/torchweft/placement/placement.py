@@ -98,23 +98,15 @@ class Placement:
 
     def to_data(self) -> dict[str, object]:
         """The placement as plain data, ready for JSON."""
+        columns = self.ops, self.device, self.start_s, self.end_s
         rows = [
-            {
-                "op": self.ops[op],
-                "device": self.devices[self.device[op]],
-                "start_s": self.start_s[op],
-                "end_s": self.end_s[op],
-            }
-            for op in range(len(self.ops))
+            {"op": op, "device": self.devices[at], "start_s": start_s, "end_s": end_s}
+            for op, at, start_s, end_s in zip(*columns, strict=True)
         ]
         facts = ("problem", "planner", "objective", "makespan_s", "period_s", "bound_s", "gap")
         plain = {name: getattr(self, name) for name in (*facts, "optimal", "planning_s")}
-        return {
-            "weft_placement": VERSION,
-            **plain,
-            "devices": list(self.devices),
-            "placement": rows,
-        }
+        lists = {"devices": list(self.devices), "placement": rows}
+        return {"weft_placement": VERSION, **plain, **lists}
 
     def save(self, path: str | Path) -> None:
         """Write the placement as a JSON file."""
