@@ -18,7 +18,7 @@ from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs
 from torchweft.plan.cut import Cut
-from torchweft.plan.graph import Graph
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Lane, Machine
 from torchweft.plan.plan import Plan, Step, one_line
@@ -41,8 +41,7 @@ def graph_problem(
     resident: inputs, such as weights, that are already wherever they are needed.
     Raises `PlacementError` if some op can run nowhere.
     """
-    costs, context = costs or Costs(machine), context or Context()
-    env = context.env(graph.batch)
+    env, prices = (context or Context()).env(graph.batch), costs or Costs(machine)
     sizes = {value.name: max(0, value.bytes.evaluate(env)) for value in graph.values}
     home = machine.lanes[0].device if home is None else home
     if home not in machine.device:
@@ -59,21 +58,17 @@ def graph_problem(
     given = [[sizes[name] for name in op.touched if name in sent] for op in graph.ops]
     ways, here = tuple(zip(latency_s[start], byte_s[start], strict=True)), (0.0,) * len(devices)
     ops_of = _touching(graph)
-    seconds = tuple(
-        tuple(
-            costs.run_s(graph, op, env, device)
-            if (device, op.uses) in takes and (op.name not in fixed or device == home)
-            else INF
-            for device in devices
-        )
-        for op in graph.ops
-    )
+
+    def run_s(op: Op, device: str) -> float:
+        can = (device, op.uses) in takes and (op.name not in fixed or device == home)
+        return prices.run_s(graph, op, env, device) if can else INF
+
     rooms = [device.memory_bytes for device in machine.devices]
     return Problem(
         name=graph.name,
         ops=tuple(op.name for op in graph.ops),
         devices=devices,
-        seconds=seconds,
+        seconds=tuple(tuple(run_s(op, device) for device in devices) for op in graph.ops),
         edges=_edges(graph, sizes),
         latency_s=latency_s,
         byte_s=byte_s,
