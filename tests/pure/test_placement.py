@@ -30,13 +30,13 @@ from torchweft.placement import (
     planner_names,
     replay,
 )
-from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import period_s, run
 from torchweft.placement.planners import annealing, cp_sat, lists
 from torchweft.placement.planners.annealing import Loads
 from torchweft.placement.planners.cp_sat import in_ticks
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.planners.tree_dp import fits
+from torchweft.placement.problem import heads, tails
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.machine import Device, Lane, Link, Machine

@@ -25,10 +25,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.lazy import Lazy, real
 from torchweft.dynamic.local import RemoteRows, Weights, flush_here, load, take
-from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.recording import Recording, run_in_turns
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchweft.dynamic.book import Callee, CellBook, CellEntry
 from torchweft.dynamic.lazy import Lazy
 from torchweft.dynamic.recording import REFUSED, Recording
+from torchweft.dynamic.tracing import Callee, CellBook, CellEntry
 from torchweft.errors import CaptureError
 from torchweft.private.core import _reparametrize_module
 from torchweft.source import Source

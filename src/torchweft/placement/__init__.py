@@ -6,13 +6,12 @@ planners         one signature, by name                     check: is it legal? 
 graph_problem    a problem from our own graph; a placement of it as a plan
 """
 
-from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import check, faults
 from torchweft.placement.draft import Draft
 from torchweft.placement.graph_problem import as_plan, graph_problem
 from torchweft.placement.placement import Placement, finished, placed, replay
 from torchweft.placement.planners.planner import Planner, plan, planner_names
-from torchweft.placement.problem import Edge, Hold, Problem
+from torchweft.placement.problem import Edge, Hold, Problem, bound_s
 
 __all__ = [
     "Draft",

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchweft.placement.bounds import heads, tails
 from torchweft.placement.planners.lists import downward_ranks, mean_s, upward_ranks
-from torchweft.placement.problem import INF, Matrix, Problem
+from torchweft.placement.problem import INF, Matrix, Problem, heads, tails
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

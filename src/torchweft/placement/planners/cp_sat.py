@@ -27,11 +27,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import PlacementError
-from torchweft.placement.bounds import heads, tails
 from torchweft.placement.draft import run
 from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.lists import best_quick
-from torchweft.placement.problem import INF, Matrix, Problem
+from torchweft.placement.problem import INF, Matrix, Problem, heads, tails
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver

@@ -20,10 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from torchweft.placement.bounds import tails
 from torchweft.placement.draft import Draft, OpenDevices, pack, period_s
 from torchweft.placement.placement import Placement, best, finished, placed
-from torchweft.placement.problem import INF, Problem
+from torchweft.placement.problem import INF, Problem, tails
 
 NUM_HALVINGS = 12
 STAGES_S = 1.5e-4

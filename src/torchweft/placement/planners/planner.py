@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import Protocol, cast
 
 from torchweft.errors import PlacementError, unknown
-from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import SLACK, check
 from torchweft.placement.placement import Placement, best
 from torchweft.placement.planners import lists
@@ -28,7 +27,7 @@ from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.cp_sat import LOAD_S, cp_sat, is_loaded, writing_s
 from torchweft.placement.planners.lists import STAGES_S, guard, stages, wants_stages
 from torchweft.placement.planners.tree_dp import fits, tree_dp
-from torchweft.placement.problem import INF, Problem
+from torchweft.placement.problem import INF, Problem, bound_s
 
 DEFAULT_S = 2.0
 QUICK = (lists.critical_path, lists.greedy, lists.cpop)
