@@ -23,8 +23,8 @@ MOVED = {
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
-    "run.workers": "dynamic.cell dynamic.channel dynamic.grouping dynamic.operators "
-    "dynamic.pool dynamic.program dynamic.recorded dynamic.worker",
+    "run.workers": "dynamic.cell dynamic.channel dynamic.grouping dynamic.pool "
+    "dynamic.program dynamic.recorded dynamic.worker",
     "run.driver": "dynamic.executor dynamic.feed dynamic.placing dynamic.prices",
     "serve": "gate piece reporting session trials",
 }
@@ -42,20 +42,29 @@ NEW |= {
     for name in names.split()
 }
 NEW |= {
-    f"{HOUSE}.placement.portfolio": f"{HOUSE}.placement.planners.planner",
-    f"{HOUSE}.placement.stages": f"{HOUSE}.placement.planners.lists",
-    f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
-    f"{HOUSE}.placement.as_plan": f"{HOUSE}.placement.graph_problem",
-    f"{HOUSE}.placement.exhaustive": f"{HOUSE}_tools.bench.oracle.exhaustive",
-    f"{HOUSE}.placement.explain": f"{HOUSE}_tools.cli.explain",
-    f"{HOUSE}.dynamic.drift": f"{HOUSE}.run.driver.prices",
-    f"{HOUSE}.dynamic.graphing": f"{HOUSE}.run.workers.program",
-    f"{HOUSE}.dynamic.learning": f"{HOUSE}.run.driver.placing",
-    f"{HOUSE}.dynamic.store": f"{HOUSE}.run.workers.recorded",
-    f"{HOUSE}.dynamic.traffic": f"{HOUSE}.run.driver.executor",
-    f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
-    f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
-    f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",
+    f"{HOUSE}.{old}": f"{HOUSE}{new}"
+    for new, names in {
+        ".placement.graph_problem": "placement.as_plan",
+        ".placement.placement": "placement.draft",
+        ".placement.planners.lists": "placement.simple placement.stages",
+        ".placement.planners.planner": "placement.portfolio",
+        ".placement.problem": "placement.bounds",
+        ".dynamic.recording": "dynamic.baton",
+        ".dynamic.state": "dynamic.fast",
+        ".dynamic.tracing": "dynamic.book dynamic.joining",
+        ".run.driver.executor": "dynamic.traffic",
+        ".run.driver.placing": "dynamic.learning",
+        ".run.driver.prices": "dynamic.drift",
+        ".run.workers.cell": "dynamic.operators",
+        ".run.workers.program": "dynamic.graphing",
+        ".run.workers.recorded": "dynamic.store",
+        "_tools.bench.oracle.exhaustive": "placement.exhaustive",
+        "_tools.cli.app": "cli",
+        "_tools.cli.doctor": "doctor",
+        "_tools.cli.explain": "placement.explain",
+        "_tools.cli.subject": "subject",
+    }.items()
+    for old in names.split()
 }
 
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError
 from torchweft.placement import as_plan, check, placed, plan
-from torchweft.placement.draft import run
 from torchweft.placement.learn.learned import (
     POLICIES,
     SEEDS,
@@ -31,6 +30,7 @@ from torchweft.placement.learn.learned import (
 from torchweft.placement.learn.numbers import numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.rollout import Rollout
+from torchweft.placement.placement import run
 from torchweft.placement.planners.lists import heft, peft, single
 from torchweft.placement.problem import Edge, Hold, Problem
 from torchweft.plan.context import Context

@@ -1,15 +1,14 @@
 """The room of placement: which device runs each op of a graph, and when. No torch, no numpy.
 
-problem          the numbers that planners work on
-draft            a placement in the making                  placement: a finished one
-planners         one signature, by name                     check: is it legal?  bounds: how good?
+problem          the numbers that planners work on, and what no placement of them can beat
+placement        a placement, and a draft: one in the making        check: is it legal?
+planners         one signature, by name
 graph_problem    a problem from our own graph; a placement of it as a plan
 """
 
 from torchweft.placement.check import check, faults
-from torchweft.placement.draft import Draft
 from torchweft.placement.graph_problem import as_plan, graph_problem
-from torchweft.placement.placement import Placement, finished, placed, replay
+from torchweft.placement.placement import Draft, Placement, finished, placed
 from torchweft.placement.planners.planner import Planner, plan, planner_names
 from torchweft.placement.problem import Edge, Hold, Problem, bound_s
 
@@ -29,5 +28,4 @@ __all__ = [
     "placed",
     "plan",
     "planner_names",
-    "replay",
 ]

@@ -18,8 +18,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchweft.placement.draft import run
-from torchweft.placement.placement import Placement, best, placed
+from torchweft.placement.placement import Placement, best, placed, run
 from torchweft.placement.planners.lists import best_quick
 from torchweft.placement.problem import INF, Problem, bound_s, tails
 

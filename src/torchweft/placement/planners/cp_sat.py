@@ -27,8 +27,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import run
-from torchweft.placement.placement import Placement, best, placed
+from torchweft.placement.placement import Placement, best, placed, run
 from torchweft.placement.planners.lists import best_quick
 from torchweft.placement.problem import INF, Matrix, Problem, heads, tails
 

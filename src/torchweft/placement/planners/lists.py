@@ -20,8 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from torchweft.placement.draft import Draft, OpenDevices, pack, period_s
-from torchweft.placement.placement import Placement, best, finished, placed
+from torchweft.placement.placement import (
+    Draft,
+    OpenDevices,
+    Placement,
+    best,
+    finished,
+    pack,
+    period_s,
+    placed,
+)
 from torchweft.placement.problem import INF, Problem, tails
 
 NUM_HALVINGS = 12
