@@ -126,24 +126,23 @@ class Recording:
             return self.at_once(Tensor.__getitem__, (lazy, index), {})
         return self.rows(lazy)[index]
 
-    def rows(self, lazy: Lazy, count: int | None = None) -> list[Lazy]:
-        """The first rows of a value, or all."""
-        numbers = self.numbers.get(lazy.id) or self._apart(lazy)
-        if count is None:
-            if lazy.id not in self.rows_of:
-                self.rows_of[lazy.id] = lazies(numbers, self._row(lazy))
-            return self.rows_of[lazy.id]
-        return lazies(numbers[:count], self._row(lazy))
+    def rows(self, lazy: Lazy) -> list[Lazy]:
+        """The rows of a value."""
+        if lazy.id not in self.rows_of:
+            self.rows_of[lazy.id] = lazies(self._apart(lazy), self._row(lazy))
+        return self.rows_of[lazy.id]
 
     def _row(self, lazy: Lazy) -> Kind:
         return self.kind(spec_of(lazy.spec.shape[1:], lazy.spec.dtype))
 
     def _apart(self, lazy: Lazy) -> Sequence[int]:
         """The numbers of the rows of a value. An input's go to the store as they are."""
-        numbers: Sequence[int]
+        if (known := self.numbers.get(lazy.id)) is not None:
+            return known
         given = self.inputs.pop(lazy.id, None)
         if given is None:
-            numbers = [each.id for each in self.add(self.book.unpack(lazy.spec), [lazy])]
+            self.add(self.book.unpack(lazy.spec), [lazy])
+            numbers = range(self.next - len(lazy), self.next)
         else:
             numbers = range(self.next, self.next + len(lazy))
             self.apart[lazy.id] = self.next, *given
@@ -195,7 +194,8 @@ class Recording:
         if callee.lookup and len(args) == callee.lookup and not kwargs:
             words = args[0]
             if type(words) is Lazy and words.home is self and words.ndim == 1 and len(words):
-                entry, _ = self._entry(callee, (self.rows(words, 1)[0], *args[1:]), kwargs)
+                word = Lazy(self._apart(words)[0], self._row(words))
+                entry, _ = self._entry(callee, (word, *args[1:]), kwargs)
                 if entry is not None:
                     if callee.learn is not None:
                         callee.learn(entry, words.dtype)
@@ -257,7 +257,7 @@ class Recording:
         if not entry.ops:
             self.used.append(entry)
         (spec,) = entry.cell.makes
-        words = self.numbers.get(lazy.id) or self._apart(lazy)
+        words = self._apart(lazy)
         numbers = range(self.next, self.next + len(words))
         self.next = numbers.stop
         entry.ops += chain.from_iterable(zip(numbers, words, strict=True))

@@ -16,6 +16,7 @@ Tracing: a function over tensors and weights becomes a `Cell`, or is refused wit
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -180,10 +181,8 @@ def _fill(pattern: Any, rows: Iterator[Tensor], weights: Mapping[str, Tensor]) -
 
 def _word(name: str) -> str:
     """A name as it may stand in a graph."""
-    kept = "".join(
-        each if (each.isascii() and each.isalnum()) or each in "_." else "_" for each in name
-    )
-    return kept if kept[:1].isalpha() or kept[:1] == "_" else f"_{kept}"
+    kept = re.sub(r"[^A-Za-z0-9_.]", "_", name)
+    return kept if re.match(r"[A-Za-z_]", kept) else f"_{kept}"
 
 
 class _Linears(TorchFunctionMode):

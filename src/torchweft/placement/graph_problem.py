@@ -87,23 +87,15 @@ def graph_problem(
 
 def links(machine: Machine) -> tuple[Matrix, Matrix]:
     """Latencies and seconds a byte; a pair that nothing joins is an error of the machine."""
-    latency: list[tuple[float, ...]] = []
-    byte: list[tuple[float, ...]] = []
-    for source in machine.device:
-        pairs = []
-        for target in machine.device:
-            if source == target:
-                pairs.append((0.0, 0.0))
-                continue
-            try:
-                link = machine.link(source, target)
-            except MachineError as error:
-                cure = "A placement needs a link between every two devices, in both directions."
-                raise PlacementError(f"{error} {cure}", rule="link") from None
-            pairs.append((link.latency_s, 1 / link.bytes_per_s))
-        latency.append(tuple(pair[0] for pair in pairs))
-        byte.append(tuple(pair[1] for pair in pairs))
-    return tuple(latency), tuple(byte)
+    names = tuple(machine.device)
+    try:
+        ways = [[machine.link(a, b) if a != b else None for b in names] for a in names]
+    except MachineError as error:
+        cure = "A placement needs a link between every two devices, in both directions."
+        raise PlacementError(f"{error} {cure}", rule="link") from None
+    latency_s = tuple(tuple(way.latency_s if way else 0.0 for way in row) for row in ways)
+    byte_s = tuple(tuple(1 / way.bytes_per_s if way else 0.0 for way in row) for row in ways)
+    return latency_s, byte_s
 
 
 def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
@@ -112,17 +104,11 @@ def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
     before = precedence(graph).before
     edges = []
     for op in graph.ops:
-        reads = [name for name in op.touched if name in graph.maker]
-        edges += [
-            Edge(number[graph.maker[name].name], number[op.name], sizes[name], name)
-            for name in reads
-        ]
-        made = {graph.maker[name].name for name in reads}
-        edges += [
-            Edge(number[other], number[op.name])
-            for other, _ in before[op.name]
-            if other not in made
-        ]
+        at = number[op.name]
+        makers = {name: graph.maker[name].name for name in op.touched if name in graph.maker}
+        edges += [Edge(number[by], at, sizes[name], name) for name, by in makers.items()]
+        made = set(makers.values())
+        edges += [Edge(number[other], at) for other, _ in before[op.name] if other not in made]
     return tuple(edges)
 
 

@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -264,20 +264,17 @@ def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
 
     Transfers are rounded in `preds` and `succs`, pair by pair; latencies and bytes stay.
     """
-    tick_s = next(
-        (
-            u
-            for u in UNITS
-            if horizon_s / u <= MAX_TICKS and all(_fits(t, u) for t in _times(problem))
-        ),
-        horizon_s / MAX_TICKS if horizon_s > 0 else 1.0,
-    )
+    ways = {id(m): m for preds in problem.preds for _, m in preds}
+    matrices = problem.seconds, problem.ready_s, *ways.values()
+    times_s = {s for matrix in matrices for row in matrix for s in row if s < INF}
+    units = (u for u in UNITS if horizon_s / u <= MAX_TICKS and all(_fits(s, u) for s in times_s))
+    tick_s = next(units, horizon_s / MAX_TICKS if horizon_s > 0 else 1.0)
 
     def ticks(rows: Matrix) -> Matrix:
         return tuple(tuple(to_ticks(item, tick_s) for item in row) for row in rows)
 
     small = replace(problem, seconds=ticks(problem.seconds), ready_s=ticks(problem.ready_s))
-    known = {id(m): ticks(m) for preds in problem.preds for _, m in preds}
+    known = {key: ticks(matrix) for key, matrix in ways.items()}
     for name in ("preds", "succs"):
         near = getattr(problem, name)
         small.__dict__[name] = tuple(tuple((op, known[id(m)]) for op, m in row) for row in near)
@@ -292,10 +289,3 @@ def to_ticks(seconds: float, tick_s: float) -> float:
 def _fits(seconds: float, unit: float) -> bool:
     whole = seconds / unit
     return abs(whole - round(whole)) <= 1e-9 * max(1.0, whole)
-
-
-def _times(problem: Problem) -> Iterator[float]:
-    for rows in (problem.seconds, problem.ready_s):
-        yield from (item for row in rows for item in row if item < INF)
-    for matrix in {id(m): m for preds in problem.preds for _, m in preds}.values():
-        yield from (item for row in matrix for item in row)
