@@ -27,9 +27,8 @@ from torchweft.placement.learn.learned import (
     planner_of,
     trained_policy,
 )
-from torchweft.placement.learn.numbers import numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
-from torchweft.placement.learn.rollout import Rollout
+from torchweft.placement.learn.rollout import Rollout, numbers_of
 from torchweft.placement.placement import run
 from torchweft.placement.planners.lists import heft, peft, single
 from torchweft.placement.problem import Edge, Hold, Problem

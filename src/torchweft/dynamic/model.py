@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -125,14 +125,14 @@ class Dynamic:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of one input."""
-        with self._between_turns(), self.state.record() as recording:
+        with self.turns or nullcontext(), self.state.record() as recording:
             given, options = recording.inputs_of((args, kwargs))
             return self._real(recording, self.state.model.forward(*given, **options))
 
     def map(self, inputs: Iterable[Any]) -> list[Any]:
         """The outputs of each input (a tuple is taken as several arguments), in order."""
         forward = self.state.model.forward
-        with self._between_turns(), self.state.record() as recording:
+        with self.turns or nullcontext(), self.state.record() as recording:
             given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
@@ -213,16 +213,6 @@ class Dynamic:
         """Bring in a new worker: it is measured, and takes part from the next plan on."""
         placer, _ = self._workers()
         placer.executor.join(spot)
-
-    @contextmanager
-    def _between_turns(self) -> Iterator[None]:
-        """A planner that learns does so before and after this, never meanwhile."""
-        if self.turns is None:
-            yield
-            return
-        self.turns.begin()
-        yield
-        self.turns.end()
 
     def plan(self) -> Plan:
         """The plan of the last call that was placed."""

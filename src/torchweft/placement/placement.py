@@ -170,73 +170,6 @@ def _seconds(read: Reader, name: str, default: object = ...) -> float:
     return float(number)
 
 
-class Draft:
-    """A placement in the making: devices (-1: none yet), starts and ends of the ops put so far.
-
-        draft = Draft(problem)
-        for op in order:
-            device = min(draft.open(op), key=lambda device: draft.end_s(op, device))
-            draft.put(op, device)
-
-    Ops are put one by one, in any order that the edges allow; one may go into a gap that earlier
-    ops left on a device (insertion), or behind them all. This and `run` mean what the simulator
-    means by the placement's plan (`as_plan`, without contention); a law in the tests holds them to
-    it.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.device = [-1] * problem.num_ops
-        self.start_s = [0.0] * problem.num_ops
-        self.finish_s = [0.0] * problem.num_ops
-        self._starts: list[list[float]] = [[] for _ in problem.devices]
-        self._ends: list[list[float]] = [[] for _ in problem.devices]
-        self._room = OpenDevices(problem)
-
-    def ready_s(self, op: int, device: int) -> float:
-        """When all that the op reads is on the device; what it reads must have been put."""
-        at_s = self.problem.ready_s[op][device]
-        where, finish_s = self.device, self.finish_s
-        for source, seconds in self.problem.preds[op]:
-            there_s = finish_s[source] + seconds[where[source]][device]
-            if there_s > at_s:
-                at_s = there_s
-        return at_s
-
-    def free_s(self, device: int) -> float:
-        """When the last op put on a device ends."""
-        ends = self._ends[device]
-        return ends[-1] if ends else 0.0
-
-    def begin_s(self, op: int, device: int) -> float:
-        """The earliest start of the op on the device, in a gap if there is one."""
-        at_s, seconds = self.ready_s(op, device), self.problem.seconds[op][device]
-        starts, ends = self._starts[device], self._ends[device]
-        for number in range(bisect_right(ends, at_s), len(ends)):
-            if at_s + seconds <= starts[number]:
-                break
-            at_s = ends[number]
-        return at_s
-
-    def end_s(self, op: int, device: int) -> float:
-        """The earliest end of the op on the device."""
-        return self.begin_s(op, device) + self.problem.seconds[op][device]
-
-    def open(self, op: int) -> Sequence[int]:
-        """The devices that may run the op, its group and memory considered; may be none."""
-        return self._room.open(op)
-
-    def put(self, op: int, device: int, start_s: float | None = None) -> None:
-        """Put an op on a device, at a start from `begin_s` (or at the earliest)."""
-        start_s = self.begin_s(op, device) if start_s is None else start_s
-        finish_s = start_s + self.problem.seconds[op][device]
-        at = bisect_right(self._ends[device], start_s)
-        self._starts[device].insert(at, start_s)
-        self._ends[device].insert(at, finish_s)
-        self.device[op], self.start_s[op], self.finish_s[op] = device, start_s, finish_s
-        self._room.take(op, device)
-
-
 class OpenDevices:
     """Which devices are still open to an op: its group's device once that is decided, else those
     that can run the whole group and have room for all that it needs."""
@@ -248,7 +181,7 @@ class OpenDevices:
         self.group_device: dict[int, int] = {}  # by the group's first op
 
     def open(self, op: int) -> Sequence[int]:
-        """The devices that are open to an op."""
+        """The devices that may run the op, its group and memory considered; may be none."""
         decided = self.group_device.get(self.problem.group[op][0])
         if decided is not None:
             return (decided,)
@@ -279,6 +212,68 @@ class OpenDevices:
     def _new(self, op: int, device: int) -> set[int]:
         held, there = self.problem.held, self.holds[device]
         return {hold for member in self.problem.group[op] for hold in held[member]} - there
+
+
+class Draft(OpenDevices):
+    """A placement in the making: devices (-1: none yet), starts and ends of the ops put so far.
+
+        draft = Draft(problem)
+        for op in order:
+            device = min(draft.open(op), key=lambda device: draft.end_s(op, device))
+            draft.put(op, device)
+
+    Ops are put one by one, in any order that the edges allow; one may go into a gap that earlier
+    ops left on a device (insertion), or behind them all. This and `run` mean what the simulator
+    means by the placement's plan (`as_plan`, without contention); a law in the tests holds them to
+    it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.device = [-1] * problem.num_ops
+        self.start_s = [0.0] * problem.num_ops
+        self.finish_s = [0.0] * problem.num_ops
+        self._starts: list[list[float]] = [[] for _ in problem.devices]
+        self._ends: list[list[float]] = [[] for _ in problem.devices]
+
+    def ready_s(self, op: int, device: int) -> float:
+        """When all that the op reads is on the device; what it reads must have been put."""
+        at_s = self.problem.ready_s[op][device]
+        where, finish_s = self.device, self.finish_s
+        for source, seconds in self.problem.preds[op]:
+            there_s = finish_s[source] + seconds[where[source]][device]
+            if there_s > at_s:
+                at_s = there_s
+        return at_s
+
+    def free_s(self, device: int) -> float:
+        """When the last op put on a device ends."""
+        ends = self._ends[device]
+        return ends[-1] if ends else 0.0
+
+    def begin_s(self, op: int, device: int) -> float:
+        """The earliest start of the op on the device, in a gap if there is one."""
+        at_s, seconds = self.ready_s(op, device), self.problem.seconds[op][device]
+        starts, ends = self._starts[device], self._ends[device]
+        for number in range(bisect_right(ends, at_s), len(ends)):
+            if at_s + seconds <= starts[number]:
+                break
+            at_s = ends[number]
+        return at_s
+
+    def end_s(self, op: int, device: int) -> float:
+        """The earliest end of the op on the device."""
+        return self.begin_s(op, device) + self.problem.seconds[op][device]
+
+    def put(self, op: int, device: int, start_s: float | None = None) -> None:
+        """Put an op on a device, at a start from `begin_s` (or at the earliest)."""
+        start_s = self.begin_s(op, device) if start_s is None else start_s
+        finish_s = start_s + self.problem.seconds[op][device]
+        at = bisect_right(self._ends[device], start_s)
+        self._starts[device].insert(at, start_s)
+        self._ends[device].insert(at, finish_s)
+        self.device[op], self.start_s[op], self.finish_s[op] = device, start_s, finish_s
+        self.take(op, device)
 
 
 def run(

@@ -22,8 +22,15 @@ from gymnasium import spaces
 
 from torchweft.errors import PlacementError
 from torchweft.placement.learn.learned import orders, with_room
-from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
-from torchweft.placement.learn.rollout import FACTS, LIMIT, NUM_CANDIDATES, Rollout
+from torchweft.placement.learn.rollout import (
+    FACTS,
+    LIMIT,
+    NUM_CANDIDATES,
+    Bools,
+    Ints,
+    Rollout,
+    numbers_of,
+)
 from torchweft.placement.placement import OpenDevices, Placement, placed
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.problem import Problem

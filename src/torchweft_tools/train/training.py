@@ -30,9 +30,8 @@ from torchweft.placement.learn.learner import (
     reinforce,
     weighted_loss,
 )
-from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
-from torchweft.placement.learn.rollout import Observed, Rollout
+from torchweft.placement.learn.rollout import Bools, Ints, Observed, Rollout, numbers_of
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import heft, peft

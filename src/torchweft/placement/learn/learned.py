@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer, masked
-from torchweft.placement.learn.rollout import Observed, Rollout
+from torchweft.placement.learn.rollout import Bools, Ints, Numbers, Observed, Rollout, numbers_of
 from torchweft.placement.placement import OpenDevices, Placement, best, pack, placed
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import (

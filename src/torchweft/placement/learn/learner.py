@@ -35,9 +35,8 @@ from torch import Tensor, nn
 
 from torchweft.errors import PlacementError
 from torchweft.placement.learn.learned import default_policy, learned
-from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer
-from torchweft.placement.learn.rollout import Observed, Rollout
+from torchweft.placement.learn.rollout import Bools, Ints, Observed, Rollout, numbers_of
 from torchweft.placement.placement import Placement, best
 from torchweft.placement.planners.lists import guard
 from torchweft.placement.problem import Problem

@@ -53,7 +53,6 @@ class Job:
     began_s: float = 0.0
     ended_s: float = 0.0
     values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
-    runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
     busy_s: float = 0.0
 
     @staticmethod
@@ -72,12 +71,8 @@ class Job:
 
     def trace(self) -> Trace:
         """What happened when, on every device."""
-        spans, facts = [], list(self.spans)
-        if self.runs is not None:
-            device, cells, runs = self.runs
-            for at, (cell, (_, *times)) in enumerate(zip(cells, runs.tolist(), strict=True)):
-                facts.append((f"{cell}.{at}", device, device, *times))
-        for label, lane, device, start_s, end_s in facts:
+        spans = []
+        for label, lane, device, start_s, end_s in self.spans:
             copy = label.startswith("copy ")
             where = ("copy" if copy else "run"), label, lane, device, "io" if copy else "compute"
             op = "" if copy else label
@@ -244,12 +239,13 @@ class Executor:
             self.prices.carried(*link, facts)
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
-        part, runs = job.script.parts[name], tensors[0]
+        part, runs = job.script.parts[name], tensors[0].tolist()  # rows, start, end
         assert isinstance(part, RecordedPart), "other parts are done"
-        job.runs = name, message["cells"], runs
+        seen = list(zip(message["cells"], runs, strict=True))
+        for at, (cell, (_, start_s, end_s)) in enumerate(seen):
+            job.spans.append((f"{cell}.{at}", name, name, start_s, end_s))
         if self.heard[name] % SEEN == 0:
             cells = {cell.name: cell for cell in part.cells}
-            seen = zip(message["cells"], runs.tolist(), strict=True)
             self.prices.saw(name, [
                 (cells[cell], int(num_rows), end_s - start_s)
                 for cell, (num_rows, start_s, end_s) in seen

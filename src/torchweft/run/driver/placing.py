@@ -85,7 +85,7 @@ class Placer:
 
 
 class Turns:
-    """The turns of one learner, between the inputs of one model.
+    """The turns of one learner, between the inputs of one model: `with turns:` is an input.
 
     A call that was placed tells the learner its problem; when a turn is due it starts in a thread
     of its own once the answer is on its way, and the next input waits for its end: at most the
@@ -114,9 +114,11 @@ class Turns:
             self.waited_s += time.perf_counter() - began_s
             self.under_way = None
 
-    def end(self) -> None:
+    __enter__ = begin
+
+    def __exit__(self, error: object, *more: object) -> None:
         """After an input: start a turn if one is due."""
-        if self.learner.due:
+        if error is None and self.learner.due:
             self.under_way = self.thread.submit(self._turn)
 
     def _turn(self) -> None:
