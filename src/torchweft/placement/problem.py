@@ -87,12 +87,10 @@ class Problem:
 
     @property
     def num_ops(self) -> int:
-        """How many ops there are."""
         return len(self.ops)
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
         return len(self.devices)
 
     @cached_property

@@ -54,7 +54,6 @@ class RecordedPart:
 
     @property
     def num_ops(self) -> int:
-        """The number of all its ops."""
         return sum(item.num_ops for item in self.ops)
 
     @property
