@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from torchweft.dynamic.lazy import Kind, Lazy, lazies, real
 from torchweft.dynamic.tracing import PLAIN, Callee, CellBook, CellEntry, Weight
 from torchweft.errors import CaptureError
 from torchweft.private.core import pytree
+from torchweft.run.modes import Modes
 from torchweft.run.workers.cell import Spec, spec_of
 
 REFUSED = object()
@@ -339,33 +341,26 @@ class Turn(threading.Thread):
     """A function in a thread of its own, which runs while it has the baton: until it needs numbers.
 
     Of all turns exactly one runs at a time. When all wait, what they asked for runs once, together,
-    and each goes on in turn. A thread takes over the caller's grad and inference modes.
+    and each goes on in turn. A thread takes over the caller's modes.
     """
 
     def __init__(
-        self, function: Callable[[], Any], back: threading.Semaphore, threads: set[int]
+        self, function: Callable[[], Any], modes: Modes, back: threading.Semaphore
     ) -> None:
         super().__init__(name="weft turn", daemon=True)
-        self.function, self.back, self.threads = function, back, threads
-        self.go = threading.Semaphore(0)
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.over = self.stopped = False
-        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.num_threads = torch.get_num_threads()
+        self.function, self.modes, self.back = function, modes, back
+        self.go, self.stopped = threading.Semaphore(0), False
+        self.outcome: Future[Any] = Future()
 
     def run(self) -> None:
         self.go.acquire()
-        self.threads.add(threading.get_ident())
-        if torch.get_num_threads() != self.num_threads:  # asked first, or the setting is lost
-            torch.set_num_threads(self.num_threads)
         try:
-            grad, inference = self.modes
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                self.result = self.function()
+            with self.modes:
+                made = self.function()
         except BaseException as error:
-            self.error = error
-        self.over = True
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(made)
         self.back.release()
 
     def step(self) -> None:
@@ -388,26 +383,26 @@ def run_in_turns(
 
     threads: is given the idents of their threads. flush: runs what all of them wait for.
     """
-    back = threading.Semaphore(0)
-    turns = [Turn(function, back, threads) for function in functions]
+    modes, back = Modes(), threading.Semaphore(0)
+    waiting = turns = [Turn(function, modes, back) for function in functions]
     for turn in turns:
         turn.start()
-    waiting = turns
-    while waiting:
+        threads.add(turn.ident or 0)
+    try:
+        while waiting:
+            for turn in waiting:
+                turn.step()
+            over = [turn.outcome for turn in waiting if turn.outcome.done()]
+            waiting = [turn for turn in waiting if not turn.outcome.done()]
+            for outcome in over:
+                outcome.result()  # or its error
+            if waiting:
+                flush()
+    finally:
         for turn in waiting:
+            turn.stopped = True
             turn.step()
-        waiting = [turn for turn in waiting if not turn.over]
-        if any(turn.error is not None for turn in turns):
-            break
-        if waiting:
-            flush()
-    for turn in waiting:
-        turn.stopped = True
-        turn.step()
-    for turn in turns:
-        if turn.error is not None and not isinstance(turn.error, _StopError):
-            raise turn.error
-    return [turn.result for turn in turns]
+    return [turn.outcome.result() for turn in turns]
 
 
 class _StopError(BaseException):
