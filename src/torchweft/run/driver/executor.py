@@ -108,11 +108,11 @@ class Executor:
             self._send(job)
         return job
 
-    def measure(self, cells: Iterable[Cell], devices: Sequence[str] | None = None) -> None:
-        """Measure cells that have not been measured yet, by default on all devices."""
+    def measure(self, cells: Iterable[Cell]) -> None:
+        """Measure cells on all devices where they have not been measured yet."""
         for cell in cells:
             self.cells[cell] = None
-            for device in self.pool.names if devices is None else devices:
+            for device in self.pool.names:
                 if (cell.name, device) not in self.prices.seconds:
                     self._measure(cell, device)
 
@@ -136,7 +136,7 @@ class Executor:
         """Bring in a new worker, and measure its links and every cell that is known."""
         self.pool.join(spot)
         self.prices.measure_links()
-        self.measure(list(self.cells), [spot.name])
+        self.measure(list(self.cells))
 
     def _ship(self, cell: Cell, mate: Mate) -> None:
         """A cell, and those of its weights that the worker lacks or has in an older version."""
