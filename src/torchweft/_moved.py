@@ -49,6 +49,7 @@ NEW |= {
         ".placement.planners.lists": "placement.simple placement.stages",
         ".placement.planners.planner": "placement.portfolio",
         ".placement.problem": "placement.bounds",
+        ".dynamic.model": "dynamic.local",
         ".dynamic.recording": "dynamic.baton",
         ".dynamic.state": "dynamic.fast",
         ".dynamic.tracing": "dynamic.book dynamic.joining",

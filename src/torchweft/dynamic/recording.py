@@ -12,7 +12,7 @@ on real tensors: always right, never batched, and counted with its reason.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
@@ -27,6 +27,8 @@ from torchweft.errors import CaptureError
 from torchweft.private.core import pytree
 from torchweft.run.modes import Modes
 from torchweft.run.workers.cell import Spec, spec_of
+from torchweft.run.workers.grouping import Given, Ops, numbers_of, read_by_ops
+from torchweft.run.workers.recorded import RecordedPart
 
 REFUSED = object()
 _NUMBERS = {
@@ -325,6 +327,56 @@ class Recording:
 
     def _value(self, item: Any) -> Lazy:
         return item if type(item) is Lazy and item.home is self else self.input(real(item))
+
+    # What comes out of it.
+
+    def take(self, wanted: Iterable[Lazy] = ()) -> RecordedPart:
+        """Everything that is pending, as data, with these values wanted; it is pending no more.
+
+        Raises `CaptureError` if an input was changed in place behind the call that uses it.
+        """
+        ops = []
+        for entry in self.used:
+            ops.append(Ops(entry.cell, numbers_of(entry.ops)))
+            entry.ops.clear()
+        self.used.clear()
+        packs, self.packs = self.packs, {}
+        values: dict[Spec, list[int]] = {}
+        for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
+            if number not in self.given:
+                spec = packs[number][0] if number in packs else spec
+                values.setdefault(spec, []).append(number)
+        return RecordedPart(self.next, ops, packs, self._pending_inputs(ops, packs), values)
+
+    def _pending_inputs(self, ops: Sequence[Ops], packs: Mapping[int, Any]) -> list[Given]:
+        """The pending inputs, with rows of those that were taken apart."""
+        whole, apart = dict(self.inputs), self.apart
+        specs = {
+            number: spec_of(given.shape, given.dtype) for number, (_, given, _) in apart.items()
+        }
+        read, kinds = set(read_by_ops(specs, self.next, ops)), set(specs.values())
+        for spec, numbers in packs.values():
+            if spec in kinds:
+                read |= specs.keys() & numbers
+        for number in read:  # as a whole, too
+            whole[number] = apart[number][1:]
+        rows = [each for each in apart.values() if each[0] >= 0]
+        for tensor, version in (*whole.values(), *(each[1:] for each in rows)):
+            if not tensor.is_inference() and tensor._version != version:
+                raise CaptureError(
+                    f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
+                    "call that has not run yet used it. Change a clone() of it."
+                )
+        self.inputs.clear()
+        self.apart = {
+            number: (-1, tensor, version)
+            for number, (_, tensor, version) in apart.items()
+            if number not in whole
+        }
+        return [
+            *((range(first, first + len(tensor)), tensor) for first, tensor, _ in rows),
+            *((range(number, number + 1), tensor[None]) for number, (tensor, _) in whole.items()),
+        ]
 
 
 _VIEWS = frozenset(

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.local import load
-from torchweft.dynamic.model import Dynamic
+from torchweft.dynamic.model import Dynamic, load
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
 from torchweft.run.driver.executor import Job
