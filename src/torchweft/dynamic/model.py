@@ -374,7 +374,7 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
     for each in groups:
         for spec, start, count in each.results:
             made.setdefault(spec, []).append(torch.arange(start, start + count))
-    outputs, num_rows = {spec: torch.cat(each) for spec, each in made.items()}, rows.layout.num_rows
+    outputs, num_rows = {spec: torch.cat(each) for spec, each in made.items()}, rows.num_rows
     inputs: dict[str, Block] = {}  # of specs that are read: given now, or made by earlier flushes
     for spec in dict.fromkeys(spec for each in groups for spec in each.cell.reads):
         if count := num_rows[spec] - len(outputs.get(spec, ())):
@@ -383,8 +383,8 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
         rows.stay(first, {lazy.id for lazy in wanted})
         asked: dict[Spec, list[Tensor]] = {}
         for lazy in wanted:
-            spec = rows.layout.packs.get(lazy.id, (lazy.spec,))[0]
-            asked.setdefault(spec, []).append(rows.layout.rows_of(lazy.id).reshape(-1))
+            spec = rows.packs.get(lazy.id, (lazy.spec,))[0]
+            asked.setdefault(spec, []).append(rows.rows_of(lazy.id).reshape(-1))
         unique = {spec: torch.unique(torch.cat(each)) for spec, each in asked.items()}
         outputs = {
             spec: each[torch.isin(each, outputs[spec])]

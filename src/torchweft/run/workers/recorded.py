@@ -221,21 +221,22 @@ def _consecutive(rows: Tensor) -> int | None:
     return start
 
 
-class RecordedRows:
+class RecordedRows(Layout):
     """The rows of what was recorded, on one device: their layout, and the store."""
 
     def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:
-        self.layout, self.store = Layout(), RowStore(device, grad=grad)
+        super().__init__()
+        self.store = RowStore(device, grad=grad)
         self.first_away, self.brought = 1 << 62, frozenset[int]()
         self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
 
     def add(self, part: RecordedPart, bundles: Sequence[int] = ()) -> list[Group]:
         """Make room for a part, and write its inputs; the groups that are to run."""
-        self.layout.grow(part.num_values)
-        self.layout.packs.update(part.packs)
-        inputs = place_inputs(self.layout, part.inputs)
-        groups = group(self.layout, part.ops, bundles)
-        self.store.reserve(self.layout.num_rows)
+        self.grow(part.num_values)
+        self.packs.update(part.packs)
+        inputs = place_inputs(self, part.inputs)
+        groups = group(self, part.ops, bundles)
+        self.store.reserve(self.num_rows)
         for spec, start, rows in inputs:
             self.store.write(spec, start, rows.to(self.store.device))
         return groups
@@ -244,18 +245,13 @@ class RecordedRows:
         """Values from this number on stay on the workers, except those that were brought."""
         self.first_away, self.brought = first, frozenset(brought)
 
-    @property
-    def num_values(self) -> int:
-        """Values below this number are computed."""
-        return self.layout.num_values
-
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""
         if number >= self.first_away and number not in self.brought:
             raise away(spec)
-        rows = self.layout.rows_of(number)
+        rows = self.rows_of(number)
         if rows.dim():
-            return self.gather(*self.layout.packs[number])
+            return self.gather(*self.packs[number])
         made = self.store.rows[spec][row := int(rows)]
         owner = self.owner.setdefault((spec, row), number)
         return made if owner == number else made.clone()  # equal values share a row
@@ -264,11 +260,11 @@ class RecordedRows:
         """The tensors of many values: packs of one spec in one gather."""
         by_spec: dict[Spec, list[int]] = {}
         for number, _ in wanted:
-            if number in self.layout.packs:
-                by_spec.setdefault(self.layout.packs[number][0], []).append(number)
+            if number in self.packs:
+                by_spec.setdefault(self.packs[number][0], []).append(number)
         packed: dict[int, Tensor] = {}
         for spec, numbers in by_spec.items():
-            lists = [self.layout.packs[number][1] for number in numbers]
+            lists = [self.packs[number][1] for number in numbers]
             rows = self.gather(spec, [value for values in lists for value in values])
             packed.update(zip(numbers, torch.split(rows, [*map(len, lists)]), strict=True))
         return [
@@ -278,7 +274,7 @@ class RecordedRows:
 
     def gather(self, spec: Spec, values: Sequence[int]) -> Tensor:
         """The rows of values of one spec."""
-        rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
+        rows = self.row_of[numbers_of(values)].to(self.store.device)
         return self.store.rows[spec].index_select(0, rows)
 
 
