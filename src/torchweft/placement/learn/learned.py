@@ -32,8 +32,6 @@ from torchweft.placement.planners.planner import Planner
 from torchweft.placement.problem import Problem
 
 POLICIES = Path(__file__).parent / "policies"
-SEEDS = (0, 1, 2)
-"""Of the trainings whose policies come with the package; the first is the default."""
 NUM_TRIES = 16
 SEARCH_S = 0.1
 DRAWN_SHARE = 0.3
@@ -41,14 +39,9 @@ DRAWN_SHARE = 0.3
 
 
 @cache
-def trained_policy(seed: int) -> Policy:
-    """A policy that comes with the package, by the seed of its training."""
-    return Policy.load(POLICIES / f"seed{seed}.safetensors")
-
-
 def default_policy() -> Policy:
     """The policy that planners take without one of the user's own."""
-    return trained_policy(SEEDS[0])
+    return Policy.load(POLICIES / "seed0.safetensors")
 
 
 def learned(
