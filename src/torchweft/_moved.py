@@ -44,15 +44,8 @@ NEW |= {
 NEW |= {
     f"{HOUSE}.{old}": f"{HOUSE}{new}"
     for new, names in {
-        ".placement.graph_problem": "placement.as_plan",
-        ".placement.placement": "placement.draft",
         ".placement.planners.lists": "placement.simple placement.stages",
         ".placement.planners.planner": "placement.portfolio",
-        ".placement.problem": "placement.bounds",
-        ".dynamic.model": "dynamic.local",
-        ".dynamic.recording": "dynamic.baton",
-        ".dynamic.state": "dynamic.fast",
-        ".dynamic.tracing": "dynamic.book dynamic.joining",
         ".run.driver.executor": "dynamic.traffic",
         ".run.driver.placing": "dynamic.learning",
         ".run.driver.prices": "dynamic.drift",
