@@ -476,13 +476,18 @@ def test_error_of_one_input_among_turns_comes_out_and_the_model_works_on() -> No
 
 
 def test_turns_have_the_modes_of_the_caller() -> None:
-    model, inputs = cases()["routed"]
-    dynamic = weft.dynamic(model)
-    dynamic(inputs[0])  # it needs numbers: a map takes turns
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append((threading.current_thread().name, torch.is_autocast_enabled("cpu")))
+        return x + 1 if x.max() > 5 else x
+
+    dynamic = weft.dynamic(Code(function))
+    dynamic(torch.ones(2))  # it needs numbers: a map takes turns
+    seen.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = [model(each) for each in inputs]
-        found = dynamic.map(inputs)
-    assert [each.dtype for each in found] == [each.dtype for each in wanted]
+        dynamic.map([torch.ones(2)] * 3)
+    assert seen == [("weft turn", True)] * 3
 
 
 def test_turns_end_when_what_they_wait_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:

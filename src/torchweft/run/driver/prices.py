@@ -82,7 +82,8 @@ class Drift(dict[Key, float]):
 
     def forget(self, device: str, *tables: dict[Key, Any]) -> None:
         """Forget a device, and the links from and to it; in other tables too."""
-        for known in (self, self.settled, self.spent_s, self.seen, *tables):
+        own: tuple[dict[Key, Any], ...] = (self, self.settled, self.spent_s, self.seen)
+        for known in (*own, *tables):
             for key in [key for key in known if device in (key[0].removeprefix(FROM), key[1])]:
                 del known[key]
 
