@@ -16,18 +16,16 @@ MOVED = {
     "strategies trace verify runtimes.simulator",
     "plan.write": "scheduler strategy write",
     "plan.lower": "conflicts lower memory",
-    "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
-    "placement.lists placement.portfolio placement.stages placement.tree_dp",
+    "placement.planners": "placement.annealing placement.cp_sat placement.lists placement.tree_dp",
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
     "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
-    "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
-    "dynamic.operators dynamic.pool dynamic.program dynamic.recorded dynamic.store dynamic.worker",
-    "run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning dynamic.placing "
-    "dynamic.prices dynamic.traffic",
+    "run.workers": "dynamic.cell dynamic.channel dynamic.grouping dynamic.pool "
+    "dynamic.program dynamic.recorded dynamic.worker",
+    "run.driver": "dynamic.executor dynamic.feed dynamic.placing dynamic.prices",
     "serve": "gate piece reporting session trials",
 }
 NEW = {
@@ -44,10 +42,23 @@ NEW |= {
     for name in names.split()
 }
 NEW |= {
-    f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
-    f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
-    f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
-    f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",
+    f"{HOUSE}.{old}": f"{HOUSE}{new}"
+    for new, names in {
+        ".placement.planners.lists": "placement.simple placement.stages",
+        ".placement.planners.planner": "placement.portfolio",
+        ".run.driver.executor": "dynamic.traffic",
+        ".run.driver.placing": "dynamic.learning",
+        ".run.driver.prices": "dynamic.drift",
+        ".run.workers.cell": "dynamic.operators",
+        ".run.workers.program": "dynamic.graphing",
+        ".run.workers.recorded": "dynamic.store",
+        "_tools.bench.oracle.exhaustive": "placement.exhaustive",
+        "_tools.cli.app": "cli",
+        "_tools.cli.doctor": "doctor",
+        "_tools.cli.explain": "placement.explain",
+        "_tools.cli.subject": "subject",
+    }.items()
+    for old in names.split()
 }
 
 

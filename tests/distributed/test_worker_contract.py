@@ -20,8 +20,7 @@ import torchweft as weft
 from torchweft.errors import PlanError, RunError
 from torchweft.placement import placed
 from torchweft.plan.verify import verify
-from torchweft.run.workers.graphing import HOME
-from torchweft.run.workers.program import write_script
+from torchweft.run.workers.program import HOME, write_script
 
 THREE = tuple(weft.Spot(name) for name in ("one", "two", "three"))
 

@@ -34,6 +34,7 @@ from torchweft.run.workers.pool import WorkerPool
 from torchweft_tools.bench.dynamic import drawn_trees
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.players.dynamic_placed import ByNodes
+from torchweft_tools.bench.players.rehearsal import WatchedPrices
 
 TOLERANCE = 1e-5
 LOST_S, CALM_S = 8.0, 60.0  # a loaded machine starves workers for seconds
@@ -214,14 +215,19 @@ def test_a_plan_is_not_served_to_a_call_that_wants_other_outputs() -> None:
         assert (dynamic.report().num_planned, dynamic.report().num_hits) == (2, 1)
 
 
-def test_a_rehearsal_begins_sends_and_ends_as_workers_do(calm: Calm) -> None:
+def test_a_rehearsal_begins_sends_and_ends_as_workers_do(
+    calm: Calm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dynamic, placer = calm.dynamic, calm.dynamic.placer
     placer.planner = one_by_one
+    prices = WatchedPrices(placer.executor.prices)
+    monkeypatch.setattr(placer.executor, "prices", prices)
     for _ in range(3):
         dynamic.map(calm.inputs)
-    prices, script = placer.executor.prices, dynamic.job.script
-    found = placer.simulate(script)
-    assert found == placer.simulate(script), "the same prices, the same trace"
+        prices.ended(dynamic.job)
+    script = dynamic.job.script
+    found = prices.rehearse(script)
+    assert found == prices.rehearse(script), "the same prices, the same trace"
     real = [span.label for span in dynamic.trace().spans]
     done = {s.label for s in found.spans if s.kind != "wait" and not s.lane.startswith("home.")}
     assert done == {*real, "answer"}, "and inputs, which come with the call"
@@ -232,25 +238,25 @@ def test_a_rehearsal_begins_sends_and_ends_as_workers_do(calm: Calm) -> None:
     for span in runs:
         assert span.start_s >= begins_s.get(span.device, 0.0)
     prices.finish_s += 1.0
-    assert placer.simulate(script).makespan_s == pytest.approx(found.makespan_s + 1.0)
+    assert prices.rehearse(script).makespan_s == pytest.approx(found.makespan_s + 1.0)
     prices.finish_s -= 1.0
     before_s, prices.message_s["two"] = prices.message_s["two"], 1.0
-    late = placer.simulate(script).makespan_s
+    late = prices.rehearse(script).makespan_s
     prices.message_s["two"] = before_s
     assert late > found.makespan_s + 1.0, "each message holds its device up"
 
 
 def test_prices_of_the_begin_and_the_end_follow_calls(calm: Calm) -> None:
-    prices = calm.dynamic.placer.executor.prices.anew()
+    prices = WatchedPrices(calm.dynamic.placer.executor.prices)
     assert prices.seconds and prices.links and not prices.drift, "measured, nothing seen"
     assert prices.begins_s({"one": 10, "two": 30}) == {"one": 0.0, "two": 0.0}
     prices.started({"one": (10, 0.02), "two": (30, 0.06)}, {"one": 0.002})  # ten more each: units
     assert prices.begins_s({"one": 10, "two": 30}) == pytest.approx({"one": 0.022, "two": 0.06})
     assert prices.begins_s({"two": 30, "one": 10}) == pytest.approx({"two": 0.04, "one": 0.062})
-    prices.ended({"one": (4, 0.008), "two": (0, 0.0)}, 0.1)
+    prices.follow({"one": (4, 0.008), "two": (0, 0.0)}, 0.1)
     assert (prices.message_s, prices.finish_s) == ({"one": 0.002}, 0.1)
     for _ in range(30):
-        prices.ended({"one": (4, 0.004)}, 0.3)
+        prices.follow({"one": (4, 0.004)}, 0.3)
     assert prices.message_s["one"] == pytest.approx(0.001, rel=0.01)
     assert prices.finish_s == pytest.approx(0.3, rel=0.01)
 

@@ -28,27 +28,27 @@ from torchweft.placement import (
     placed,
     plan,
     planner_names,
-    replay,
-    stand_in,
 )
-from torchweft.placement.bounds import heads, tails
-from torchweft.placement.draft import period_s, run
-from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
-from torchweft.placement.planners import annealing, cp_sat, stages
+from torchweft.placement.placement import period_s, run
+from torchweft.placement.planners import annealing, cp_sat, lists
 from torchweft.placement.planners.annealing import Loads
 from torchweft.placement.planners.cp_sat import in_ticks
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.planners.tree_dp import fits
+from torchweft.placement.problem import heads, tails
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
+from torchweft_tools.bench.oracle.exhaustive import exhaustive
+from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft_tools.formats.stand_in import stand_in, with_graph
 from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf
-EXACT = ("exhaustive", "cp-sat", "tree-dp")
+EXACT = (exhaustive, "cp-sat", "tree-dp")
 QUICK = [name for name in planner_names() if name not in (*EXACT, "portfolio", "annealing")]
 SETTINGS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
@@ -140,7 +140,7 @@ def test_law_exact_planners_agree_on_trees(rng):
 def test_law_exact_planners_agree_under_limits(rng, objective):
     pytest.importorskip("ortools")
     problem = replace(drawn(rng, num_ops=rng.randint(1, 6)), objective=objective)
-    all_tried = plan(problem, "exhaustive")
+    all_tried = plan(problem, exhaustive)
     solved = plan(problem, "cp-sat", deadline_s=60)
     assert all_tried.optimal
     assert solved.optimal
@@ -152,7 +152,7 @@ def test_law_exact_planners_agree_under_limits(rng, objective):
 @given(randoms)
 def test_law_nothing_beats_what_exhaustive_finds(rng):
     problem = drawn(rng, num_ops=rng.randint(1, 7))
-    best = plan(problem, "exhaustive")
+    best = plan(problem, exhaustive)
     for name in (*QUICK, "annealing"):
         assert plan(problem, name).score_s >= best.score_s * (1 - 1e-9)
 
@@ -170,7 +170,7 @@ def test_law_every_planner_is_at_least_as_good_as_random_on_average():
 
 def assert_simulated(problem: Problem, found: Placement) -> None:
     """The simulator, which gives a plan its meaning, has the starts and ends of the placement."""
-    safe = verify(as_plan(problem, found))
+    safe = verify(as_plan(with_graph(problem), found))
     _, machine, costs = stand_in(problem)
     trace = simulate(safe, Context(), machine, costs, contention=False)
     starts = {span.op: span.start_s for span in trace.spans if span.kind == "run"}
@@ -234,7 +234,7 @@ def test_law_a_placement_reads_back_and_replays(rng):
     problem = drawn(rng, num_ops=rng.randint(1, 15))
     found = plan(problem, "heft")
     assert Placement.from_data(found.to_data()) == found
-    assert replay(problem, found).makespan_s <= found.makespan_s * (1 + 1e-9)
+    assert placed(problem, found.device, found.order).makespan_s <= found.makespan_s * (1 + 1e-9)
 
 
 @SETTINGS
@@ -306,7 +306,7 @@ def test_a_value_takes_latency_and_bytes_and_goes_once_to_a_device():
     found = placed(problem, [0, 1, 1], [0, 1, 2])
     assert found.start_s == (0.0, 6.0, 7.0)
     assert found.period_s == 5.0  # the link: one second and four, once
-    copies = [step for step in as_plan(problem, found).steps if step.kind == "copy"]
+    copies = [step for step in as_plan(with_graph(problem), found).steps if step.kind == "copy"]
     assert [step.label for step in copies] == ["copy v0 to slow"]
 
 
@@ -320,7 +320,7 @@ def test_what_several_ops_hold_counts_once():
 
 def test_no_room_is_an_error_that_says_what_is_needed():
     problem = two([[1, 1]], [], holds=(Hold(11, (0,)),), room_bytes=(10.0, 10.0))
-    for name in ("heft", "single", "portfolio", "exhaustive"):
+    for name in ("heft", "single", "portfolio", exhaustive):
         with pytest.raises(PlacementError, match="memory"):
             plan(problem, name, deadline_s=0.01)
 
@@ -381,7 +381,7 @@ def test_any_function_is_a_planner_and_is_not_trusted():
 
 def test_exhaustive_refuses_what_is_not_tiny():
     with pytest.raises(PlacementError, match="at most 10 ops"):
-        plan(case(random_tree(30, 0), MACHINES[0], 1.0), "exhaustive")
+        plan(case(random_tree(30, 0), MACHINES[0], 1.0), exhaustive)
 
 
 def test_a_bound_is_never_above_its_score():
@@ -399,19 +399,19 @@ def test_a_bound_is_never_above_its_score():
 
 def test_exhaustive_does_not_try_every_order_of_a_device_that_is_busy_anyway():
     problem = two([[1.0 + op, 1.0 + op] for op in range(10)], [])
-    assert plan(replace(problem, together=(tuple(range(10)),)), "exhaustive").makespan_s == 55
+    assert plan(replace(problem, together=(tuple(range(10)),)), exhaustive).makespan_s == 55
 
 
 def test_exhaustive_stops_at_its_deadline_with_what_it_has():
     problem = case(random_tree(10, 0), MACHINES[1], 1.0)
-    found = plan(problem, "exhaustive", deadline_s=0)
+    found = plan(problem, exhaustive, deadline_s=0)
     assert list(faults(problem, found)) == []
     assert not found.optimal
 
 
 def test_a_search_without_time_starts_nothing_slow(monkeypatch):
     """No stages, no solver (importing it would fail): single, heft and peft are all there is."""
-    monkeypatch.setattr(stages, "stages", None)
+    monkeypatch.setattr(lists, "stages", None)
     monkeypatch.setattr(cp_sat, "is_loaded", lambda: False)
     monkeypatch.setattr(cp_sat, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)

@@ -15,6 +15,7 @@ from torchweft.placement import plan
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.graph_file import graph_data
 from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.formats.read_dnn import read_dnn
 from torchweft_tools.formats.read_stg import read_stg
@@ -151,7 +152,7 @@ def test_dnn_graphs_say_devices_limits_and_what_stays_together(write):
     half = 2**29
     assert problem.transfer_s(half, 0, 1) == 0.5
     assert problem.transfer_s(half, 1, 2) == 1.0  # through the memory of the CPUs
-    best = plan(problem, "exhaustive")
+    best = plan(problem, exhaustive)
     # n7 on one accelerator; n3 and n9 (90 of 100 bytes) on the other, or n7 on the CPU, ...
     assert best.device_of["n3"] == best.device_of["n9"]
     assert best.device_of["n1"] == "cpu0"

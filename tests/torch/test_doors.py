@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import torchweft as weft
 from torchweft.dynamic.tracing import trace
 from torchweft.errors import CaptureError
-from torchweft.run.workers.cell import ROOM, Cell, reading, spec_of
+from torchweft.run.workers.cell import ROOM, Cell, operator_of, reading, spec_of
 from torchweft.run.workers.channel import WORD, ChannelError, WorkerChannel, head_of, read_head
-from torchweft.run.workers.operators import operator_of
 from torchweft.run.workers.program import DevicePart
 from torchweft.run.workers.recorded import RecordedPart, RecordedRows
 

@@ -475,6 +475,63 @@ def test_error_of_one_input_among_turns_comes_out_and_the_model_works_on() -> No
     assert close(dynamic(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_turns_have_the_modes_of_the_caller() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append((threading.current_thread().name, torch.is_autocast_enabled("cpu")))
+        return x + 1 if x.max() > 5 else x
+
+    dynamic = weft.dynamic(Code(function))
+    dynamic(torch.ones(2))  # it needs numbers: a map takes turns
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        dynamic.map([torch.ones(2)] * 3)
+    assert seen == [("weft turn", True)] * 3
+
+
+def test_turns_end_when_what_they_wait_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = cases()["routed"]
+    dynamic = weft.dynamic(model)
+    dynamic(inputs[0])
+
+    def fail(*facts: Any) -> None:
+        raise CaptureError("run: no worker is left.")
+
+    monkeypatch.setattr(dynamic.state, "flush", fail)
+    monkeypatch.setattr(dynamic, "_flush", fail)
+    with pytest.raises(CaptureError, match="no worker"):
+        dynamic.map(inputs)
+    assert not [t for t in threading.enumerate() if t.name == "weft turn" and t.is_alive()]
+
+
+class Wrapped(nn.Module):
+    """Calls one module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.inner(*args)
+
+
+class Sides(nn.Module):
+    """A sum of two products, and their arguments one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(a) + self.right(b), torch.cat([a, b])
+
+
+def test_joined_products_take_no_cat_over_another_dim() -> None:
+    model, a, b = Wrapped(Sides()), torch.randn(5, 4), torch.randn(5, 4)
+    assert close(weft.dynamic(model)(a, b), model(a, b))
+
+
 def test_value_kept_from_one_call_is_a_tensor_in_the_next() -> None:
     kept: list[Any] = []
 

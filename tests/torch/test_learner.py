@@ -24,7 +24,7 @@ from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
-from torchweft.run.driver.drift import Drift
+from torchweft.run.driver.prices import Drift
 from torchweft_tools.bench.players.recovery import (
     FrozenPlanner,
     intervals,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchweft.run.driver.traffic import Traffic
+from torchweft.run.driver.executor import waited_copies
 from torchweft.run.workers.cell import Spec
 from torchweft.run.workers.program import Task
 from torchweft_tools.bench.players.dynamic_placed import Runs
@@ -26,11 +26,8 @@ def test_values_of_one_message_count_once_and_only_if_waited_for() -> None:
         ("group", "slow", "slow", 2.2, 4.0),
         ("group", "slow", "slow", 4.0, 6.0),
     ]
-    traffic = Traffic(spans, BLOCKS)
-    assert dict(traffic.num) == {"fast": 2, "slow": 3, "home": 1}
-    assert traffic.home_s == 6.4
-    traffic.await_at("slow", [a_task("c", "h", "input"), a_task("x")], [(2.2, 4.0), (4.0, 6.0)])
-    found = traffic.waited()
+    tasks = {"slow": [a_task("c", "h", "input"), a_task("x")]}
+    found = waited_copies(spans, BLOCKS, tasks)
     assert set(found) == {("fast", "slow"), ("slow", "home")}
     ((num_bytes, seconds),) = found["fast", "slow"]  # x was there before the device was free
     assert (num_bytes, round(seconds, 6)) == (16, 1.2)

@@ -42,7 +42,6 @@ class Lazy:
 
     @property
     def spec(self) -> Spec:
-        """Its shape and dtype."""
         return self.kind.spec
 
     @property
@@ -58,12 +57,10 @@ class Lazy:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape, known before it is computed."""
         return torch.Size(self.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype, known before it is computed."""
         return self.spec.dtype
 
     @property
@@ -73,19 +70,15 @@ class Lazy:
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
         return len(self.spec.shape)
 
     def dim(self) -> int:
-        """The number of dims."""
         return len(self.spec.shape)
 
     def numel(self) -> int:
-        """The number of elements."""
         return self.shape.numel()
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one dim of it."""
         return self.shape if dim is None else self.spec.shape[dim]
 
     def __len__(self) -> int:

@@ -16,19 +16,18 @@ which one runs at a time, so that what they ask for still runs together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from torchweft.dynamic.baton import run_in_turns
 from torchweft.dynamic.lazy import Lazy, real
-from torchweft.dynamic.local import RemoteRows, Weights, flush_here, load, take
-from torchweft.dynamic.recording import Recording
+from torchweft.dynamic.recording import Recording, run_in_turns
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
@@ -39,12 +38,53 @@ from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
 from torchweft.run.driver.executor import Executor, Job
 from torchweft.run.driver.feed import SLOTS, Feed
-from torchweft.run.driver.learning import Turns
-from torchweft.run.driver.placing import Placer
+from torchweft.run.driver.placing import Placer, Turns
+from torchweft.run.workers.cell import Cell, Spec
+from torchweft.run.workers.grouping import Block, Group
 from torchweft.run.workers.pool import Spot, WorkerPool
+from torchweft.run.workers.program import Load
+from torchweft.run.workers.recorded import RecordedRows, away
 
 BUNDLES = 4  # bundles of inputs for each worker, in a map
 KEPT = 4  # windows of answers that a stream keeps until those before them are there
+
+
+class Weights:
+    """What cells make of weights alone, computed once while the weights stay the same."""
+
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        self.weights, self.device = weights, device
+        self.known: dict[Cell, tuple[Any, Sequence[Any]]] = {}
+
+    @property
+    def grad(self) -> bool:
+        """Whether gradients of them are wanted now."""
+        return torch.is_grad_enabled() and any(w.requires_grad for w in self.weights.values())
+
+    def __call__(self, cell: Cell) -> Sequence[Any]:
+        weights = [self.weights[name] for name in cell.weights]
+        prepare = cell.functions[0]
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return prepare(self.device, *weights)  # type: ignore[no-any-return]
+        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        if cell not in self.known or self.known[cell][0] != now:
+            with torch.no_grad():
+                self.known[cell] = now, prepare(self.device, *weights)
+        return self.known[cell][1]
+
+
+class RemoteRows:
+    """The values of a recording that ran elsewhere, as one job: those that were wanted."""
+
+    def __init__(self, job: Job, num_values: int) -> None:
+        self.job, self.num_values = job, num_values
+
+    def value(self, number: int, spec: Spec) -> Tensor:
+        """The tensor of a value, when the job is over."""
+        self.job.over.result()
+        if number not in self.job.values:
+            raise away(spec)
+        return self.job.values[number]
 
 
 @dataclass(frozen=True)
@@ -127,14 +167,14 @@ class Dynamic:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of one input."""
-        with self._between_turns(), self.state.record() as recording:
+        with self.turns or nullcontext(), self.state.record() as recording:
             given, options = recording.inputs_of((args, kwargs))
             return self._real(recording, self.state.model.forward(*given, **options))
 
     def map(self, inputs: Iterable[Any]) -> list[Any]:
         """The outputs of each input (a tuple is taken as several arguments), in order."""
         forward = self.state.model.forward
-        with self._between_turns(), self.state.record() as recording:
+        with self.turns or nullcontext(), self.state.record() as recording:
             given = [_arguments(recording, each) for each in inputs]
             bundles: list[int] = []
             if self.state.online and len(given) > 1:
@@ -192,7 +232,7 @@ class Dynamic:
                 for each in given:
                     outputs.append(self.state.model.forward(*_arguments(recording, each)))
                 if recording.store is None and recording.used:
-                    part = take(recording, _lazies(recording, outputs))
+                    part = recording.take(_lazies(recording, outputs))
                     job = feed.whole(part, device, len(given))
                     recording.store = RemoteRows(job, recording.next)
                     return feed.executor.submit(job), outputs
@@ -215,16 +255,6 @@ class Dynamic:
         """Bring in a new worker: it is measured, and takes part from the next plan on."""
         placer, _ = self._workers()
         placer.executor.join(spot)
-
-    @contextmanager
-    def _between_turns(self) -> Iterator[None]:
-        """A planner that learns does so before and after this, never meanwhile."""
-        if self.turns is None:
-            yield
-            return
-        self.turns.begin()
-        yield
-        self.turns.end()
 
     def plan(self) -> Plan:
         """The plan of the last call that was placed."""
@@ -314,3 +344,51 @@ def _lazies(home: Recording, outputs: Any) -> list[Lazy]:
 
 def _arguments(recording: Recording, given: Any) -> Any:
     return recording.inputs_of(given if isinstance(given, tuple) else (given,))
+
+
+def rows_of(recording: Recording, *, grad: bool) -> RecordedRows:
+    """Where the rows of a recording are, here."""
+    if recording.store is None:
+        recording.store = RecordedRows(recording.device, grad=grad)
+    rows: RecordedRows = recording.store
+    return rows
+
+
+def flush_here(recording: Recording, weights: Weights) -> list[Group]:
+    """Run what is pending, in this process."""
+    rows = rows_of(recording, grad=weights.grad)
+    with torch.autocast(weights.device.type, enabled=False):
+        groups = rows.add(recording.take())
+        ready = {cell: weights(cell) for cell in dict.fromkeys(each.cell for each in groups)}
+        for each in groups:
+            rows.store.run(each, ready.__getitem__)
+    return groups
+
+
+def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[int] = ()) -> Load:
+    """Take what is pending, to be placed; `wanted` None: the caller may ask for anything later."""
+    rows = rows_of(recording, grad=False)
+    first = rows.num_values
+    groups = rows.add(recording.take(), bundles)
+    made: dict[Spec, list[Tensor]] = {}
+    for each in groups:
+        for spec, start, count in each.results:
+            made.setdefault(spec, []).append(torch.arange(start, start + count))
+    outputs, num_rows = {spec: torch.cat(each) for spec, each in made.items()}, rows.num_rows
+    inputs: dict[str, Block] = {}  # of specs that are read: given now, or made by earlier flushes
+    for spec in dict.fromkeys(spec for each in groups for spec in each.cell.reads):
+        if count := num_rows[spec] - len(outputs.get(spec, ())):
+            inputs[f"in{len(inputs)}"] = spec, 0, count
+    if wanted is not None:
+        rows.stay(first, {lazy.id for lazy in wanted})
+        asked: dict[Spec, list[Tensor]] = {}
+        for lazy in wanted:
+            spec = rows.packs.get(lazy.id, (lazy.spec,))[0]
+            asked.setdefault(spec, []).append(rows.rows_of(lazy.id).reshape(-1))
+        unique = {spec: torch.unique(torch.cat(each)) for spec, each in asked.items()}
+        outputs = {
+            spec: each[torch.isin(each, outputs[spec])]
+            for spec, each in unique.items()
+            if spec in outputs
+        }
+    return Load(groups, inputs, outputs, dict(num_rows), rows.store)

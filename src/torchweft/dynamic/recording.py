@@ -12,7 +12,8 @@ on real tensors: always right, never batched, and counted with its reason.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -20,12 +21,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.baton import Turn
-from torchweft.dynamic.book import PLAIN, Callee, CellBook, CellEntry, Weight
 from torchweft.dynamic.lazy import Kind, Lazy, lazies, real
+from torchweft.dynamic.tracing import PLAIN, Callee, CellBook, CellEntry, Weight
 from torchweft.errors import CaptureError
 from torchweft.private.core import pytree
+from torchweft.run.modes import Modes
 from torchweft.run.workers.cell import Spec, spec_of
+from torchweft.run.workers.grouping import Given, Ops, numbers_of, read_by_ops
+from torchweft.run.workers.recorded import RecordedPart
 
 REFUSED = object()
 _NUMBERS = {
@@ -127,24 +130,23 @@ class Recording:
             return self.at_once(Tensor.__getitem__, (lazy, index), {})
         return self.rows(lazy)[index]
 
-    def rows(self, lazy: Lazy, count: int | None = None) -> list[Lazy]:
-        """The first rows of a value, or all."""
-        numbers = self.numbers.get(lazy.id) or self._apart(lazy)
-        if count is None:
-            if lazy.id not in self.rows_of:
-                self.rows_of[lazy.id] = lazies(numbers, self._row(lazy))
-            return self.rows_of[lazy.id]
-        return lazies(numbers[:count], self._row(lazy))
+    def rows(self, lazy: Lazy) -> list[Lazy]:
+        """The rows of a value."""
+        if lazy.id not in self.rows_of:
+            self.rows_of[lazy.id] = lazies(self._apart(lazy), self._row(lazy))
+        return self.rows_of[lazy.id]
 
     def _row(self, lazy: Lazy) -> Kind:
         return self.kind(spec_of(lazy.spec.shape[1:], lazy.spec.dtype))
 
     def _apart(self, lazy: Lazy) -> Sequence[int]:
         """The numbers of the rows of a value. An input's go to the store as they are."""
-        numbers: Sequence[int]
+        if (known := self.numbers.get(lazy.id)) is not None:
+            return known
         given = self.inputs.pop(lazy.id, None)
         if given is None:
-            numbers = [each.id for each in self.add(self.book.unpack(lazy.spec), [lazy])]
+            self.add(self.book.unpack(lazy.spec), [lazy])
+            numbers = range(self.next - len(lazy), self.next)
         else:
             numbers = range(self.next, self.next + len(lazy))
             self.apart[lazy.id] = self.next, *given
@@ -196,7 +198,8 @@ class Recording:
         if callee.lookup and len(args) == callee.lookup and not kwargs:
             words = args[0]
             if type(words) is Lazy and words.home is self and words.ndim == 1 and len(words):
-                entry, _ = self._entry(callee, (self.rows(words, 1)[0], *args[1:]), kwargs)
+                word = Lazy(self._apart(words)[0], self._row(words))
+                entry, _ = self._entry(callee, (word, *args[1:]), kwargs)
                 if entry is not None:
                     if callee.learn is not None:
                         callee.learn(entry, words.dtype)
@@ -258,7 +261,7 @@ class Recording:
         if not entry.ops:
             self.used.append(entry)
         (spec,) = entry.cell.makes
-        words = self.numbers.get(lazy.id) or self._apart(lazy)
+        words = self._apart(lazy)
         numbers = range(self.next, self.next + len(words))
         self.next = numbers.stop
         entry.ops += chain.from_iterable(zip(numbers, words, strict=True))
@@ -325,6 +328,56 @@ class Recording:
     def _value(self, item: Any) -> Lazy:
         return item if type(item) is Lazy and item.home is self else self.input(real(item))
 
+    # What comes out of it.
+
+    def take(self, wanted: Iterable[Lazy] = ()) -> RecordedPart:
+        """Everything that is pending, as data, with these values wanted; it is pending no more.
+
+        Raises `CaptureError` if an input was changed in place behind the call that uses it.
+        """
+        ops = []
+        for entry in self.used:
+            ops.append(Ops(entry.cell, numbers_of(entry.ops)))
+            entry.ops.clear()
+        self.used.clear()
+        packs, self.packs = self.packs, {}
+        values: dict[Spec, list[int]] = {}
+        for number, spec in {lazy.id: lazy.spec for lazy in wanted}.items():
+            if number not in self.given:
+                spec = packs[number][0] if number in packs else spec
+                values.setdefault(spec, []).append(number)
+        return RecordedPart(self.next, ops, packs, self._pending_inputs(ops, packs), values)
+
+    def _pending_inputs(self, ops: Sequence[Ops], packs: Mapping[int, Any]) -> list[Given]:
+        """The pending inputs, with rows of those that were taken apart."""
+        whole, apart = dict(self.inputs), self.apart
+        specs = {
+            number: spec_of(given.shape, given.dtype) for number, (_, given, _) in apart.items()
+        }
+        read, kinds = set(read_by_ops(specs, self.next, ops)), set(specs.values())
+        for spec, numbers in packs.values():
+            if spec in kinds:
+                read |= specs.keys() & numbers
+        for number in read:  # as a whole, too
+            whole[number] = apart[number][1:]
+        rows = [each for each in apart.values() if each[0] >= 0]
+        for tensor, version in (*whole.values(), *(each[1:] for each in rows)):
+            if not tensor.is_inference() and tensor._version != version:
+                raise CaptureError(
+                    f"change: an input of shape {tuple(tensor.shape)} was changed in place after a "
+                    "call that has not run yet used it. Change a clone() of it."
+                )
+        self.inputs.clear()
+        self.apart = {
+            number: (-1, tensor, version)
+            for number, (_, tensor, version) in apart.items()
+            if number not in whole
+        }
+        return [
+            *((range(first, first + len(tensor)), tensor) for first, tensor, _ in rows),
+            *((range(number, number + 1), tensor[None]) for number, (tensor, _) in whole.items()),
+        ]
+
 
 _VIEWS = frozenset(
     (
@@ -334,3 +387,75 @@ _VIEWS = frozenset(
         "__get__", "contiguous", "to", "float", "double", "real",
     )
 )  # fmt: skip
+
+
+class Turn(threading.Thread):
+    """A function in a thread of its own, which runs while it has the baton: until it needs numbers.
+
+    Of all turns exactly one runs at a time. When all wait, what they asked for runs once, together,
+    and each goes on in turn. A thread takes over the caller's modes.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], modes: Modes, back: threading.Semaphore
+    ) -> None:
+        super().__init__(name="weft turn", daemon=True)
+        self.function, self.modes, self.back = function, modes, back
+        self.go, self.stopped = threading.Semaphore(0), False
+        self.outcome: Future[Any] = Future()
+
+    def run(self) -> None:
+        self.go.acquire()
+        try:
+            with self.modes:
+                made = self.function()
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(made)
+        self.back.release()
+
+    def step(self) -> None:
+        """Give it the baton, and wait until it comes back."""
+        self.go.release()
+        self.back.acquire()
+
+    def pause(self) -> None:
+        """Hand the baton back, and wait until it comes again."""
+        self.back.release()
+        self.go.acquire()
+        if self.stopped:
+            raise _StopError
+
+
+def run_in_turns(
+    functions: Sequence[Callable[[], Any]], threads: set[int], flush: Callable[[], None]
+) -> list[Any]:
+    """The results of all functions; raises the first error, after all others have stopped.
+
+    threads: is given the idents of their threads. flush: runs what all of them wait for.
+    """
+    modes, back = Modes(), threading.Semaphore(0)
+    waiting = turns = [Turn(function, modes, back) for function in functions]
+    for turn in turns:
+        turn.start()
+        threads.add(turn.ident or 0)
+    try:
+        while waiting:
+            for turn in waiting:
+                turn.step()
+            over = [turn.outcome for turn in waiting if turn.outcome.done()]
+            waiting = [turn for turn in waiting if not turn.outcome.done()]
+            for outcome in over:
+                outcome.result()  # or its error
+            if waiting:
+                flush()
+    finally:
+        for turn in waiting:
+            turn.stopped = True
+            turn.step()
+    return [turn.outcome.result() for turn in turns]
+
+
+class _StopError(BaseException):
+    """Thrown into functions that wait when another has failed."""

@@ -1,19 +1,16 @@
 """The room of placement: which device runs each op of a graph, and when. No torch, no numpy.
 
-problem          the numbers that planners work on          graph_problem: from our own graphs
-draft            a placement in the making                  placement: a finished one
-planners         one signature, by name                     check: is it legal?  bounds: how good?
-as_plan          a placement as a plan
+problem          the numbers that planners work on, and what no placement of them can beat
+placement        a placement, and a draft: one in the making        check: is it legal?
+planners         one signature, by name
+graph_problem    a problem from our own graph; a placement of it as a plan
 """
 
-from torchweft.placement.as_plan import as_plan, stand_in
-from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import check, faults
-from torchweft.placement.draft import Draft
-from torchweft.placement.graph_problem import graph_problem
-from torchweft.placement.placement import Placement, finished, placed, replay
+from torchweft.placement.graph_problem import as_plan, graph_problem
+from torchweft.placement.placement import Draft, Placement, finished, placed
 from torchweft.placement.planners.planner import Planner, plan, planner_names
-from torchweft.placement.problem import Edge, Hold, Problem
+from torchweft.placement.problem import Edge, Hold, Problem, bound_s
 
 __all__ = [
     "Draft",
@@ -31,6 +28,4 @@ __all__ = [
     "placed",
     "plan",
     "planner_names",
-    "replay",
-    "stand_in",
 ]

@@ -30,72 +30,47 @@ def faults(problem: Problem, placement: Placement) -> Iterator[tuple[str, str]]:
     if placement.ops != problem.ops or placement.devices != problem.devices:
         yield "ops", "it has other ops or devices than the problem."
         return
-    slack_s = SLACK * max(1e-30, max(placement.end_s))
-    for rule, broken in RULES.items():
-        yield from ((rule, text) for text in broken(problem, placement, slack_s))
-
-
-def _device(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
-    for op, device in enumerate(placement.device):
-        if problem.seconds[op][device] == INF:
-            yield f"device {problem.devices[device]!r} cannot run op {problem.ops[op]!r}."
-
-
-def _time(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
-    for op, name in enumerate(problem.ops):
-        start_s, end_s = placement.start_s[op], placement.end_s[op]
-        seconds = problem.seconds[op][placement.device[op]]
-        wrong = abs(end_s - start_s - seconds) > slack_s or start_s < -slack_s
-        if seconds < INF and wrong:
-            yield f"op {name!r} takes {seconds:g} s, not from {start_s:g} to {end_s:g}."
-
-
-def _order(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
-    for op, device in enumerate(placement.device):
-        if placement.start_s[op] < problem.ready_s[op][device] - slack_s:
-            yield f"op {problem.ops[op]!r} starts before its inputs are there."
-    for edge in problem.edges:
-        source, target = placement.device[edge.source], placement.device[edge.target]
-        there_s = placement.end_s[edge.source]
-        if source != target:
-            there_s += problem.latency_s[source][target]
-            there_s += edge.num_bytes * problem.byte_s[source][target]
-        if placement.start_s[edge.target] < there_s - slack_s:
-            names = f"{problem.ops[edge.target]!r} starts before {problem.ops[edge.source]!r}"
-            yield f"{names} is there, at {there_s:g} s."
-
-
-def _overlap(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
-    lanes: list[list[tuple[float, float, str]]] = [[] for _ in problem.devices]
-    for op, device in enumerate(placement.device):
-        lanes[device].append((placement.start_s[op], placement.end_s[op], problem.ops[op]))
-    for name, spans in zip(problem.devices, lanes, strict=True):
-        for (_, end_s, first), (start_s, _, second) in pairwise(sorted(spans)):
-            if start_s < end_s - slack_s:
-                yield f"ops {first!r} and {second!r} run on device {name!r} at once."
-
-
-def _together(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+    for op, at in enumerate(placement.device):
+        if problem.seconds[op][at] == INF:
+            yield "device", f"device {problem.devices[at]!r} cannot run op {problem.ops[op]!r}."
+    yield from _late(problem, placement, SLACK * max(1e-30, max(placement.end_s)))
     for ops in problem.together:
         if len({placement.device[op] for op in ops}) > 1:
-            yield f"op {problem.ops[ops[0]]!r} is not with all it must be with."
-
-
-def _memory(problem: Problem, placement: Placement, slack_s: float) -> Iterator[str]:
+            yield "together", f"op {problem.ops[ops[0]]!r} is not with all it must be with."
     needs = [0.0] * problem.num_devices
     for hold in problem.holds:
         for device in {placement.device[op] for op in hold.ops}:
             needs[device] += hold.num_bytes
     for name, room, need in zip(problem.devices, problem.room_bytes, needs, strict=True):
         if need > room:
-            yield f"device {name!r} has {room:.6g} bytes, its ops need {need:.6g}."
+            yield "memory", f"device {name!r} has {room:.6g} bytes, its ops need {need:.6g}."
 
 
-RULES = {
-    "device": _device,
-    "time": _time,
-    "order": _order,
-    "overlap": _overlap,
-    "together": _together,
-    "memory": _memory,
-}
+def _late(problem: Problem, placement: Placement, slack_s: float) -> Iterator[tuple[str, str]]:
+    """What is wrong with the times: by rule, time, order and overlap."""
+    starts_s, ends_s, names = placement.start_s, placement.end_s, problem.ops
+    for op, device in enumerate(placement.device):
+        start_s, end_s, seconds = starts_s[op], ends_s[op], problem.seconds[op][device]
+        wrong = abs(end_s - start_s - seconds) > slack_s or start_s < -slack_s
+        if seconds < INF and wrong:
+            text = f"takes {seconds:g} s, not from {start_s:g} to {end_s:g}."
+            yield "time", f"op {names[op]!r} {text}"
+    for op, device in enumerate(placement.device):
+        if starts_s[op] < problem.ready_s[op][device] - slack_s:
+            yield "order", f"op {names[op]!r} starts before its inputs are there."
+    for edge in problem.edges:
+        source, target = placement.device[edge.source], placement.device[edge.target]
+        there_s = ends_s[edge.source]
+        if source != target:
+            there_s += problem.latency_s[source][target]
+            there_s += edge.num_bytes * problem.byte_s[source][target]
+        if starts_s[edge.target] < there_s - slack_s:
+            pair = f"{names[edge.target]!r} starts before {names[edge.source]!r}"
+            yield "order", f"{pair} is there, at {there_s:g} s."
+    lanes: list[list[tuple[float, float, str]]] = [[] for _ in problem.devices]
+    for op, device in enumerate(placement.device):
+        lanes[device].append((starts_s[op], ends_s[op], names[op]))
+    for name, spans in zip(problem.devices, lanes, strict=True):
+        for (_, end_s, first), (start_s, _, second) in pairwise(sorted(spans)):
+            if start_s < end_s - slack_s:
+                yield "overlap", f"ops {first!r} and {second!r} run on device {name!r} at once."

@@ -1,6 +1,6 @@
-"""A problem from our own graph, machine and costs.
+"""A problem from our own graph, machine and costs; a placement of it as our own plan.
 
-    Graph, Machine, Costs, Context --graph_problem--> Problem
+    Graph, Machine, Costs, Context --graph_problem--> Problem, Placement --as_plan--> Plan
 
 Each device of the machine is one place to run ops, one at a time; it takes an op if one of its
 lanes does. Ops that touch a value which some op changes in place stay together, and with a changed
@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from torchweft.errors import MachineError, PlacementError, unknown
+from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs
-from torchweft.plan.graph import Graph
-from torchweft.plan.machine import Machine
+from torchweft.plan.cut import Cut
+from torchweft.plan.graph import Graph, Op
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Lane, Machine
+from torchweft.plan.plan import Plan, Step, one_line
 from torchweft.plan.precedence import precedence
 
 
@@ -37,8 +41,7 @@ def graph_problem(
     resident: inputs, such as weights, that are already wherever they are needed.
     Raises `PlacementError` if some op can run nowhere.
     """
-    costs, context = costs or Costs(machine), context or Context()
-    env = context.env(graph.batch)
+    env, prices = (context or Context()).env(graph.batch), costs or Costs(machine)
     sizes = {value.name: max(0, value.bytes.evaluate(env)) for value in graph.values}
     home = machine.lanes[0].device if home is None else home
     if home not in machine.device:
@@ -46,56 +49,53 @@ def graph_problem(
     if extra := sorted(set(resident) - set(graph.inputs)):
         raise PlacementError(f"resident: {unknown('input', extra[0], graph.inputs)}")
     devices = tuple(machine.device)
-    latency_s, byte_s = links(machine)
+    start, (latency_s, byte_s) = devices.index(home), links(machine)
     takes = {(lane.device, uses) for lane in machine.lanes for uses in lane.uses}
-    fixed, ops_of = _changed_inputs(graph), _touching(graph)
-    seconds = tuple(
-        tuple(
-            costs.run_s(graph, op, env, device)
-            if (device, op.uses) in takes and (op.name not in fixed or device == home)
-            else INF
-            for device in devices
-        )
-        for op in graph.ops
-    )
-    rooms = tuple(device.memory_bytes for device in machine.devices)
+    inputs = {graph.root[name] for name in graph.inputs}
+    # A changed input stays at home: a copy elsewhere would not be what the caller gave.
+    fixed = {op.name for op in graph.ops if inputs & {graph.root[name] for name in op.mutates}}
+    sent = set(graph.inputs) - set(resident)
+    given = [[sizes[name] for name in op.touched if name in sent] for op in graph.ops]
+    ways, here = tuple(zip(latency_s[start], byte_s[start], strict=True)), (0.0,) * len(devices)
+    ops_of = _touching(graph)
+
+    def run_s(op: Op, device: str) -> float:
+        can = (device, op.uses) in takes and (op.name not in fixed or device == home)
+        return prices.run_s(graph, op, env, device) if can else INF
+
+    rooms = [device.memory_bytes for device in machine.devices]
     return Problem(
         name=graph.name,
         ops=tuple(op.name for op in graph.ops),
         devices=devices,
-        seconds=seconds,
+        seconds=tuple(tuple(run_s(op, device) for device in devices) for op in graph.ops),
         edges=_edges(graph, sizes),
         latency_s=latency_s,
         byte_s=byte_s,
         holds=tuple(Hold(sizes[root], ops) for root, ops in ops_of.items() if sizes[root]),
         room_bytes=tuple(INF if room is None else float(room) for room in rooms),
         together=tuple(ops_of[root] for root in sorted(graph.mutated) if len(ops_of[root]) > 1),
-        ready_s=_ready(graph, sizes, set(resident), devices.index(home), latency_s, byte_s),
+        ready_s=tuple(
+            tuple(late_s + max(read) * a_byte_s for late_s, a_byte_s in ways) if read else here
+            for read in given
+        ),
         objective=objective,
-        home=devices.index(home),
+        home=start,
         graph=graph,
     )
 
 
 def links(machine: Machine) -> tuple[Matrix, Matrix]:
     """Latencies and seconds a byte; a pair that nothing joins is an error of the machine."""
-    latency: list[tuple[float, ...]] = []
-    byte: list[tuple[float, ...]] = []
-    for source in machine.device:
-        pairs = []
-        for target in machine.device:
-            if source == target:
-                pairs.append((0.0, 0.0))
-                continue
-            try:
-                link = machine.link(source, target)
-            except MachineError as error:
-                cure = "A placement needs a link between every two devices, in both directions."
-                raise PlacementError(f"{error} {cure}", rule="link") from None
-            pairs.append((link.latency_s, 1 / link.bytes_per_s))
-        latency.append(tuple(pair[0] for pair in pairs))
-        byte.append(tuple(pair[1] for pair in pairs))
-    return tuple(latency), tuple(byte)
+    names = tuple(machine.device)
+    try:
+        ways = [[machine.link(a, b) if a != b else None for b in names] for a in names]
+    except MachineError as error:
+        cure = "A placement needs a link between every two devices, in both directions."
+        raise PlacementError(f"{error} {cure}", rule="link") from None
+    latency_s = tuple(tuple(way.latency_s if way else 0.0 for way in row) for row in ways)
+    byte_s = tuple(tuple(1 / way.bytes_per_s if way else 0.0 for way in row) for row in ways)
+    return latency_s, byte_s
 
 
 def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
@@ -104,17 +104,11 @@ def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
     before = precedence(graph).before
     edges = []
     for op in graph.ops:
-        reads = [name for name in op.touched if name in graph.maker]
-        edges += [
-            Edge(number[graph.maker[name].name], number[op.name], sizes[name], name)
-            for name in reads
-        ]
-        made = {graph.maker[name].name for name in reads}
-        edges += [
-            Edge(number[other], number[op.name])
-            for other, _ in before[op.name]
-            if other not in made
-        ]
+        at = number[op.name]
+        makers = {name: graph.maker[name].name for name in op.touched if name in graph.maker}
+        edges += [Edge(number[by], at, sizes[name], name) for name, by in makers.items()]
+        made = set(makers.values())
+        edges += [Edge(number[other], at) for other, _ in before[op.name] if other not in made]
     return tuple(edges)
 
 
@@ -127,29 +121,25 @@ def _touching(graph: Graph) -> dict[str, tuple[int, ...]]:
     return {root: tuple(ops) for root, ops in ops_of.items()}
 
 
-def _changed_inputs(graph: Graph) -> set[str]:
-    """Ops that change an input in place: a copy elsewhere would not be what the caller gave."""
-    inputs = {graph.root[name] for name in graph.inputs}
-    return {op.name for op in graph.ops for name in op.mutates if graph.root[name] in inputs}
+def as_plan(problem: Problem, placement: Placement) -> Plan:
+    """The plan that runs the problem's graph as the placement says: its order and its devices, a
+    lane a device, named after it; `lower` does the rest (copies, each value once to each device).
 
-
-def _ready(
-    graph: Graph,
-    sizes: Mapping[str, int],
-    resident: set[str],
-    home: int,
-    latency_s: Matrix,
-    byte_s: Matrix,
-) -> Matrix:
-    """When the inputs that an op reads are on each device."""
-    inputs, every = set(graph.inputs) - resident, range(len(latency_s))
-    rows = []
-    for op in graph.ops:
-        read = [sizes[name] for name in op.touched if name in inputs]
-        rows.append(
-            tuple(
-                latency_s[home][d] + max(read) * byte_s[home][d] if read and d != home else 0.0
-                for d in every
-            )
-        )
-    return tuple(rows)
+    `simulate(plan, ..., contention=False)` gives the starts and the makespan of the placement.
+    Copies of resident inputs are in the plan too: a runtime that keeps them skips those. An op of
+    two phases runs in one. Raises `PlacementError` for a problem without a graph.
+    """
+    graph, home = problem.graph, problem.devices[problem.home]
+    if graph is None:
+        cure = "Make it with graph_problem, or see torchweft_tools.formats.stand_in"
+        raise PlacementError(f"graph: problem {problem.name!r} has no graph. {cure}.", rule="graph")
+    uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
+    devices = sorted(problem.devices, key=lambda name: name != home)  # inputs are on the first
+    steps = [
+        Step("run", problem.devices[placement.device[op]], (problem.ops[op],))
+        for op in placement.order
+    ]
+    lanes = tuple(Lane(name, name, uses) for name in devices)
+    note = one_line(f"place {placement.planner or 'by hand'}")
+    bare = Plan(graph.name, graph.digest, Cut(), lanes, tuple(steps), history=(note,), bound=graph)
+    return lower(bare)

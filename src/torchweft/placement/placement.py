@@ -12,6 +12,7 @@ makespan of one input, or the period of a stream. `bound_s` is a proven lower bo
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +20,7 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip, unknown
 from torchweft.files import Reader, read_json, write_json
-from torchweft.placement.draft import Draft, period_s, run
-from torchweft.placement.problem import OBJECTIVES, Problem
+from torchweft.placement.problem import INF, OBJECTIVES, Matrix, Problem
 from torchweft.plan.graph import check_name
 from torchweft.plan.trace import format_s
 
@@ -98,23 +98,15 @@ class Placement:
 
     def to_data(self) -> dict[str, object]:
         """The placement as plain data, ready for JSON."""
+        columns = self.ops, self.device, self.start_s, self.end_s
         rows = [
-            {
-                "op": self.ops[op],
-                "device": self.devices[self.device[op]],
-                "start_s": self.start_s[op],
-                "end_s": self.end_s[op],
-            }
-            for op in range(len(self.ops))
+            {"op": op, "device": self.devices[at], "start_s": start_s, "end_s": end_s}
+            for op, at, start_s, end_s in zip(*columns, strict=True)
         ]
         facts = ("problem", "planner", "objective", "makespan_s", "period_s", "bound_s", "gap")
         plain = {name: getattr(self, name) for name in (*facts, "optimal", "planning_s")}
-        return {
-            "weft_placement": VERSION,
-            **plain,
-            "devices": list(self.devices),
-            "placement": rows,
-        }
+        lists = {"devices": list(self.devices), "placement": rows}
+        return {"weft_placement": VERSION, **plain, **lists}
 
     def save(self, path: str | Path) -> None:
         """Write the placement as a JSON file."""
@@ -178,6 +170,191 @@ def _seconds(read: Reader, name: str, default: object = ...) -> float:
     return float(number)
 
 
+class OpenDevices:
+    """Which devices are still open to an op: its group's device once that is decided, else those
+    that can run the whole group and have room for all that it needs."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.left = list(problem.room_bytes)
+        self.holds: list[set[int]] = [set() for _ in problem.devices]
+        self.group_device: dict[int, int] = {}  # by the group's first op
+
+    def open(self, op: int) -> Sequence[int]:
+        """The devices that may run the op, its group and memory considered; may be none."""
+        decided = self.group_device.get(self.problem.group[op][0])
+        if decided is not None:
+            return (decided,)
+        devices = self.problem.allowed[op]
+        if not self.problem.limited:
+            return devices
+        return [device for device in devices if self.need(op, device) <= self.left[device]]
+
+    @property
+    def devices(self) -> list[int]:
+        """The device of each op; -1: not decided."""
+        return [self.group_device.get(group[0], -1) for group in self.problem.group]
+
+    def need(self, op: int, device: int) -> float:
+        """The bytes that the op's group would add on the device."""
+        return sum(self.problem.holds[hold].num_bytes for hold in self._new(op, device))
+
+    def take(self, op: int, device: int) -> None:
+        """The op, and with it its group, is on the device from now on."""
+        first = self.problem.group[op][0]
+        if first in self.group_device:
+            return
+        self.group_device[first] = device
+        if self.problem.limited:
+            self.left[device] -= self.need(op, device)
+            self.holds[device] |= self._new(op, device)
+
+    def _new(self, op: int, device: int) -> set[int]:
+        held, there = self.problem.held, self.holds[device]
+        return {hold for member in self.problem.group[op] for hold in held[member]} - there
+
+
+class Draft(OpenDevices):
+    """A placement in the making: devices (-1: none yet), starts and ends of the ops put so far.
+
+        draft = Draft(problem)
+        for op in order:
+            device = min(draft.open(op), key=lambda device: draft.end_s(op, device))
+            draft.put(op, device)
+
+    Ops are put one by one, in any order that the edges allow; one may go into a gap that earlier
+    ops left on a device (insertion), or behind them all. This and `run` mean what the simulator
+    means by the placement's plan (`as_plan`, without contention); a law in the tests holds them to
+    it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.device = [-1] * problem.num_ops
+        self.start_s = [0.0] * problem.num_ops
+        self.finish_s = [0.0] * problem.num_ops
+        self._starts: list[list[float]] = [[] for _ in problem.devices]
+        self._ends: list[list[float]] = [[] for _ in problem.devices]
+
+    def ready_s(self, op: int, device: int) -> float:
+        """When all that the op reads is on the device; what it reads must have been put."""
+        at_s = self.problem.ready_s[op][device]
+        where, finish_s = self.device, self.finish_s
+        for source, seconds in self.problem.preds[op]:
+            there_s = finish_s[source] + seconds[where[source]][device]
+            if there_s > at_s:
+                at_s = there_s
+        return at_s
+
+    def free_s(self, device: int) -> float:
+        """When the last op put on a device ends."""
+        ends = self._ends[device]
+        return ends[-1] if ends else 0.0
+
+    def begin_s(self, op: int, device: int) -> float:
+        """The earliest start of the op on the device, in a gap if there is one."""
+        at_s, seconds = self.ready_s(op, device), self.problem.seconds[op][device]
+        starts, ends = self._starts[device], self._ends[device]
+        for number in range(bisect_right(ends, at_s), len(ends)):
+            if at_s + seconds <= starts[number]:
+                break
+            at_s = ends[number]
+        return at_s
+
+    def end_s(self, op: int, device: int) -> float:
+        """The earliest end of the op on the device."""
+        return self.begin_s(op, device) + self.problem.seconds[op][device]
+
+    def put(self, op: int, device: int, start_s: float | None = None) -> None:
+        """Put an op on a device, at a start from `begin_s` (or at the earliest)."""
+        start_s = self.begin_s(op, device) if start_s is None else start_s
+        finish_s = start_s + self.problem.seconds[op][device]
+        at = bisect_right(self._ends[device], start_s)
+        self._starts[device].insert(at, start_s)
+        self._ends[device].insert(at, finish_s)
+        self.device[op], self.start_s[op], self.finish_s[op] = device, start_s, finish_s
+        self.take(op, device)
+
+
+def run(
+    problem: Problem,
+    devices: Sequence[int],
+    order: Sequence[int],
+    most_s: float = INF,
+    behind: Matrix = (),
+) -> tuple[list[float], list[float]]:
+    """Starts and ends if every device runs its ops in this order, each as soon as it can.
+
+    The order has every op once, none before what it reads. With a limit `most_s`, the clock stops
+    at the first op whose end and what is still `behind` it (`tails`) exceed it: [inf] are the ends.
+    """
+    start_s, finish_s = [0.0] * problem.num_ops, [0.0] * problem.num_ops
+    free_s = [0.0] * problem.num_devices
+    preds, seconds, ready_s = problem.preds, problem.seconds, problem.ready_s
+    limited = most_s < INF
+    for op in order:
+        device = devices[op]
+        at_s = ready_s[op][device]
+        if free_s[device] > at_s:
+            at_s = free_s[device]
+        for source, transfer_s in preds[op]:
+            there_s = finish_s[source] + transfer_s[devices[source]][device]
+            if there_s > at_s:
+                at_s = there_s
+        start_s[op] = at_s
+        at_s += seconds[op][device]
+        if limited and at_s + behind[op][device] > most_s:
+            return start_s, [INF]
+        finish_s[op] = free_s[device] = at_s
+    return start_s, finish_s
+
+
+def busy_s(problem: Problem, devices: Sequence[int]) -> list[float]:
+    """The seconds that each device works."""
+    totals = [0.0] * problem.num_devices
+    for op, device in enumerate(devices):
+        totals[device] += problem.seconds[op][device]
+    return totals
+
+
+def period_s(problem: Problem, devices: Sequence[int]) -> float:
+    """Seconds between two inputs of a stream: what the busiest device or link needs for one."""
+    links: dict[tuple[int, int], float] = {}
+    for maker, num_bytes, readers in problem.values:
+        source = devices[maker]
+        for target in {devices[op] for op in readers} - {source}:
+            seconds = problem.transfer_s(num_bytes, source, target)
+            links[source, target] = links.get((source, target), 0.0) + seconds
+    return max([*busy_s(problem, devices), *links.values()])
+
+
+def pack(problem: Problem) -> list[int]:
+    """A device for every op within all memory limits: the largest groups first, each where it
+    adds the fewest bytes, or else where it leaves the most room.
+
+    Raises `PlacementError` if none is found.
+    """
+    size = {group: OpenDevices(problem).need(group[0], 0) for group in problem.groups}
+    ordered = sorted(problem.groups, key=lambda group: (-size[group], group))
+    for fewest in (True, False):
+        room = OpenDevices(problem)
+        for group in ordered:
+            need = {d: room.need(group[0], d) for d in room.open(group[0])}
+            choices = [(need[d] * fewest, need[d] - room.left[d], d) for d in need]
+            if not choices:
+                break
+            room.take(group[0], min(choices)[2])
+        else:
+            return room.devices
+    total = sum(hold.num_bytes for hold in problem.holds)
+    raise PlacementError(
+        f"memory: no room for op {problem.ops[group[0]]!r} ({size[group]:.4g} bytes with all that "
+        f"must be with it): the ops need {total:.4g} bytes, the devices of {problem.name!r} have "
+        f"{sum(problem.room_bytes):.4g}. Add a device, or memory.",
+        rule="memory",
+    )
+
+
 def placed(
     problem: Problem, devices: Sequence[int], order: Sequence[int], *, bound_s: float | None = None
 ) -> Placement:
@@ -196,19 +373,6 @@ def finished(draft: Draft) -> Placement:
 def best(placements: Iterable[Placement]) -> Placement:
     """The placement with the least score; of equal ones the first."""
     return min(placements, key=lambda placement: placement.score_s)
-
-
-def replay(problem: Problem, placement: Placement) -> Placement:
-    """The same devices and orders under the costs of another problem with the same ops: what a
-    placement really takes when the costs have drifted. Raises `PlacementError` if the ops differ.
-    """
-    if placement.ops != problem.ops or placement.devices != problem.devices:
-        raise PlacementError(
-            f"problem: the placement of {placement.problem!r} has other ops or devices than "
-            f"problem {problem.name!r}.",
-            rule="problem",
-        )
-    return placed(problem, placement.device, placement.order)
 
 
 def _placement(

@@ -36,7 +36,7 @@ from torch import Tensor
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import WeftError, clip
 from torchweft.files import write_json
-from torchweft.placement.learn.reinforce import one_thread
+from torchweft.placement.learn.learner import one_thread
 from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns

@@ -21,12 +21,13 @@ import typer
 
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
-from torchweft.placement.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft.placement.planners.planner import Planner, get_planner
 from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
+from torchweft_tools.bench.oracle.exhaustive import exhaustive
+from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft_tools.cli.text import (
     Json,
     MachineFile,
@@ -37,14 +38,14 @@ from torchweft_tools.cli.text import (
     read_literal,
 )
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
+from torchweft_tools.formats.stand_in import with_graph
 
 LEARNED = ("learned", "guarded", "guided")
+NAMES = (*planner_names(), "exhaustive")
 MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-PlannerName = Annotated[
-    str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
-]
+PlannerName = Annotated[str, typer.Option("--planner", help=f"one of: {', '.join(NAMES)}")]
 
 
 class _PlaceOptions(NamedTuple):
@@ -154,7 +155,7 @@ def _plan(
     if output is not None:
         placed.save(output)
     if plan_file is not None:
-        verify(as_plan(asked.problem, placed)).save(plan_file)
+        verify(as_plan(with_graph(asked.problem), placed)).save(plan_file)
     answer(str(placed).rstrip(), placed.to_data(), as_json=asked.as_json)
 
 
@@ -171,7 +172,7 @@ def _compare(
         asked = asked._replace(deadline_s=1.0)
     placements: list[Placement] = []
     refused: dict[str, str] = {}
-    names, policy = planner or list(planner_names()), asked.policy
+    names, policy = planner or list(NAMES), asked.policy
     if policy is not None and not set(names) & set(LEARNED):
         _with_policy(names[0], policy)  # which refuses it
     planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}
@@ -310,6 +311,8 @@ def _slowness(text: str) -> tuple[float, ...]:
 def _with_policy(planner: str, policy: Path | None) -> str | Planner:
     """The planner, with a policy of the user's own if there is one. Raises for an unknown one."""
     if policy is None:
+        if planner == "exhaustive":
+            return exhaustive
         get_planner(planner)
         return planner
     if planner not in LEARNED:

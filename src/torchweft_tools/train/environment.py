@@ -21,11 +21,17 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import OpenDevices
 from torchweft.placement.learn.learned import orders, with_room
-from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
-from torchweft.placement.learn.rollout import FACTS, LIMIT, NUM_CANDIDATES, Rollout
-from torchweft.placement.placement import Placement, placed
+from torchweft.placement.learn.rollout import (
+    FACTS,
+    LIMIT,
+    NUM_CANDIDATES,
+    Bools,
+    Ints,
+    Rollout,
+    numbers_of,
+)
+from torchweft.placement.placement import OpenDevices, Placement, placed
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.problem import Problem
 from torchweft_tools.train.cases import draw_case

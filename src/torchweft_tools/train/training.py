@@ -23,16 +23,15 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import PlacementError, clip
-from torchweft.placement.learn.numbers import Bools, Ints, numbers_of
-from torchweft.placement.learn.policy import Policy, Scorer
-from torchweft.placement.learn.reinforce import (
+from torchweft.placement.learn.learner import (
     Decision,
     descend,
     one_thread,
     reinforce,
     weighted_loss,
 )
-from torchweft.placement.learn.rollout import Observed, Rollout
+from torchweft.placement.learn.policy import Policy, Scorer
+from torchweft.placement.learn.rollout import Bools, Ints, Observed, Rollout, numbers_of
 from torchweft.placement.placement import Placement
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import heft, peft

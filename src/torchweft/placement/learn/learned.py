@@ -16,20 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
-from torchweft.placement.draft import OpenDevices, pack
-from torchweft.placement.learn.numbers import Bools, Ints, Numbers, numbers_of
 from torchweft.placement.learn.policy import Policy, Scorer, masked
-from torchweft.placement.learn.rollout import Observed, Rollout
-from torchweft.placement.placement import Placement, best, placed
+from torchweft.placement.learn.rollout import Bools, Ints, Numbers, Observed, Rollout, numbers_of
+from torchweft.placement.placement import OpenDevices, Placement, best, pack, placed
 from torchweft.placement.planners.annealing import annealing
-from torchweft.placement.planners.lists import guard, put_all_on, ranked, upward_ranks
+from torchweft.placement.planners.lists import (
+    best_quick,
+    cuts,
+    guard,
+    put_all_on,
+    ranked,
+    upward_ranks,
+)
 from torchweft.placement.planners.planner import Planner
-from torchweft.placement.planners.stages import best_quick, cuts
 from torchweft.placement.problem import Problem
 
 POLICIES = Path(__file__).parent / "policies"
-SEEDS = (0, 1, 2)
-"""Of the trainings whose policies come with the package; the first is the default."""
 NUM_TRIES = 16
 SEARCH_S = 0.1
 DRAWN_SHARE = 0.3
@@ -37,14 +39,9 @@ DRAWN_SHARE = 0.3
 
 
 @cache
-def trained_policy(seed: int) -> Policy:
-    """A policy that comes with the package, by the seed of its training."""
-    return Policy.load(POLICIES / f"seed{seed}.safetensors")
-
-
 def default_policy() -> Policy:
     """The policy that planners take without one of the user's own."""
-    return trained_policy(SEEDS[0])
+    return Policy.load(POLICIES / "seed0.safetensors")
 
 
 def learned(

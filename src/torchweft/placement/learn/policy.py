@@ -28,14 +28,16 @@ from torch import Tensor, nn
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import read_bytes, write_bytes
-from torchweft.placement.learn.numbers import (
+from torchweft.placement.learn.rollout import (
+    FACTS,
     NUM_DEVICE_FACTS,
     NUM_OP_FACTS,
     Bools,
     Floats,
     Numbers,
+    Observed,
+    Rollout,
 )
-from torchweft.placement.learn.rollout import FACTS, Observed, Rollout
 
 VERSION = 2
 MAX_SIZE = 256

@@ -18,11 +18,9 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchweft.placement.bounds import bound_s, tails
-from torchweft.placement.draft import run
-from torchweft.placement.placement import Placement, best, placed
-from torchweft.placement.planners.stages import best_quick
-from torchweft.placement.problem import INF, Problem
+from torchweft.placement.placement import Placement, best, placed, run
+from torchweft.placement.planners.lists import best_quick
+from torchweft.placement.problem import INF, Problem, bound_s, tails
 
 MOVES_PER_OP = 200
 MOST_TIMED = 20_000_000  # ops timed in all moves together: some seconds

@@ -21,21 +21,20 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import PlacementError
-from torchweft.placement.bounds import heads, tails
-from torchweft.placement.draft import run
-from torchweft.placement.placement import Placement, best, placed
-from torchweft.placement.planners.stages import best_quick
-from torchweft.placement.problem import INF, Matrix, Problem
+from torchweft.placement.placement import Placement, best, placed, run
+from torchweft.placement.planners.lists import best_quick
+from torchweft.placement.problem import INF, Matrix, Problem, heads, tails
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
 
+ReadSolution = Callable[["CpSolver"], tuple[list[int], list[int]]]  # devices, order
 DEFAULT_S = 10.0
 LOAD_S = 1.2
 """What loading the solver takes, once a process; half of it on a quick machine."""
@@ -79,7 +78,7 @@ def cp_sat(
     first = start or best_quick(problem, ends_s)
     small, tick_s = in_ticks(problem, first.score_s)
     model: CpModel = cp_model.CpModel()
-    writer = _writer(model, small, first, tick_s)
+    answer = _write(model, small, first, tick_s)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, ends_s - time.perf_counter())
     solver.parameters.num_workers = max(2, min(8, os.cpu_count() or 1))
@@ -87,15 +86,16 @@ def cp_sat(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return first  # not even the hint was taken in within the time
-    answer = best([placed(problem, *writer.answer(solver)), first])
+    known = best([placed(problem, *answer(solver)), first])
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
-    return placed(problem, answer.device, answer.order, bound_s=min(bound_s, answer.score_s))
+    return placed(problem, known.device, known.order, bound_s=min(bound_s, known.score_s))
 
 
-def _writer(model: CpModel, small: Problem, first: Placement, tick_s: float) -> Any:
+def _write(model: CpModel, small: Problem, first: Placement, tick_s: float) -> ReadSolution:
+    """Write a problem down; how to read devices and an order off the solution."""
     if small.objective == "throughput":
-        return _Stream(model, small, first, tick_s)
-    return (_Equal if _equal(small) else _Unlike)(model, small, first)
+        return _write_stream(model, small, first, tick_s)
+    return (_write_equal if _equal(small) else _write_unlike)(model, small, first)
 
 
 def _equal(problem: Problem) -> bool:
@@ -118,10 +118,9 @@ class _Devices:
                 self.on[op] = choices
             for device, variable in choices.items():
                 model.add_hint(variable, first.device[group[0]] == device)
-        if problem.limited:
-            for device, room in enumerate(problem.room_bytes):
-                if room < INF:
-                    self._limit(device, int(room))
+        for device, room in enumerate(problem.room_bytes):
+            if room < INF:
+                self._limit(device, int(room))
 
     def _limit(self, device: int, room: int) -> None:
         terms = []
@@ -155,120 +154,109 @@ class _Devices:
         ]
 
 
-class _Starts:
+def _starts(model: CpModel, small: Problem, first: Placement) -> tuple[list[Any], Any]:
     """A start for each op, and the makespan; both within the first placement, which is the hint."""
-
-    def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
-        start_hint, end_hint = run(small, first.device, first.order)
-        most = int(max(end_hint))
-        self.problem = small
-        self.start = [model.new_int_var(0, most, "") for _ in small.ops]
-        self.makespan = model.new_int_var(0, most, "makespan")
-        model.minimize(self.makespan)
-        for start, hint in zip(self.start, start_hint, strict=True):
-            model.add_hint(start, int(hint))
-
-    def order(self, solver: CpSolver, devices: Sequence[int]) -> list[int]:
-        """The ops by their starts."""
-        at = [solver.value(start) for start in self.start]
-        ends = [at[op] + row[devices[op]] for op, row in enumerate(self.problem.seconds)]
-        return sorted(range(self.problem.num_ops), key=lambda op: (at[op], ends[op], op))
+    start_hint, end_hint = run(small, first.device, first.order)
+    most = int(max(end_hint))
+    starts = [model.new_int_var(0, most, "") for _ in small.ops]
+    makespan = model.new_int_var(0, most, "makespan")
+    model.minimize(makespan)
+    for start, hint in zip(starts, start_hint, strict=True):
+        model.add_hint(start, int(hint))
+    return starts, makespan
 
 
-class _Unlike(_Starts):
+def _order(small: Problem, at: Sequence[int], devices: Sequence[int]) -> list[int]:
+    """The ops by their starts."""
+    ends = [at[op] + row[devices[op]] for op, row in enumerate(small.seconds)]
+    return sorted(range(small.num_ops), key=lambda op: (at[op], ends[op], op))
+
+
+def _write_unlike(model: CpModel, small: Problem, first: Placement) -> ReadSolution:
     """Unlike devices: where and when."""
+    starts, makespan = _starts(model, small, first)
+    where = _Devices(model, small, first)
+    pick, early, late = where.pick, heads(small), tails(small)
+    lanes: list[list[Any]] = [[] for _ in small.devices]
+    ends = []
+    for op, start in enumerate(starts):
+        seconds = small.seconds[op]
+        ends.append(start + pick(op, seconds))
+        model.add(ends[op] >= pick(op, early[op]))  # head cut
+        model.add(ends[op] + pick(op, late[op]) <= makespan)  # tail cut
+        for device, on in where.on[op].items():
+            size = int(seconds[device])
+            lanes[device].append(model.new_optional_fixed_size_interval_var(start, size, on, ""))
+    for device, intervals in enumerate(lanes):
+        model.add_no_overlap(intervals)
+        model.add(where.load(device) <= makespan)  # load cut
+    for op, preds in enumerate(small.preds):
+        for source, ways in preds:
+            model.add(starts[op] >= ends[source])
+            for device, on in where.on[source].items():
+                if any(ways[device]):
+                    way = pick(op, ways[device])
+                    model.add(starts[op] >= ends[source] + way).only_enforce_if(on)
 
-    def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
-        super().__init__(model, small, first)
-        self.where = _Devices(model, small, first)
-        pick, makespan = self.where.pick, self.makespan
-        early, late = heads(small), tails(small)
-        lanes: list[list[Any]] = [[] for _ in small.devices]
-        ends = []
-        for op, start in enumerate(self.start):
-            seconds = small.seconds[op]
-            ends.append(start + pick(op, seconds))
-            model.add(ends[op] >= pick(op, early[op]))  # head cut
-            model.add(ends[op] + pick(op, late[op]) <= makespan)  # tail cut
-            for device, on in self.where.on[op].items():
-                size = int(seconds[device])
-                lanes[device].append(
-                    model.new_optional_fixed_size_interval_var(start, size, on, "")
-                )
-        for device, intervals in enumerate(lanes):
-            model.add_no_overlap(intervals)
-            model.add(self.where.load(device) <= makespan)  # load cut
-        for op, preds in enumerate(small.preds):
-            for source, ways in preds:
-                model.add(self.start[op] >= ends[source])
-                for device, on in self.where.on[source].items():
-                    if any(ways[device]):
-                        way = pick(op, ways[device])
-                        model.add(self.start[op] >= ends[source] + way).only_enforce_if(on)
+    def answer(solver: CpSolver) -> tuple[list[int], list[int]]:
+        devices = where.chosen(solver)
+        return devices, _order(small, [solver.value(start) for start in starts], devices)
 
-    def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
-        """Devices, and the order of the starts."""
-        devices = self.where.chosen(solver)
-        return devices, self.order(solver, devices)
+    return answer
 
 
-class _Equal(_Starts):
-    """Equal devices without transfers: only when."""
+def _write_equal(model: CpModel, small: Problem, first: Placement) -> ReadSolution:
+    """Equal devices without transfers: only when. Each op in the order of the starts gets the
+    device that is free first."""
+    starts, makespan = _starts(model, small, first)
+    size = [int(row[0]) for row in small.seconds]
+    early, late = heads(small), tails(small)
+    for op, start in enumerate(starts):
+        model.add(start + size[op] >= int(early[op][0]))
+        model.add(start + size[op] + int(late[op][0]) <= makespan)
+        for source, _ in small.preds[op]:
+            model.add(start >= starts[source] + size[source])
+    intervals = [
+        model.new_fixed_size_interval_var(start, size[op], "")
+        for op, start in enumerate(starts)
+        if size[op]
+    ]
+    model.add_cumulative(intervals, [1] * len(intervals), small.num_devices)
+    model.add(sum(size) <= makespan * small.num_devices)
 
-    def __init__(self, model: CpModel, small: Problem, first: Placement) -> None:
-        super().__init__(model, small, first)
-        size = [int(row[0]) for row in small.seconds]
-        early, late = heads(small), tails(small)
-        for op, start in enumerate(self.start):
-            model.add(start + size[op] >= int(early[op][0]))
-            model.add(start + size[op] + int(late[op][0]) <= self.makespan)
-            for source, _ in small.preds[op]:
-                model.add(start >= self.start[source] + size[source])
-        intervals = [
-            model.new_fixed_size_interval_var(start, size[op], "")
-            for op, start in enumerate(self.start)
-            if size[op]
-        ]
-        model.add_cumulative(intervals, [1] * len(intervals), small.num_devices)
-        model.add(sum(size) <= self.makespan * small.num_devices)
-
-    def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
-        """The device that is free first, for each op in the order of the starts."""
-        free, devices = [0.0] * self.problem.num_devices, [0] * self.problem.num_ops
-        order = self.order(solver, devices)
+    def answer(solver: CpSolver) -> tuple[list[int], list[int]]:
+        at = [solver.value(start) for start in starts]
+        free, devices = [0] * small.num_devices, [0] * small.num_ops
+        order = _order(small, at, devices)
         for op in order:
             devices[op] = free.index(min(free))
-            free[devices[op]] = solver.value(self.start[op]) + self.problem.seconds[op][0]
+            free[devices[op]] = at[op] + size[op]
         return devices, order
 
+    return answer
 
-class _Stream:
+
+def _write_stream(model: CpModel, small: Problem, first: Placement, tick_s: float) -> ReadSolution:
     """Throughput: only where; what each device and each link has to do for one input."""
-
-    def __init__(self, model: CpModel, small: Problem, first: Placement, tick_s: float) -> None:
-        self.problem, self.where = small, _Devices(model, small, first)
-        most = int(first.period_s / tick_s) + 1
-        period = model.new_int_var(0, most, "period")
-        model.minimize(period)
-        for device in range(small.num_devices):
-            model.add(self.where.load(device) <= period)
-        links: dict[tuple[int, int], list[Any]] = {}
-        for source, num_bytes, targets in small.values:
-            for a, made in self.where.on[source].items():
-                for b in range(small.num_devices):
-                    ticks = int(to_ticks(small.transfer_s(num_bytes, a, b), tick_s))
-                    ons = [self.where.on[op][b] for op in targets if b in self.where.on[op]]
-                    if a != b and ticks and ons:
-                        sent = model.new_bool_var("")
-                        for on in ons:
-                            model.add_bool_or(made.negated(), on.negated(), sent)
-                        links.setdefault((a, b), []).append(ticks * sent)
-        for terms in links.values():
-            model.add(sum(terms) <= period)
-
-    def answer(self, solver: CpSolver) -> tuple[list[int], list[int]]:
-        """Devices, and program order."""
-        return self.where.chosen(solver), list(range(self.problem.num_ops))
+    where = _Devices(model, small, first)
+    period = model.new_int_var(0, int(first.period_s / tick_s) + 1, "period")
+    model.minimize(period)
+    for device in range(small.num_devices):
+        model.add(where.load(device) <= period)
+    links: dict[tuple[int, int], list[Any]] = {}
+    for source, num_bytes, targets in small.values:
+        for a, made in where.on[source].items():
+            for b in range(small.num_devices):
+                ticks = int(to_ticks(small.transfer_s(num_bytes, a, b), tick_s))
+                ons = [where.on[op][b] for op in targets if b in where.on[op]]
+                if a != b and ticks and ons:
+                    sent = model.new_bool_var("")
+                    for on in ons:
+                        model.add_bool_or(made.negated(), on.negated(), sent)
+                    links.setdefault((a, b), []).append(ticks * sent)
+    for terms in links.values():
+        model.add(sum(terms) <= period)
+    return lambda solver: (where.chosen(solver), list(range(small.num_ops)))
 
 
 def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
@@ -276,20 +264,17 @@ def in_ticks(problem: Problem, horizon_s: float) -> tuple[Problem, float]:
 
     Transfers are rounded in `preds` and `succs`, pair by pair; latencies and bytes stay.
     """
-    tick_s = next(
-        (
-            u
-            for u in UNITS
-            if horizon_s / u <= MAX_TICKS and all(_fits(t, u) for t in _times(problem))
-        ),
-        horizon_s / MAX_TICKS if horizon_s > 0 else 1.0,
-    )
+    ways = {id(m): m for preds in problem.preds for _, m in preds}
+    matrices = problem.seconds, problem.ready_s, *ways.values()
+    times_s = {s for matrix in matrices for row in matrix for s in row if s < INF}
+    units = (u for u in UNITS if horizon_s / u <= MAX_TICKS and all(_fits(s, u) for s in times_s))
+    tick_s = next(units, horizon_s / MAX_TICKS if horizon_s > 0 else 1.0)
 
     def ticks(rows: Matrix) -> Matrix:
         return tuple(tuple(to_ticks(item, tick_s) for item in row) for row in rows)
 
     small = replace(problem, seconds=ticks(problem.seconds), ready_s=ticks(problem.ready_s))
-    known = {id(m): ticks(m) for preds in problem.preds for _, m in preds}
+    known = {key: ticks(matrix) for key, matrix in ways.items()}
     for name in ("preds", "succs"):
         near = getattr(problem, name)
         small.__dict__[name] = tuple(tuple((op, known[id(m)]) for op, m in row) for row in near)
@@ -304,10 +289,3 @@ def to_ticks(seconds: float, tick_s: float) -> float:
 def _fits(seconds: float, unit: float) -> bool:
     whole = seconds / unit
     return abs(whole - round(whole)) <= 1e-9 * max(1.0, whole)
-
-
-def _times(problem: Problem) -> Iterator[float]:
-    for rows in (problem.seconds, problem.ready_s):
-        yield from (item for row in rows for item in row if item < INF)
-    for matrix in {id(m): m for preds in problem.preds for _, m in preds}.values():
-        yield from (item for row in matrix for item in row)

@@ -7,10 +7,7 @@
     plan(problem, my_planner)                          any function of this signature
 
 `plan` stamps the planner's name, the seconds that planning took and the best bound known, and
-checks the result: no planner is trusted. A planner that needs a heavy library is loaded on its
-first use. A learned one is one more line of the table; `torchweft bench placement` has rows for
-every line, and fills its summary from the names `learned` (one pass, no search), `guarded` (the
-better of it, single, heft and peft) and `guided` (search led by it).
+checks the result: no planner is trusted. Learned planners are loaded on their first use.
 """
 
 from __future__ import annotations
@@ -19,35 +16,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 from torchweft.errors import PlacementError, unknown
-from torchweft.placement.bounds import bound_s
 from torchweft.placement.check import SLACK, check
-from torchweft.placement.placement import Placement
-from torchweft.placement.problem import Problem
+from torchweft.placement.placement import Placement, best
+from torchweft.placement.planners import lists
+from torchweft.placement.planners.annealing import annealing
+from torchweft.placement.planners.cp_sat import LOAD_S, cp_sat, is_loaded, writing_s
+from torchweft.placement.planners.lists import STAGES_S, guard, stages, wants_stages
+from torchweft.placement.planners.tree_dp import fits, tree_dp
+from torchweft.placement.problem import INF, Problem, bound_s
 
-HOUSE, LEARNED = "torchweft.placement.planners", "torchweft.placement.learn.learned"
-PLANNERS: Mapping[str, tuple[str, str]] = {
-    "single": (f"{HOUSE}.lists:single", "all on the one device that is best for it"),
-    "round-robin": (f"{HOUSE}.lists:round_robin", "each device in turn"),
-    "random": (f"{HOUSE}.lists:random_devices", "any device, by the seed"),
-    "greedy": (f"{HOUSE}.lists:greedy", "program order, each op where it ends first"),
-    "heft": (f"{HOUSE}.lists:heft", "longest way to the end first, where it ends first"),
-    "cpop": (f"{HOUSE}.lists:cpop", "the critical path on one device, the rest as heft"),
-    "peft": (f"{HOUSE}.lists:peft", "where it and all behind it would end first"),
-    "critical-path": (f"{HOUSE}.lists:critical_path", "ready ops, longest way to the end first"),
-    "stages": (f"{HOUSE}.stages:stages", "consecutive ops on one device, then the next one"),
-    "annealing": (f"{HOUSE}.annealing:annealing", "the best of these, improved by random moves"),
-    "tree-dp": (f"{HOUSE}.tree_dp:tree_dp", "trees: optimal, or the best found in time"),
-    "cp-sat": (f"{HOUSE}.cp_sat:cp_sat", "OR-tools: the best found in time, and a proven bound"),
-    "exhaustive": (f"{HOUSE}.exhaustive:exhaustive", "tiny graphs: everything is tried"),
-    "learned": (f"{LEARNED}:learned", "a trained policy, one pass, no search"),
-    "guarded": (f"{LEARNED}:guarded", "learned, never worse than single, heft and peft"),
-    "guided": (f"{LEARNED}:guided", "a search that starts from the policy's choices"),
-    "portfolio": (f"{HOUSE}.portfolio:portfolio", "all of these within the time given"),
-}
-"""Name -> (module:function, what it does)."""
+DEFAULT_S = 2.0
+QUICK = (lists.critical_path, lists.greedy, lists.cpop)
+START_S = 0.3  # to start the solver
+TREE_OPS = 16  # beyond, tree-dp rarely ends
+LEAST_S = 1e-3
 
 
 class Planner(Protocol):
@@ -55,6 +41,78 @@ class Planner(Protocol):
 
     def __call__(self, problem: Problem, *, deadline_s: float | None, seed: int) -> Placement:
         """A legal placement of the problem, found within the deadline where it searches."""
+
+
+def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) -> Placement:
+    """The best placement of several planners within one deadline (2 s if there is none).
+
+        1  single, heft, peft: always, so it is never worse than any of them
+        2  critical-path, greedy, cpop; for streams, memory limits and groups: stages
+        3  done if the best one meets the bound
+        4  annealing, for a part of the time
+        5  small trees: tree-dp, for a part of the time
+        6  cp-sat, if ortools is there, the problem is not too large and enough time is left; else
+           more annealing
+
+    The bound that comes with the answer is the best that any of them proved.
+    """
+    ends_s = time.perf_counter() + (DEFAULT_S if deadline_s is None else deadline_s)
+    known = replace(guard(problem), bound_s=bound_s(problem))
+
+    def left_s(need_s: float = LEAST_S) -> float:
+        """Seconds left; 0 if they are fewer than needed, or nothing is left to find."""
+        seconds = ends_s - time.perf_counter()
+        return seconds if seconds > need_s and not known.optimal else 0.0
+
+    def better(other: Placement) -> Placement:
+        proven_s = max(known.bound_s or 0.0, other.bound_s or 0.0)
+        return replace(best([known, other]), bound_s=proven_s)
+
+    for planner in QUICK:
+        if left_s():
+            known = better(planner(problem))
+    if wants_stages(problem) and left_s(LEAST_S + STAGES_S * problem.num_ops):
+        known = better(stages(problem))
+    solve = left_s(_solver_s(problem)) > 0
+    small = problem.num_ops <= TREE_OPS and fits(problem)
+    if seconds := left_s():
+        seconds *= 0.25 if solve or small else 1.0
+        known = better(annealing(problem, deadline_s=seconds, seed=seed, start=known))
+    if small and (seconds := left_s()):
+        seconds *= 0.3 if solve else 1.0
+        known = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=known))
+    if solve and (seconds := left_s()):
+        known = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=known))
+    return known
+
+
+def _solver_s(problem: Problem) -> float:
+    """Seconds below which it is of no use to start the solver; inf if it is not installed."""
+    if not is_loaded() and find_spec("ortools") is None:
+        return INF
+    return START_S + (0.0 if is_loaded() else LOAD_S) + writing_s(problem)
+
+
+LEARNED = "torchweft.placement.learn.learned"
+PLANNERS: Mapping[str, Planner | str] = {
+    "single": lists.single,
+    "round-robin": lists.round_robin,
+    "random": lists.random_devices,
+    "greedy": lists.greedy,
+    "heft": lists.heft,
+    "cpop": lists.cpop,
+    "peft": lists.peft,
+    "critical-path": lists.critical_path,
+    "stages": lists.stages,
+    "annealing": annealing,
+    "tree-dp": tree_dp,
+    "cp-sat": cp_sat,
+    "learned": LEARNED,
+    "guarded": LEARNED,
+    "guided": LEARNED,
+    "portfolio": portfolio,
+}
+"""By name; of those that need numpy and torch, the module that has them."""
 
 
 def planner_names() -> tuple[str, ...]:
@@ -66,8 +124,10 @@ def get_planner(name: str) -> Planner:
     """A planner by its name. Raises `PlacementError` for an unknown one; lists the choices."""
     if name not in PLANNERS:
         raise PlacementError(f"planner: {unknown('planner', name, PLANNERS)}", rule="planner")
-    module, _, function = PLANNERS[name][0].partition(":")
-    return cast(Planner, getattr(import_module(module), function))
+    planner = PLANNERS[name]
+    if isinstance(planner, str):
+        return cast(Planner, getattr(import_module(planner), name))
+    return planner
 
 
 def plan(

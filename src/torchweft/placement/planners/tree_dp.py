@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchweft.errors import PlacementError
-from torchweft.placement.bounds import speeds, tails
 from torchweft.placement.placement import Placement, best, placed
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import upward_ranks
-from torchweft.placement.problem import Problem
+from torchweft.placement.problem import Problem, speeds, tails
 
 WIDTHS = (4, 16, 64, 256, 1024)
 DEFAULT_S = 1.0

@@ -23,17 +23,16 @@ from torch import Tensor
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.trace import Span, Trace
 from torchweft.run.driver.prices import Prices
-from torchweft.run.driver.traffic import Traffic
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import Message
-from torchweft.run.workers.graphing import HOME, Load
+from torchweft.run.workers.grouping import Block
 from torchweft.run.workers.pool import Mate, Spot, WorkerPool
-from torchweft.run.workers.program import DevicePart, Script
+from torchweft.run.workers.program import HOME, DevicePart, Load, Script, Task
 from torchweft.run.workers.recorded import RecordedPart
 
 MAX_TRIES = 5
 SEEN = 4  # of the whole jobs of a device, one in so many moves the prices
-Measure = Callable[[Cell, str, Sequence[Tensor]], None]
+Fact = tuple[str, str, str, float, float]  # label, lane, device, start, end
 
 
 @dataclass(eq=False)
@@ -50,11 +49,10 @@ class Job:
     waiting: set[str] = field(default_factory=set)
     written: dict[str, tuple[int, float]] = field(default_factory=dict)  # groups, seconds, by part
     taken_s: dict[str, list[float]] = field(default_factory=dict)  # from groups, by messages
-    spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
+    spans: list[Fact] = field(default_factory=list)
     began_s: float = 0.0
     ended_s: float = 0.0
     values: dict[int, Tensor] = field(default_factory=dict)  # answers of a recorded part
-    runs: tuple[str, list[str], Tensor] | None = None  # its device, cells, [rows, start, end]
     busy_s: float = 0.0
 
     @staticmethod
@@ -73,12 +71,8 @@ class Job:
 
     def trace(self) -> Trace:
         """What happened when, on every device."""
-        spans, facts = [], list(self.spans)
-        if self.runs is not None:
-            device, cells, runs = self.runs
-            for at, (cell, (_, *times)) in enumerate(zip(cells, runs.tolist(), strict=True)):
-                facts.append((f"{cell}.{at}", device, device, *times))
-        for label, lane, device, start_s, end_s in facts:
+        spans = []
+        for label, lane, device, start_s, end_s in self.spans:
             copy = label.startswith("copy ")
             where = ("copy" if copy else "run"), label, lane, device, "io" if copy else "compute"
             op = "" if copy else label
@@ -114,14 +108,13 @@ class Executor:
             self._send(job)
         return job
 
-    def measure(self, cells: Iterable[Cell], devices: Sequence[str] | None = None) -> None:
-        """Measure cells that have not been measured yet, by default on all devices."""
+    def measure(self, cells: Iterable[Cell]) -> None:
+        """Measure cells on all devices where they have not been measured yet."""
         for cell in cells:
             self.cells[cell] = None
-            known = self.prices.seconds
-            for device in self.pool.names if devices is None else devices:
-                if (cell.name, device) not in known:
-                    self._measure(self.prices.measure, cell, device)
+            for device in self.pool.names:
+                if (cell.name, device) not in self.prices.seconds:
+                    self._measure(cell, device)
 
     def look_around(self) -> None:
         """Measure devices anew on which nothing has run since the last look: they may have changed,
@@ -129,12 +122,12 @@ class Executor:
         idle = [name for name in self.pool.names if name not in self.prices.ran]
         for cell in list(self.cells):
             for device in idle:
-                self._measure(self.prices.measure_again, cell, device)
+                self._measure(cell, device)
         self.prices.ran.clear()
 
-    def _measure(self, how: Measure, cell: Cell, device: str) -> None:
+    def _measure(self, cell: Cell, device: str) -> None:
         try:
-            how(cell, device, [self.weights[name] for name in cell.weights])
+            self.prices.measure(cell, device, [self.weights[name] for name in cell.weights])
         except RunError:
             if not self.pool.mates[device].lost:
                 raise
@@ -143,7 +136,7 @@ class Executor:
         """Bring in a new worker, and measure its links and every cell that is known."""
         self.pool.join(spot)
         self.prices.measure_links()
-        self.measure(list(self.cells), [spot.name])
+        self.measure(list(self.cells))
 
     def _ship(self, cell: Cell, mate: Mate) -> None:
         """A cell, and those of its weights that the worker lacks or has in an older version."""
@@ -228,10 +221,11 @@ class Executor:
     def _price(self, job: Job) -> None:
         """Prices follow what a placed call took."""
         assert job.load is not None and job.script.drawing is not None, "others answer"
-        traffic, read_s = Traffic(job.spans, job.script.drawing.blocks), {}
+        tasks, read_s = {}, {}
         for device, taken_s in job.taken_s.items():
             part, spans = job.script.parts[device], [s[3:] for s in job.spans if s[1] == device]
             assert isinstance(part, DevicePart), "other parts answer"
+            tasks[device] = part.tasks
             if job.load.inputs.keys() >= set(part.tasks[0].needs):
                 read_s[device] = spans[0][0] - job.began_s - job.written[device][1]
             groups = [task.group for task in part.tasks]
@@ -239,20 +233,19 @@ class Executor:
                 (group.cell, group.num_rows, end_s - start_s - late_s)
                 for group, (start_s, end_s), late_s in zip(groups, spans, taken_s, strict=True)
             ])  # fmt: skip
-            traffic.await_at(device, part.tasks, spans)
         self.prices.started(job.written, read_s)
-        for (source, target), copies in traffic.waited().items():
-            self.prices.carried(source, target, copies)
-        taken = {name: (traffic.num[name], sum(job.taken_s[name])) for name in job.taken_s}
-        self.prices.ended(taken, time.perf_counter() - max(traffic.home_s, job.began_s))
+        copies = waited_copies(job.spans, job.script.drawing.blocks, tasks)
+        for link, facts in copies.items():
+            self.prices.carried(*link, facts)
 
     def _answer(self, job: Job, name: str, message: Message, tensors: list[Tensor]) -> None:
-        part, runs = job.script.parts[name], tensors[0]
+        part, runs = job.script.parts[name], tensors[0].tolist()  # rows, start, end
         assert isinstance(part, RecordedPart), "other parts are done"
-        job.runs = name, message["cells"], runs
+        seen = list(zip(message["cells"], runs, strict=True))
+        for at, (cell, (_, start_s, end_s)) in enumerate(seen):
+            job.spans.append((f"{cell}.{at}", name, name, start_s, end_s))
         if self.heard[name] % SEEN == 0:
             cells = {cell.name: cell for cell in part.cells}
-            seen = zip(message["cells"], runs.tolist(), strict=True)
             self.prices.saw(name, [
                 (cells[cell], int(num_rows), end_s - start_s)
                 for cell, (num_rows, start_s, end_s) in seen
@@ -284,3 +277,39 @@ class Executor:
 
 def _version(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def waited_copies(
+    spans: Sequence[Fact],
+    blocks: Mapping[str, Block],
+    tasks: Mapping[str, Sequence[Task]],
+) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """The messages of a placed call that a group or the caller waited for, by (source, target):
+    bytes, and seconds from when they were sent until they were home, or the group began.
+
+    What nobody waited for may take as long as it likes; so links are priced by the others.
+    """
+    num_bytes: Counter[tuple[str, float]] = Counter()  # of messages: (lane, when it was sent)
+    there: dict[tuple[str, str], tuple[float, tuple[str, float]]] = {}  # (value, device)
+    until_s: dict[tuple[str, float], float] = {}  # of those that were waited for
+    for label, lane, _, start_s, end_s in spans:
+        if label.startswith("copy "):
+            _, value, _, target = label.split(" ")
+            spec, _, count = blocks[value]
+            num_bytes[lane, start_s] += count * spec.num_bytes
+            there[value, target] = end_s, (lane, start_s)
+            if target == HOME:
+                until_s[lane, start_s] = end_s
+    for device, mine in tasks.items():
+        free_s, runs = 0.0, [span[3:] for span in spans if span[1] == device]
+        for task, (start_s, end_s) in zip(mine, runs, strict=True):
+            came = [there[v, device] for v in task.needs if (v, device) in there]
+            if came and (last := max(came))[0] > free_s:
+                until_s[last[1]] = start_s
+            free_s = end_s
+    by_link: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for (lane, start_s), seen_s in until_s.items():
+        source, _, target = lane.partition(".to.")
+        facts = num_bytes[lane, start_s], seen_s - start_s
+        by_link.setdefault((source, target), []).append(facts)
+    return by_link

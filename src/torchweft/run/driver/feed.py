@@ -31,33 +31,26 @@ FADE = 0.95  # of what is known of a worker's jobs, with every new one
 NUM_HALVINGS = 12
 
 
-@dataclass
 class Line:
     """Seconds of jobs as a line over their ops: sums of what was seen, older jobs count less."""
 
-    weight: float = 0.0
-    ops: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0
-    products: float = 0.0
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of 1, ops, seconds, ops * ops, ops * seconds
 
     def saw(self, num_ops: int, seconds: float) -> None:
         """A job of so many ops took so long."""
-        self.weight = FADE * self.weight + 1
-        self.ops = FADE * self.ops + num_ops
-        self.seconds = FADE * self.seconds + seconds
-        self.squares = FADE * self.squares + num_ops**2
-        self.products = FADE * self.products + num_ops * seconds
+        new = 1, num_ops, seconds, num_ops**2, num_ops * seconds
+        self.sums = [FADE * old + more for old, more in zip(self.sums, new, strict=True)]
 
     def fit(self) -> tuple[float, float]:
         """(fixed_s, op_s). If all jobs were of one size, nothing is known to be fixed."""
-        mean_s = self.seconds / self.ops
-        spread = self.weight * self.squares - self.ops**2
-        if spread < 0.01 * self.ops**2:
+        weight, ops, seconds, squares, products = self.sums
+        mean_s, spread = seconds / ops, weight * squares - ops**2
+        if spread < 0.01 * ops**2:
             return 0.0, mean_s
-        slope = (self.weight * self.products - self.ops * self.seconds) / spread
+        slope = (weight * products - ops * seconds) / spread
         op_s = min(mean_s, max(0.1 * mean_s, slope))
-        return (self.seconds - op_s * self.ops) / self.weight, op_s
+        return (seconds - op_s * ops) / weight, op_s
 
 
 @dataclass(frozen=True)

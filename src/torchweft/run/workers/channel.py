@@ -63,7 +63,6 @@ class WorkerChannel:
         return message, rows
 
     def close(self) -> None:
-        """Close this end."""
         self.connection.close()
 
 

@@ -56,7 +56,6 @@ class Ops:
 
     @property
     def num_ops(self) -> int:
-        """How many ops there are."""
         return len(self.numbers) // (1 + len(self.cell.reads))
 
     @property

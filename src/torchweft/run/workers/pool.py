@@ -31,7 +31,7 @@ from torch import Tensor
 from torchweft.errors import MachineError, RunError
 from torchweft.plan.graph import check_name
 from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
-from torchweft.run.workers.graphing import HOME
+from torchweft.run.workers.program import HOME
 
 log = logging.getLogger("torchweft")
 START_S = 60.0

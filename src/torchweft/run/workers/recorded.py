@@ -1,4 +1,5 @@
-"""`RecordedPart`: what was recorded, as plain data; `RecordedRows`: its groups and rows.
+"""`RecordedPart`: what was recorded, as plain data; `RecordedRows`: its groups, and their rows in a
+`RowStore`, where groups run.
 
     Recording --take--> RecordedPart --RecordedRows.add--> groups to run, rows for all values
 
@@ -9,7 +10,7 @@ and the wanted values come back by spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import CaptureError
-from torchweft.run.workers.cell import Cell, Spec, count_of, reading, spec_named, spec_of
+from torchweft.run.workers.cell import ROOM, Cell, Spec, count_of, reading, spec_named, spec_of
 from torchweft.run.workers.grouping import (
     Given,
     Group,
@@ -29,9 +30,9 @@ from torchweft.run.workers.grouping import (
     packs_read,
     place_inputs,
 )
-from torchweft.run.workers.store import RowStore
 
 MAX_VALUES = 50_000_000
+Prepared = Callable[[Cell], Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,6 @@ class RecordedPart:
 
     @property
     def num_ops(self) -> int:
-        """The number of all its ops."""
         return sum(item.num_ops for item in self.ops)
 
     @property
@@ -147,21 +147,96 @@ def _read(
     return RecordedPart(num_values, ops, packs, given, wanted)
 
 
-class RecordedRows:
+class RowStore:
+    """Rows by spec on one device, one tensor for each spec.
+
+    A group gathers its arguments by row numbers and writes its results to rows of their own, so it
+    does not matter which groups made what it reads. Under autograd a store is not written into but
+    replaced by one with the new rows: gradients flow as they would through the unbatched model.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:
+        self.device, self.grad = torch.device(device), grad
+        self.rows: dict[Spec, Tensor] = {}
+
+    def reserve(self, num_rows: Mapping[Spec, int]) -> None:
+        """Room for so many rows of each spec; what is there stays. Raises `CaptureError` if that is
+        more than this box has."""
+        if (size := sum(spec.num_bytes * count for spec, count in num_rows.items())) > ROOM:
+            raise CaptureError(f"rows: they need {size} bytes, and this box has {ROOM}.")
+        for spec, count in num_rows.items():
+            old = self.rows.get(spec)
+            if old is not None and len(old) >= count:
+                continue
+            new = torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
+            self.rows[spec] = new if old is None else torch.cat([old, new[len(old) :]])
+
+    def write(self, spec: Spec, start: int, made: Tensor, *, own: bool = False) -> None:
+        """Put rows where they belong. own: nobody else has them."""
+        if self.grad:
+            stop = start + len(made)
+            self.rows[spec] = torch.slice_scatter(self.rows[spec], made, 0, start, stop)
+        elif own and len(made) == len(self.rows[spec]) and made.is_contiguous():
+            self.rows[spec] = made  # all rows there will be: nothing to copy
+        else:
+            self.rows[spec][start : start + len(made)] = made
+
+    def run(self, group: Group, prepared: Prepared) -> None:
+        """Run a group: gather, compute, write."""
+        cell, count = group.cell, group.num_rows
+        if cell.kind == "pack":
+            spec = cell.reads[0]
+            index = group.rows.t().reshape(-1)
+            made = self.rows[spec].index_select(0, index.to(self.device))
+            self.write(cell.makes[0], group.starts[0], made.view(count, *cell.makes[0].shape))
+            return
+        given = self.gather(cell, group.rows, count)
+        if cell.kind == "unpack":
+            self.write(cell.makes[0], group.starts[0], given[0].flatten(0, 1))
+            return
+        outputs = cell.functions[1](self.device, prepared(cell), *given)
+        results = zip(cell.makes, group.starts, outputs, cell.fresh, strict=True)
+        for spec, start, rows, fresh in results:
+            self.write(spec, start, rows, own=fresh)
+
+    def gather(self, cell: Cell, rows: Tensor, count: int) -> Sequence[Tensor]:
+        """The arguments of a group; those of one spec in one gather."""
+        reads = cell.reads
+        if len(reads) == 1 and (start := _consecutive(rows[0])) is not None:
+            return (self.rows[reads[0]][start : start + count],)
+        rows = rows.to(self.device)
+        if len(set(reads)) == 1:
+            gathered = self.rows[reads[0]].index_select(0, rows.reshape(-1))
+            if len(reads) == 1:
+                return (gathered,)
+            return gathered.view(len(reads), count, *reads[0].shape).unbind(0)
+        return [self.rows[spec].index_select(0, rows[at]) for at, spec in enumerate(reads)]
+
+
+def _consecutive(rows: Tensor) -> int | None:
+    """The first of these rows, if they stand one after another: they need no gather then."""
+    start, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - start != count - 1 or not bool((rows[1:] > rows[:-1]).all()):
+        return None
+    return start
+
+
+class RecordedRows(Layout):
     """The rows of what was recorded, on one device: their layout, and the store."""
 
     def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:
-        self.layout, self.store = Layout(), RowStore(device, grad=grad)
+        super().__init__()
+        self.store = RowStore(device, grad=grad)
         self.first_away, self.brought = 1 << 62, frozenset[int]()
         self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
 
     def add(self, part: RecordedPart, bundles: Sequence[int] = ()) -> list[Group]:
         """Make room for a part, and write its inputs; the groups that are to run."""
-        self.layout.grow(part.num_values)
-        self.layout.packs.update(part.packs)
-        inputs = place_inputs(self.layout, part.inputs)
-        groups = group(self.layout, part.ops, bundles)
-        self.store.reserve(self.layout.num_rows)
+        self.grow(part.num_values)
+        self.packs.update(part.packs)
+        inputs = place_inputs(self, part.inputs)
+        groups = group(self, part.ops, bundles)
+        self.store.reserve(self.num_rows)
         for spec, start, rows in inputs:
             self.store.write(spec, start, rows.to(self.store.device))
         return groups
@@ -170,18 +245,13 @@ class RecordedRows:
         """Values from this number on stay on the workers, except those that were brought."""
         self.first_away, self.brought = first, frozenset(brought)
 
-    @property
-    def num_values(self) -> int:
-        """Values below this number are computed."""
-        return self.layout.num_values
-
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""
         if number >= self.first_away and number not in self.brought:
             raise away(spec)
-        rows = self.layout.rows_of(number)
+        rows = self.rows_of(number)
         if rows.dim():
-            return self.gather(*self.layout.packs[number])
+            return self.gather(*self.packs[number])
         made = self.store.rows[spec][row := int(rows)]
         owner = self.owner.setdefault((spec, row), number)
         return made if owner == number else made.clone()  # equal values share a row
@@ -190,11 +260,11 @@ class RecordedRows:
         """The tensors of many values: packs of one spec in one gather."""
         by_spec: dict[Spec, list[int]] = {}
         for number, _ in wanted:
-            if number in self.layout.packs:
-                by_spec.setdefault(self.layout.packs[number][0], []).append(number)
+            if number in self.packs:
+                by_spec.setdefault(self.packs[number][0], []).append(number)
         packed: dict[int, Tensor] = {}
         for spec, numbers in by_spec.items():
-            lists = [self.layout.packs[number][1] for number in numbers]
+            lists = [self.packs[number][1] for number in numbers]
             rows = self.gather(spec, [value for values in lists for value in values])
             packed.update(zip(numbers, torch.split(rows, [*map(len, lists)]), strict=True))
         return [
@@ -204,7 +274,7 @@ class RecordedRows:
 
     def gather(self, spec: Spec, values: Sequence[int]) -> Tensor:
         """The rows of values of one spec."""
-        rows = self.layout.row_of[numbers_of(values)].to(self.store.device)
+        rows = self.row_of[numbers_of(values)].to(self.store.device)
         return self.store.rows[spec].index_select(0, rows)
 
 

@@ -33,11 +33,9 @@ from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
 from torchweft.run.workers.cell import Cell, Spec, reading, spec_named
 from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
-from torchweft.run.workers.graphing import HOME
 from torchweft.run.workers.grouping import Group
-from torchweft.run.workers.program import DevicePart, Task
-from torchweft.run.workers.recorded import RecordedPart, RecordedRows
-from torchweft.run.workers.store import Prepared, RowStore
+from torchweft.run.workers.program import HOME, DevicePart, Task
+from torchweft.run.workers.recorded import Prepared, RecordedPart, RecordedRows, RowStore
 
 BEAT_S = 0.1
 MAX_ROWS, MAX_REPEATS, MAX_SLOWNESS = 1_000_000, 1_000, 1e6  # of measurements, and of a throttle
@@ -46,25 +44,6 @@ FROM_DRIVER = (
     *FROM_PEERS, "call", "cancel", "cell", "measure", "peer", "recorded", "stop", "throttle"
 )  # fmt: skip
 IN_TURN = ("call", "cell", "measure", "recorded")  # work of the main thread
-
-
-@dataclass
-class Throttle:
-    """An emulated slow device: sleeps after each group, so that work takes `slowness` times as
-    long; what it overslept counts."""
-
-    slowness: float = 1.0
-    debt_s: float = 0.0
-
-    def pay(self, worked_s: float) -> None:
-        """Sleep for work that took so long."""
-        if self.slowness <= 1:
-            return
-        self.debt_s += worked_s * (self.slowness - 1)
-        if self.debt_s > 0:
-            began_s = time.perf_counter()
-            time.sleep(self.debt_s)
-            self.debt_s -= time.perf_counter() - began_s
 
 
 @dataclass(eq=False)
@@ -87,7 +66,7 @@ class Worker:
         self, name: str, device: str, slowness: float, driver: WorkerChannel, door: socket.socket
     ) -> None:
         self.name, self.device = name, torch.device(device)
-        self.throttle = Throttle(slowness)
+        self.slowness, self.debt_s = slowness, 0.0  # of an emulated slow device
         self.driver, self.door = driver, door
         self.channels: dict[str, WorkerChannel] = {HOME: driver}
         self.cells: dict[str, Cell] = {}
@@ -177,10 +156,8 @@ class Worker:
 
     def on_call(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """A part of a plan to run, with the inputs that come from home."""
-        number, part = (
-            message["call"],
-            DevicePart.from_message(message["part"], tensors, self.cells),
-        )
+        number = message["call"]
+        part = DevicePart.from_message(message["part"], tensors, self.cells)
         call = _WorkerCall(number, part, RowStore(self.device))
         call.store.reserve(part.num_rows)
         with self.news:
@@ -240,7 +217,7 @@ class Worker:
 
     def on_throttle(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Be slower, or as fast as can be, from now on."""
-        self.throttle = Throttle(_number(message["slowness"], MAX_SLOWNESS))
+        self.slowness, self.debt_s = _number(message["slowness"], MAX_SLOWNESS), 0.0
 
     def on_echo(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Rows to be sent on, or back: what links are measured with."""
@@ -311,8 +288,16 @@ class Worker:
         worked_s = self._clock() - worked_s
         messages_s = sum(list(self.clocks.values())) - messages_s
         self.taken_s = max(0.0, min(time.perf_counter() - began_s - worked_s, messages_s))
-        self.throttle.pay(worked_s)
+        self._throttle(worked_s)
         return began_s
+
+    def _throttle(self, worked_s: float) -> None:
+        """Sleep, so that work takes `slowness` times as long; what was overslept counts."""
+        self.debt_s += worked_s * (self.slowness - 1)
+        if self.debt_s > 0 and self.slowness > 1:
+            began_s = time.perf_counter()
+            time.sleep(self.debt_s)
+            self.debt_s -= time.perf_counter() - began_s
 
     def _clock(self) -> float:
         """Seconds of work: while others have the core, a device that is throttled does not work."""

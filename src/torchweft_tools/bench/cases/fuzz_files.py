@@ -271,7 +271,7 @@ def _part(path: Path) -> None:
 
     from torchweft.run.workers.cell import Cell
     from torchweft.run.workers.program import DevicePart
-    from torchweft.run.workers.store import RowStore
+    from torchweft.run.workers.recorded import RowStore
 
     cells = {"x": Cell.from_data(CELL)}
     part = DevicePart.from_message(_read_json(path), [torch.tensor([0, 1])], cells)

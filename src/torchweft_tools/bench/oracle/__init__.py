@@ -4,7 +4,7 @@
 
 Small plans are judged by trying every interleaving of their lanes, larger ones by the closure of
 their events; on small plans both must agree (`tests/pure/test_oracle.py`). A single plan is judged
-alone, as if its peers did what it needs.
+alone, as if its peers did what it needs. `exhaustive` is the oracle of placements: it tries all.
 """
 
 from __future__ import annotations

@@ -28,19 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.dynamic.local import load
-from torchweft.dynamic.model import Dynamic
+from torchweft.dynamic.model import Dynamic, load
 from torchweft.errors import PlacementError
 from torchweft.placement import Edge, Placement, Planner, Problem, placed, plan
 from torchweft.run.driver.executor import Job
-from torchweft.run.driver.placing import Placer
-from torchweft.run.driver.prices import Prices
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.measure.pairs import ratio
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, Tree
 from torchweft_tools.bench.peers.dynpartition import MAX_OPS, Bandit, train
 from torchweft_tools.bench.players.recovery import FrozenPlanner, Progress, no_progress
+from torchweft_tools.bench.players.rehearsal import WatchedPrices
 
 Input = tuple[Tree, Tensor]
 BANDIT = "dynpartition"
@@ -53,18 +51,17 @@ class Runs:
     """How a planner runs inputs, with prices of its own, and what was measured."""
 
     way: Callable[[Sequence[Input]], list[Tensor]]
-    prices: Prices
+    prices: WatchedPrices
     job: Job | None = None
     measured_s: list[list[float]] = field(default_factory=list)
     simulated_s: list[float] = field(default_factory=list)
     call_s: list[float] = field(default_factory=list)
     apart: float = 0.0
 
-    def simulate(self, placer: Placer) -> None:
+    def simulate(self) -> None:
         """What the prices of now say of the next runs of the input that ran last."""
         assert self.job is not None, "it was placed"
-        placer.executor.prices = self.prices
-        self.simulated_s.append(placer.simulate(self.job.script).makespan_s)
+        self.simulated_s.append(self.prices.rehearse(self.job.script).makespan_s)
         self.measured_s.append([])
 
     def run(self, dynamic: Dynamic, given: Sequence[Input], wanted: Sequence[Tensor]) -> float:
@@ -76,6 +73,7 @@ class Runs:
         self.call_s.append(time.perf_counter() - began_s)
         self.job = dynamic.job
         assert self.job is not None, "a placed call has a job"
+        self.prices.ended(self.job)
         gaps = [float((a - b).abs().max()) for a, b in zip(outputs, wanted, strict=True)]
         self.apart = max(self.apart, *gaps)
         return self.job.ended_s - self.job.began_s
@@ -122,14 +120,14 @@ def run_placed(
         if size == 1:
             ways[BANDIT] = ByNodes(dynamic, [tree for tree, _ in inputs])
         prices = placer.executor.prices
-        seen = {name: Runs(way, prices.anew()) for name, way in ways.items()}
+        seen = {name: Runs(way, WatchedPrices(prices)) for name, way in ways.items()}
         for done, given in enumerate(calls):
             progress(done, len(calls))
             wanted = [model(*each) for each in given]
             for number in range(NUM_WARM + NUM_RUNS):
                 for runs in seen.values():
                     if number == NUM_WARM:
-                        runs.simulate(placer)
+                        runs.simulate()
                     seconds = runs.run(dynamic, given, wanted)
                     if number >= NUM_WARM:
                         runs.measured_s[-1].append(seconds)

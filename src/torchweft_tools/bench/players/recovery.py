@@ -32,12 +32,11 @@ from torchweft.dynamic.model import Dynamic
 from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
 from torchweft.placement.learn.learned import default_policy, guarded, learned, planner_of
-from torchweft.placement.learn.learner import Learner, Pace
+from torchweft.placement.learn.learner import Learner, Pace, one_thread
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.reinforce import one_thread
-from torchweft.placement.placement import replay
+from torchweft.placement.placement import placed
 from torchweft.placement.planners.annealing import annealing
-from torchweft.run.driver.drift import Drift
+from torchweft.run.driver.prices import Drift
 from torchweft.run.workers.pool import Spot
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM
 from torchweft_tools.train.cases import case, random_tree
@@ -56,6 +55,19 @@ Progress = Callable[[int, int], None]
 
 def no_progress(done: int, total: int) -> None:
     """Ignore the progress."""
+
+
+def replay(problem: Problem, placement: Placement) -> Placement:
+    """The same devices and orders under the costs of another problem with the same ops: what a
+    placement really takes when the costs have drifted. Raises `PlacementError` if the ops differ.
+    """
+    if placement.ops != problem.ops or placement.devices != problem.devices:
+        raise PlacementError(
+            f"problem: the placement of {placement.problem!r} has other ops or devices than "
+            f"problem {problem.name!r}.",
+            rule="problem",
+        )
+    return placed(problem, placement.device, placement.order)
 
 
 @dataclass(eq=False)

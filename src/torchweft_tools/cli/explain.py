@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from torchweft.placement.draft import busy_s
-from torchweft.placement.placement import Placement
+from torchweft.placement.placement import Placement, busy_s
 from torchweft.placement.problem import Problem
 from torchweft.plan.trace import Span, Trace
 

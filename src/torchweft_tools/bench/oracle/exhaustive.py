@@ -15,8 +15,7 @@ from itertools import product
 from operator import add
 
 from torchweft.errors import PlacementError
-from torchweft.placement.draft import OpenDevices, busy_s, period_s
-from torchweft.placement.placement import Placement, placed
+from torchweft.placement.placement import OpenDevices, Placement, busy_s, period_s, placed
 from torchweft.placement.problem import INF, Problem
 
 MAX_TRIED = 3_000_000

@@ -1,50 +1,24 @@
-"""A placement as the project's own `Plan`: its order and its devices; `lower` does the rest.
+"""A stand-in: a graph, a machine and costs that say what a problem of another format says.
 
-    weft plan 2
-    lane fast on fast uses compute,memory            one a device, named after it
-    lane fast.to.slow on fast uses io to slow        one a link that is used, by `lower`
-    steps
-      fast          leaf0
-      fast.to.slow  wait leaf0
-      fast.to.slow  copy a to slow                   a value goes once to each device
-      slow          wait copy a to slow
-      slow          root
+    Problem without a graph --with_graph--> Problem --planner, as_plan--> Plan
 
-The same verifier, simulator and runtime take it. `simulate(plan, ..., contention=False)` gives the
-starts and the makespan of the placement: without contention a link takes any number of copies at
-once. Copies of inputs from the home device are in the plan, those of resident inputs too: a runtime
-that keeps them skips those. An op of two phases runs in one.
-
-A problem that was read from another format has no graph: `stand_in` draws one with the same ops,
-bytes and costs.
+It has the same ops, bytes and costs, so the same verifier and simulator take its plan.
 """
 
 from __future__ import annotations
 
-from torchweft.placement.placement import Placement
+from dataclasses import replace
+
 from torchweft.placement.problem import INF, Problem
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine
-from torchweft.plan.plan import Plan, Step, one_line
 from torchweft.plan.sizes import Size
 
 
-def as_plan(problem: Problem, placement: Placement) -> Plan:
-    """The plan that runs the problem's graph (or its stand-in) as the placement says."""
-    graph, home = problem.graph or stand_in(problem)[0], problem.devices[problem.home]
-    uses = tuple(sorted({"compute", "memory", *(op.uses for op in graph.ops)}))
-    devices = sorted(problem.devices, key=lambda name: name != home)  # inputs are on the first
-    steps = [
-        Step("run", problem.devices[placement.device[op]], (problem.ops[op],))
-        for op in placement.order
-    ]
-    lanes = tuple(Lane(name, name, uses) for name in devices)
-    note = one_line(f"place {placement.planner or 'by hand'}")
-    bare = Plan(graph.name, graph.digest, Cut(), lanes, tuple(steps), history=(note,), bound=graph)
-    return lower(bare)
+def with_graph(problem: Problem) -> Problem:
+    """The problem, with a graph if it has none."""
+    return problem if problem.graph else replace(problem, graph=stand_in(problem)[0])
 
 
 def stand_in(problem: Problem) -> tuple[Graph, Machine, Costs]:
