@@ -14,6 +14,7 @@ from torchweft_tools.dryrun.check import check
 
 ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
 SEVERAL = ["overlap", "overlap-graphs"]
+ORDER = ("record", "wait")
 Runs = dict[int, tuple[RankCalls, ...]]
 
 
@@ -58,6 +59,20 @@ def test_collectives_run_beside_compute_and_inside_graphs(runs: Runs, size: int)
         assert any(call.kind == "collective" and call.graph for call in rank.calls)
         launches = [c for c in steady(rank, "overlap-graphs") if c.kind == "launch"]
         assert len(launches) == 3  # one a call
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_collective_runs_on_its_lane_and_costs_no_events_of_its_own(
+    runs: Runs, size: int
+) -> None:
+    for rank in runs[size]:
+        calls = steady(rank, "overlap")
+        assert len({call.stream for call in calls if call.kind in (*ON_STREAM, *ORDER)}) == 2
+        num_talks = sum(call.kind == "collective" for call in calls)
+        assert sum(call.kind == "wait" for call in calls) <= 2 * num_talks, "there and back"
+        assert sum(call.kind == "keep" for call in calls) < num_talks, (
+            "frees go by the plan's events"
+        )
 
 
 # The law, by an oracle that walks edges and knows no clocks.

@@ -322,7 +322,7 @@ class Channel:
     def _connect(self, user: dist.ProcessGroup) -> Any:
         """A group of our own with the same ranks. Between accelerators it only tells the calls."""
         config = str(dist.get_backend_config(user)).replace(",", ":").split(":")
-        self.carried = bool(set(config) & {"nccl", "xccl"})
+        self.carried = bool(set(config[1::2]) - {"gloo"})  # (device, backend, device, backend ...)
         try:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", own_identity())

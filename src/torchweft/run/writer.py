@@ -170,7 +170,7 @@ class Writer(Variables):
         start, stop = step.parts or (0, self.plan.num_parts)
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
         if step.kind == "complete":  # what has landed holds nothing any more
-            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
+            return [*self._assign(step, f"g{which}({flight})"), *self._drop(flight)]
         reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
@@ -245,18 +245,27 @@ class Writer(Variables):
             return [call]
         if step.by is not None:
             call = self._checked(step, call, arguments or ())
-        targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
-        if step.parts is None:  # what is made whole is its own place
-            whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
-            targets = [self._use(whole[t]) if t in whole else t for t in targets]
+        placed = self._written(step) if step.parts is None else ()  # made whole: its own place
+        targets = [
+            self._use(
+                f"p{self.index[name]}"
+                if name in placed
+                else self._variable(name, self._piece(name, step.parts))
+            )
+            for name in names
+        ]
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
-            return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+            terms = [self._add(target, f"a[{at}]") for at, target in enumerate(targets)]
+            return [f"a = {call}", *(line for lines in terms for line in lines)]
         write = getattr(self.bodies[step.names[0]], "write_calls", None)
         lines: list[str] | None = None
         if write is not None and step.by is None and arguments is not None:
             lines = write(arguments, targets, self.source.constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
+
+    def _add(self, target: str, term: str) -> list[str]:
+        return [f"{target} = {target} + {term}"]
 
     def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
         """What a kernel gives, held against the graph."""
@@ -306,8 +315,8 @@ class Writer(Variables):
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
         lines = self._once(f"p{number}", make, step, self._steps_of(step))
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
-        dead = f"{self._use(self._variable(name, piece))} = None"
-        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+        dead = [self._use(self._variable(name, piece))] if piece == step.parts else []
+        return [*lines, put, *self._drop(*dead)]
 
     def _free(self, step: Step) -> list[str]:
         gone = []
@@ -318,7 +327,11 @@ class Writer(Variables):
             for piece in self.made.get(name, ()):
                 if step.parts is None or piece == step.parts:
                     gone.append(self._variable(name, piece))
-        return [f"{self._use(variable)} = None" for variable in gone]
+        return self._drop(*map(self._use, gone))
+
+    def _drop(self, *variables: str) -> list[str]:
+        """Let go of what some variables hold together."""
+        return [f"{variable} = None" for variable in variables]
 
     def _outputs(self) -> str:
         outputs = [self._read(name, None) for name in self.graph.outputs]
