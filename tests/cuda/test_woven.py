@@ -195,3 +195,21 @@ def test_every_early_free_is_found(runs: Runs) -> None:
     bare = [call for call in whole if call.kind not in ("keep", "wait")]
     assert "early-free" in {f.rule for f in check([replace(rank, calls=tuple(bare))])}
     assert is_freed_early(bare)
+
+
+def test_many_graphs_of_a_process_share_their_streams(dry: Dry) -> None:
+    """Torch has 32 streams of a priority, and hands them out in turn."""
+    code, (rank,) = dry("guests.py", "pieces")
+    assert code == 0
+    assert len({call.stream for call in steady(rank, "pieces") if call.kind in ON_STREAM}) == 2
+
+
+@pytest.mark.parametrize("kind", ["captured", "captured-graphs"])
+def test_a_host_may_capture_around_us(dry: Dry, kind: str) -> None:
+    """Nothing is traced, captured or waited for in a capture of the host's own."""
+    code, (rank,) = dry("guests.py", kind)
+    assert code == 0
+    calls = steady(rank, "captured")
+    assert sum(call.kind == "launch" for call in calls) == 1
+    inside = [call for call in calls if call.graph]
+    assert len({call.graph for call in inside}) == 1 and len({call.stream for call in inside}) == 2

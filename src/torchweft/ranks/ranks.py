@@ -321,8 +321,7 @@ class Channel:
 
     def _connect(self, user: dist.ProcessGroup) -> Any:
         """A group of our own with the same ranks. Between accelerators it only tells the calls."""
-        config = str(dist.get_backend_config(user)).replace(",", ":").split(":")
-        self.carried = bool(set(config[1::2]) - {"gloo"})  # (device, backend, device, backend ...)
+        self.carried = is_carried(str(dist.get_backend_config(user)))
         try:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", own_identity())
@@ -381,6 +380,11 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     if known.group is None:
         known.open(user)
     return known
+
+
+def is_carried(config: str) -> bool:
+    """Whether collectives run on the user's group: "cpu:gloo,cuda:nccl" has another than gloo."""
+    return any(pair.partition(":")[2] != "gloo" for pair in config.split(","))
 
 
 def _forget(ended: Channel) -> None:

@@ -57,11 +57,17 @@ class Cuda(Accelerator):
         self.contexts.append(create(num_sms=wanted, device_id=self.device.index))
         return self.contexts[-1]
 
-    def begin_capture(self, pool: Any) -> Any:
+    no_graphs = one_stream = ""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody else, such as a host, captures what is put on the current stream."""
+        return bool(self.api.cuda.is_current_stream_capturing())
+
+    def begin_capture(self) -> Any:
         """A new graph that takes what is put on the current stream and those forked from it.
 
         `torch.accelerator.Graph` has no CUDA behind it yet, so this is CUDA's own.
         """
         graph = self.api.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         return graph

@@ -14,13 +14,13 @@ so their replays are put one behind the other.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, is_inference_mode_enabled
+from torch.nn import Parameter
 
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.machine import Lane
@@ -34,6 +34,7 @@ MAX_GRAPHS = 64
 MAX_CAPTURES = 4
 ALIAS = "graphs: an output shares bytes with another value, so it cannot be copied out"
 MOVES = "graphs: an input that is changed in place moves at every call"
+FROZEN = "graphs: an input lives on the CPU, and its numbers would be those of the capture"
 OPAQUE = "graphs: an op marked graph=False makes something other than a tensor"
 
 
@@ -107,25 +108,35 @@ class Shape:
 class Graphs:
     """Captured calls, by program and shape; those not used for longest go first."""
 
-    def __init__(self, device: Accelerator, fall_back: Callable[[str], None]) -> None:
-        self.device, self.fall_back = device, fall_back
+    def __init__(
+        self,
+        device: Accelerator,
+        fall_back: Callable[[str], None],
+        constants: Collection[str] = (),
+    ) -> None:
+        self.device, self.fall_back, self.constants = device, fall_back, frozenset(constants)
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
-        self.pool: Any = None
         self.stream: Any = None
-        self.ended: Any = None
-        self.lock = threading.RLock()
+        self._told: dict[StreamProgram, list[int]] = {}  # the inputs that tell calls apart
 
     def run(self, call: StreamCall) -> Outputs:
-        """Run one call: issued, captured or replayed."""
+        """Run one call: issued, captured or replayed. What a host captures itself is issued."""
+        if self.device.is_capturing():
+            return call.issue()
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in call.inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
         sizes = tuple(call.bounds), tuple(call.numbers)
-        key = (call.program, mode, *sizes, *map(_facts, call.inputs))
-        with self.lock:
+        if (told := self._told.get(call.program)) is None:  # of a weight only the address counts
+            weights = [isinstance(item, Parameter) for item in call.inputs]
+            told = self._told[call.program] = [
+                at for at, is_one in enumerate(weights) if not is_one
+            ]
+        key = (call.program, mode, *sizes, *[_facts(call.inputs[at]) for at in told])
+        with self.device.replaying:
             shape = self.shapes.get(key)
             if shape is None:
-                self.shapes[key] = _first(call.program, addresses)
+                self.shapes[key] = self._first(call, addresses)
                 if len(self.shapes) > MAX_GRAPHS:
                     self.device.synchronize()  # its bytes may be in use
                     self.shapes.popitem(last=False)
@@ -137,6 +148,16 @@ class Graphs:
                 return self._replay(call, shape)
         self.fall_back(shape.refused)
         return call.issue()
+
+    def _first(self, call: StreamCall, addresses: list[int | None]) -> Shape:
+        """A shape at its first call: inputs count as fixed until they are seen to move."""
+        graph = call.program.plan.graph
+        refused = ALIAS if any(graph.value[n].alias_of is not None for n in graph.outputs) else ""
+        for name, item in zip(graph.inputs, call.inputs, strict=True):
+            on_host = isinstance(item, Tensor) and item.device.type == "cpu"
+            if on_host and name not in self.constants:
+                refused = FROZEN
+        return Shape(addresses, [address is not None for address in addresses], refused=refused)
 
     def _capture(self, call: StreamCall, shape: Shape, addresses: list[int | None]) -> Outputs:
         """Capture a call and carry it out on the way."""
@@ -184,14 +205,14 @@ class Graphs:
                 shape.parts.append(GraphSegment(None, function, before, tuple(cells)))
                 continue
             device.set_stream(self.stream)
-            graph = device.begin_capture(self.pool)
+            graph = device.begin_capture()
             try:
                 shape.outputs = call.run(function, shape.slots, cells, self.stream, loan)
             finally:
                 device.set_stream(self.stream)
                 graph.capture_end()
                 device.set_stream(caller)
-            self.pool = self.pool or graph.pool()
+            device.pool = device.pool or graph.pool()
             graph.replay()
             shape.parts.append(GraphSegment(graph))
 
@@ -223,8 +244,8 @@ class Graphs:
     def _behind(self) -> Any:
         """The caller's stream, behind the last replay: they share slots and memory."""
         caller = self.device.current_stream()
-        if self.ended is not None:
-            caller.wait_event(self.ended)
+        if self.device.ended is not None:
+            caller.wait_event(self.device.ended)
         return caller
 
     def _handed_out(self, call: StreamCall, shape: Shape, caller: Any) -> Outputs:
@@ -235,23 +256,15 @@ class Graphs:
             own[name] if name in own else made.clone() if isinstance(made, Tensor) else made
             for name, made in zip(graph.outputs, shape.outputs, strict=True)
         )
-        self.ended = self.ended or self.device.event()
-        caller.record_event(self.ended)
+        self.device.ended = self.device.ended or self.device.event()
+        caller.record_event(self.device.ended)
         return outputs
-
-
-def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:
-    """A shape at its first call: inputs count as fixed until they are seen to move."""
-    graph = program.plan.graph
-    alias = any(graph.value[name].alias_of is not None for name in graph.outputs)
-    fixed = [address is not None for address in addresses]
-    return Shape(addresses, fixed, refused=ALIAS if alias else "")
 
 
 def _facts(item: Any) -> object:
     """What must be equal for two calls to have one graph."""
     if isinstance(item, Tensor):
-        return (item.shape, item.stride(), item.dtype)
+        return (item.shape, item.stride(), item.dtype, item.device)
     return item if isinstance(item, int | float | str | None) else id(item)
 
 

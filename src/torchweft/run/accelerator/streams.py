@@ -56,14 +56,16 @@ def compile_streams(
     graphs: bool = False,
     traced: bool = False,
     jitter: Delay = False,
+    one_stream: bool = False,
 ) -> StreamProgram:
     """Turn a plan into Python functions for one host thread. The plan should have been verified.
 
     graphs: functions are cut so that all but those of bodies with `graph=False` can be captured.
+    one_stream: all lanes are put on the caller's stream.
     traced, jitter: as for `compile_program`; the delays are the host's.
     """
     alone = [name for name, body in bodies.items() if not getattr(body, "graph", True)]
-    given = dispatch(plan, alone=alone if graphs else ())
+    given = dispatch(plan, alone=alone if graphs else (), one_stream=one_stream)
     return write_streams(given, bodies, traced=traced, jitter=jitter)
 
 
