@@ -21,7 +21,7 @@ MOVED = {
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
-    "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
+    "run": "runtimes.cpu runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
     "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
@@ -45,6 +45,7 @@ NEW |= {
 }
 NEW |= {
     f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
+    f"{HOUSE}.runtimes.kernels": f"{HOUSE}.run.program",
     f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
     f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
     f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",
