@@ -25,8 +25,8 @@ def torch_like(owner):
 
     def create(*, num_sms=None, workqueue_scope=None, workqueue_concurrency_limit=None,
                device_id=None):  # fmt: skip
-        stream = owner.new_stream("green", num_sms=num_sms)
-        return SimpleNamespace(Stream=lambda: stream)
+        owner.contexts = [*getattr(owner, "contexts", ()), num_sms]
+        return SimpleNamespace(Stream=lambda: owner.new_stream("green", num_sms=num_sms))
 
     accelerator = SimpleNamespace(
         current_stream=lambda device=None: owner.current,
