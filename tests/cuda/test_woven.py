@@ -213,3 +213,16 @@ def test_a_host_may_capture_around_us(dry: Dry, kind: str) -> None:
     assert sum(call.kind == "launch" for call in calls) == 1
     inside = [call for call in calls if call.graph]
     assert len({call.graph for call in inside}) == 1 and len({call.stream for call in inside}) == 2
+
+
+@pytest.mark.parametrize("kind", ["ahead", "ahead-graphs"])
+def test_a_host_runs_ahead_of_another(dry: Dry, kind: str) -> None:
+    """In a steady call no host waits for another: rank 1 begins when rank 0 has issued it all."""
+    code, ranks = dry("hosts.py", kind, ranks=2)
+    assert code == 0
+    assert all(not [c for c in steady(rank, "ahead") if c.kind == "sync"] for rank in ranks)
+
+
+def test_hosts_that_call_different_models_get_an_error(dry: Dry) -> None:
+    code, _ = dry("hosts.py", "swapped", ranks=2)
+    assert code == 0
