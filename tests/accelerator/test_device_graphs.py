@@ -18,7 +18,15 @@ from torchweft.run.accelerator import graphs as graphs_module
 from torchweft.run.accelerator.accelerator import Accelerator, Runtime, accelerator_of
 from torchweft.run.accelerator.cuda import Cuda
 from torchweft.run.accelerator.dispatch import dispatch
-from torchweft.run.accelerator.graphs import ALIAS, FROZEN, MAX_CAPTURES, MOVES, OPAQUE, Graphs
+from torchweft.run.accelerator.graphs import (
+    ALIAS,
+    FROZEN,
+    MAX_CAPTURES,
+    MOVES,
+    OPAQUE,
+    WANTED,
+    Graphs,
+)
 from torchweft.run.accelerator.streams import write_streams
 
 
@@ -444,3 +452,32 @@ def raising(text):
 def test_all_graphs_of_a_process_have_one_accelerator():
     place = torch.device("meta")
     assert accelerator_of(place) is accelerator_of(torch.device("meta"))
+
+
+def test_what_a_forward_has_saved_is_not_written_over_while_it_is_wanted(device):
+    graph, bodies = diamond()
+    found, reasons = Accelerator(device.device, torch_like(device)), []
+    runtime = Runtime(found, Graphs(found, reasons.append, saved=graph.outputs))
+    plan = planned(sequential, 1, graph, accelerator)
+    program = runtime.compile(plan, bodies)
+    plain = {name: getattr(body, "function", body) for name, body in bodies.items()}
+
+    ours, theirs = device.put(inputs()[1]), inputs()[1]
+
+    def forward(seed):
+        x = given_by(seed)[0]
+        saved = runtime.run(program, [device.put(x), ours], (0, ROWS))
+        return saved, by_hand(graph, plain, (x, theirs))
+
+    for number in range(5):
+        saved, wanted = forward(number)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(saved, wanted, strict=True))
+        places = [each.data_ptr() for each in saved]
+        del saved
+    assert runtime.graphs.num_replays and not reasons
+    first, wanted = forward(7)
+    assert [each.data_ptr() for each in first] == places, "it stays where the graph has made it"
+    second, other = forward(8)
+    assert reasons == [WANTED]
+    for saved, right in ((first, wanted), (second, other)):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(saved, right, strict=True))

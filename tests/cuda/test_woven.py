@@ -12,7 +12,15 @@ from planted import Dry
 from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
 from torchweft_tools.dryrun.check import check
 
-ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
+ONE = [
+    "sequential",
+    "overlap",
+    "branches",
+    "overlap-graphs",
+    "branches-graphs",
+    "train",
+    "train-graphs",
+]
 SEVERAL = ["overlap", "overlap-graphs"]
 ORDER = ("record", "wait")
 Runs = dict[int, tuple[RankCalls, ...]]
@@ -73,6 +81,12 @@ def test_a_collective_runs_on_its_lane_and_costs_no_events_of_its_own(
         assert sum(call.kind == "keep" for call in calls) < num_talks, (
             "frees go by the plan's events"
         )
+
+
+def test_a_backward_graph_reads_what_its_forward_graph_has_saved_where_it_is(runs: Runs) -> None:
+    calls = steady(runs[1][0], "train-graphs")
+    copies = sum(call.kind == "copy" for call in calls)
+    assert copies == 3 * (1 + 4 + 1), "each step: the output, four gradients out, one gradient in"
 
 
 # The law, by an oracle that walks edges and knows no clocks.

@@ -65,7 +65,7 @@ class Piece:
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(
             examples, graphs=bool(options.graphs), fall_back=self._fall_back,
-            constants=captured.constants,
+            constants=captured.constants, saved=captured.saved,
         )  # fmt: skip
         self.device = self.runtime.device if self.runtime is not None else None
         threads: Any = {"lanes": service.lanes, "num_threads": options.num_threads}

@@ -44,6 +44,7 @@ class Accelerator:
 
     api: stands in for torch in tests. Streams and events have the methods of torch's own.
     pool, ended: the memory of all device graphs, and the end of the last replay.
+    kept: the addresses of what forward graphs save there for their backward graphs.
     """
 
     def __init__(self, device: torch.device, api: Any = torch) -> None:
@@ -52,6 +53,7 @@ class Accelerator:
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
         self.pool: Any = None
         self.ended: Any = None
+        self.kept: set[int] = set()
 
     @contextmanager
     def lend(self, lanes: tuple[Lane, ...], num_events: int) -> Iterator[Loan]:
@@ -195,18 +197,20 @@ def runtime_of(
     graphs: bool,
     fall_back: Callable[[str], None],
     constants: Collection[str] = (),
+    saved: Collection[str] = (),
 ) -> Runtime | None:
     """The runtime for the accelerator that inputs live on; None: they are for the CPU runtime.
 
     fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
-    constants: the inputs of the graph that are the same in every call.
+    constants: the inputs of the graph that are the same in every call. saved: the outputs that only
+    the backward graph gets.
     """
     devices = devices_of(inputs)
     if len(devices) != 1:
         return None
     device = accelerator_of(*devices)
     captures = graphs and not device.no_graphs
-    return Runtime(device, Graphs(device, fall_back, constants) if captures else None)
+    return Runtime(device, Graphs(device, fall_back, constants, saved) if captures else None)
 
 
 @functools.cache

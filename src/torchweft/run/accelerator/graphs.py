@@ -8,12 +8,14 @@ A graph reads and writes where it did at its capture. So an input that comes fro
 in every call has a *slot*, a tensor that keeps its address; one that stayed where it was (weights),
 or is changed in place (a KV cache), is *fixed*: read where it is, and the call is captured anew if
 it moves. What an op marked `graph=False` makes is copied into the bytes it had at the capture.
-Outputs are copied out, for the next replay writes over them. All graphs share one pool of memory,
-so their replays are put one behind the other.
+Outputs are copied out, for the next replay writes over them, but what a forward graph saves: its
+backward graph reads that where it is. All graphs share one pool of memory, so their replays are put
+one behind the other.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ MAX_CAPTURES = 4
 ALIAS = "graphs: an output shares bytes with another value, so it cannot be copied out"
 MOVES = "graphs: an input that is changed in place moves at every call"
 FROZEN = "graphs: an input lives on the CPU, and its numbers would be those of the capture"
+WANTED = "graphs: what an earlier forward has saved is still wanted"
 OPAQUE = "graphs: an op marked graph=False makes something other than a tensor"
 
 
@@ -97,6 +100,7 @@ class Shape:
     slots: list[Any] = field(default_factory=list)
     parts: list[GraphSegment] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
+    lent: list[weakref.ref[Any]] = field(default_factory=list)  # what was saved by the last replay
     refused: str = ""
 
     def moved(self, addresses: Sequence[int | None]) -> list[int]:
@@ -113,8 +117,10 @@ class Graphs:
         device: Accelerator,
         fall_back: Callable[[str], None],
         constants: Collection[str] = (),
+        saved: Collection[str] = (),
     ) -> None:
-        self.device, self.fall_back, self.constants = device, fall_back, frozenset(constants)
+        self.device, self.fall_back = device, fall_back
+        self.constants, self.saved = frozenset(constants), frozenset(saved)
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
         self.stream: Any = None
@@ -142,11 +148,14 @@ class Graphs:
                     self.shapes.popitem(last=False)
                 return call.issue()
             self.shapes.move_to_end(key)
-            if not shape.refused and (not shape.parts or shape.moved(addresses)):
+            refused = shape.refused
+            if any(lent() is not None for lent in shape.lent):
+                refused = refused or WANTED
+            if not refused and (not shape.parts or shape.moved(addresses)):
                 return self._capture(call, shape, addresses)
-            if not shape.refused:
+            if not refused:
                 return self._replay(call, shape)
-        self.fall_back(shape.refused)
+        self.fall_back(refused)
         return call.issue()
 
     def _first(self, call: StreamCall, addresses: list[int | None]) -> Shape:
@@ -161,9 +170,10 @@ class Graphs:
 
     def _capture(self, call: StreamCall, shape: Shape, addresses: list[int | None]) -> Outputs:
         """Capture a call and carry it out on the way."""
-        graph = call.program.plan.graph
+        graph, is_first = call.program.plan.graph, not shape.num_captures
         for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
-            shape.fixed[at] = graph.inputs[at] in graph.mutated
+            is_kept = is_first and addresses[at] in self.device.kept  # by a forward that was issued
+            shape.fixed[at] = graph.inputs[at] in graph.mutated or is_kept
         shape.addresses, shape.num_captures = addresses, shape.num_captures + 1
         self.device.synchronize()  # what is replaced may be in use, and a capture starts clean
         shape.parts = []
@@ -249,16 +259,27 @@ class Graphs:
         return caller
 
     def _handed_out(self, call: StreamCall, shape: Shape, caller: Any) -> Outputs:
-        """The outputs in bytes of the caller's own; an input that is an output is itself."""
+        """The outputs in bytes of the caller's own; an input that is an output is itself.
+
+        What is saved for the backward graph stays where it is, for the next replay to write over:
+        that one looks whether somebody still has it.
+        """
         graph = call.program.plan.graph
         own = dict(zip(graph.inputs, call.inputs, strict=True))
-        outputs = tuple(
-            own[name] if name in own else made.clone() if isinstance(made, Tensor) else made
-            for name, made in zip(graph.outputs, shape.outputs, strict=True)
-        )
+        outputs = list(shape.outputs)
+        shape.lent = []
+        for at, (name, made) in enumerate(zip(graph.outputs, shape.outputs, strict=True)):
+            if name in own:
+                outputs[at] = own[name]
+            elif isinstance(made, Tensor) and name in self.saved:
+                outputs[at] = made.detach()
+                shape.lent.append(weakref.ref(outputs[at]))
+                self.device.kept.add(made.data_ptr())
+            elif isinstance(made, Tensor):
+                outputs[at] = made.clone()
         self.device.ended = self.device.ended or self.device.event()
         caller.record_event(self.device.ended)
-        return outputs
+        return tuple(outputs)
 
 
 def _facts(item: Any) -> object:
