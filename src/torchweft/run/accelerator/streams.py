@@ -208,17 +208,15 @@ class _StreamWriter(Writer):
             made = {name for op in step.names for name in self.graph.op[op].makes}
         if step.kind == "split" and copies(self.graph, step):
             self.bytes |= {variable: Bytes({stream}) for variable in used}
-        # A flight holds what it is given, and bytes that were asked for on its stream; what lands
-        # is one of these, or comes with the complete.
-        given = self._owners(used)
+        # A flight holds what it is given, and a result may be its input, or a view of it, although
+        # nobody has said so: whoever owns what was read may own what was made.
+        owners = {stream, *self._owners(used)}
         for variable in used:
             if variable[0] == "h" and step.kind == "issue":
-                self.bytes[variable] = Bytes({stream, *given})
+                self.bytes[variable] = Bytes(owners)
             placed = step.kind == "copy" and variable in self.bytes
-            if not placed and (name := self._value_of(variable)) in made:
-                lands, root = step.kind == "complete", self.graph.root[name]
-                near = self._owners(v for v in used if root != name and self._root(v) == root)
-                self.bytes[variable] = Bytes(near or {stream, *(given if lands else ())})
+            if not placed and self._value_of(variable) in made:
+                self.bytes[variable] = Bytes({stream} if step.kind == "copy" else owners)
         for variable in used if step.kind != "free" else ():
             if variable in self.bytes:
                 self.bytes[variable].uses[stream] = at
