@@ -20,7 +20,7 @@ MOVED = {
     "placement.learn": "placement.learned placement.learner placement.policy placement.served",
     "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
     "capture": "marks splitters",
-    "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
+    "run": "runtimes.cpu runtimes.program runtimes.writer",
     "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
     "run.eager": "boundary",
     "run.workers": "dynamic.cell dynamic.channel dynamic.grouping dynamic.pool "
@@ -46,6 +46,7 @@ NEW |= {
     for new, names in {
         ".placement.planners.lists": "placement.simple placement.stages",
         ".placement.planners.planner": "placement.portfolio",
+        ".run.program": "runtimes.kernels",
         ".run.driver.executor": "dynamic.traffic",
         ".run.driver.placing": "dynamic.learning",
         ".run.driver.prices": "dynamic.drift",

@@ -25,8 +25,8 @@ def torch_like(owner):
 
     def create(*, num_sms=None, workqueue_scope=None, workqueue_concurrency_limit=None,
                device_id=None):  # fmt: skip
-        stream = owner.new_stream("green", num_sms=num_sms)
-        return SimpleNamespace(Stream=lambda: stream)
+        owner.contexts = [*getattr(owner, "contexts", ()), num_sms]
+        return SimpleNamespace(Stream=lambda: owner.new_stream("green", num_sms=num_sms))
 
     accelerator = SimpleNamespace(
         current_stream=lambda device=None: owner.current,
@@ -39,6 +39,7 @@ def torch_like(owner):
     )
     contexts = SimpleNamespace(SUPPORTED=True, GreenContext=SimpleNamespace(create=create))
     cuda = SimpleNamespace(
+        is_current_stream_capturing=owner.captures_here,
         CUDAGraph=lambda keep_graph=False: Graph(owner),
         green_contexts=contexts,
         get_device_properties=lambda device: SimpleNamespace(multi_processor_count=NUM_SMS),
@@ -50,4 +51,5 @@ def torch_like(owner):
         ),
         accelerator=accelerator,
         cuda=cuda,
+        empty=lambda size, *, device: SimpleNamespace(record_stream=lambda stream: None),
     )

@@ -295,6 +295,9 @@ def test_a_lane_with_a_budget_gets_a_green_context_on_cuda(device):
     found = call(runtime, device, runtime.compile(plan, bodies), (0, ROWS))
     assert all(map(torch.equal, wanted_of(graph, bodies), found))
     assert [s.num_sms for s in device.streams if s.num_sms] == [4, 4], "the first lane has one too"
+    assert device.contexts == [4], "two contexts would be the same multiprocessors"
+    with pytest.raises(RunError, match="from the same ones"):
+        runtime.device.stream(Lane("other", num_sms=2))
 
 
 def test_a_budget_that_cannot_be_held_is_refused(device, runtime):

@@ -78,7 +78,7 @@ def made(monkeypatch):
     torch._dynamo.reset()
     device, runtimes = TestDevice(), []
 
-    def lift(inputs, *, graphs, fall_back):
+    def lift(inputs, *, graphs, fall_back, constants, saved):
         assert any(isinstance(item, torch.Tensor) for item in inputs)
         runtimes.append(Lifted(device, fall_back, graphs))
         return runtimes[-1]

@@ -14,10 +14,19 @@ from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.machine import accelerator
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import sequential
-from torchweft.run.accelerator.accelerator import Accelerator, Runtime
+from torchweft.run.accelerator import graphs as graphs_module
+from torchweft.run.accelerator.accelerator import Accelerator, Runtime, accelerator_of
 from torchweft.run.accelerator.cuda import Cuda
 from torchweft.run.accelerator.dispatch import dispatch
-from torchweft.run.accelerator.graphs import ALIAS, MAX_CAPTURES, MOVES, OPAQUE, Graphs
+from torchweft.run.accelerator.graphs import (
+    ALIAS,
+    FROZEN,
+    MAX_CAPTURES,
+    MOVES,
+    OPAQUE,
+    WANTED,
+    Graphs,
+)
 from torchweft.run.accelerator.streams import write_streams
 
 
@@ -366,3 +375,109 @@ def test_the_device_knows_the_other_rules_too(device):
     graph.capture_end()
     with pytest.raises(RuleError, match="has ended"):
         stream.wait_event(inside)
+
+
+def scaled():
+    """x * scale, where the scale is a number on the host."""
+    rows = Size.of("s0")
+    values = (
+        Value("x", (rows,), batch=Batch(0)),
+        Value("scale", ()),
+        Value("y", (rows,), batch=Batch(0)),
+    )
+    graph = Graph(
+        "scaled", values, (Op("mul", ("x", "scale"), ("y",)),), ("x", "scale"), ("y",), "s0"
+    )
+    return graph, {"mul": lambda x, scale: (x * scale.item(),)}
+
+
+def test_a_number_on_the_host_is_not_frozen_at_the_capture(device, runtime):
+    graph, bodies = scaled()
+    program = runtime.compile(planned(sequential, 1, graph, accelerator), bodies)
+    for scale in range(1, 6):
+        (y,) = runtime.run(
+            program, [device.put(torch.ones(ROWS)), torch.tensor(float(scale))], (0, ROWS)
+        )
+        assert torch.equal(y.cpu(), torch.full((ROWS,), float(scale)))
+    assert set(runtime.reasons) == {FROZEN}
+
+
+def test_a_constant_on_the_host_may_be_captured(device):
+    found, reasons = Accelerator(device.device, torch_like(device)), []
+    runtime = Runtime(found, Graphs(found, reasons.append, ["scale"]))
+    graph, bodies = scaled()
+    program = runtime.compile(planned(sequential, 1, graph, accelerator), bodies)
+    for _ in range(4):
+        (y,) = runtime.run(program, [device.put(torch.ones(ROWS)), torch.tensor(3.0)], (0, ROWS))
+        assert torch.equal(y.cpu(), torch.full((ROWS,), 3.0))
+    assert runtime.graphs.num_replays and not reasons
+
+
+def test_weights_are_not_part_of_the_key_of_a_replay(device, runtime, monkeypatch):
+    graph, bodies = diamond()
+    program = runtime.compile(planned(sequential, 1, graph, accelerator), bodies)
+    looked = []
+    monkeypatch.setattr(graphs_module, "_facts", lambda item: looked.append(item))
+    weight = torch.nn.Parameter(device.put(inputs()[1]), requires_grad=False)
+    for seed in range(3):
+        x = device.put(given_by(seed)[0])
+        runtime.run(program, [x, weight], program.plan.cut.bounds(ROWS))
+        assert len(looked) == seed + 1 and looked[-1] is x
+
+
+@pytest.mark.parametrize("lacks", ["graphs", "notes"])
+def test_a_device_that_lacks_something_falls_back(lacks, device):
+    api = torch_like(device)
+    if lacks == "graphs":
+        api.accelerator.Graph = raising("there are no graphs")
+    else:
+        api.empty = raising("there is no record_stream")
+    found = Accelerator(device.device, api)
+    assert ("there are no graphs" in found.no_graphs) == (lacks == "graphs")
+    assert ("record_stream" in found.one_stream) == (lacks == "notes")
+    graph, bodies = diamond()
+    runtime = Runtime(found)
+    program = runtime.compile(planned(scatter, 3, graph, accelerator), bodies)
+    assert (len(program.dispatch.streams) == 1) == (lacks == "notes")
+    check_calls(runtime, device, planned(scatter, 3, graph, accelerator), bodies)
+
+
+def raising(text):
+    def raises(*args, **kwargs):
+        raise NotImplementedError(text)
+
+    return raises
+
+
+def test_all_graphs_of_a_process_have_one_accelerator():
+    place = torch.device("meta")
+    assert accelerator_of(place) is accelerator_of(torch.device("meta"))
+
+
+def test_what_a_forward_has_saved_is_not_written_over_while_it_is_wanted(device):
+    graph, bodies = diamond()
+    found, reasons = Accelerator(device.device, torch_like(device)), []
+    runtime = Runtime(found, Graphs(found, reasons.append, saved=graph.outputs))
+    plan = planned(sequential, 1, graph, accelerator)
+    program = runtime.compile(plan, bodies)
+    plain = {name: getattr(body, "function", body) for name, body in bodies.items()}
+
+    ours, theirs = device.put(inputs()[1]), inputs()[1]
+
+    def forward(seed):
+        x = given_by(seed)[0]
+        saved = runtime.run(program, [device.put(x), ours], (0, ROWS))
+        return saved, by_hand(graph, plain, (x, theirs))
+
+    for number in range(5):
+        saved, wanted = forward(number)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(saved, wanted, strict=True))
+        places = [each.data_ptr() for each in saved]
+        del saved
+    assert runtime.graphs.num_replays and not reasons
+    first, wanted = forward(7)
+    assert [each.data_ptr() for each in first] == places, "it stays where the graph has made it"
+    second, other = forward(8)
+    assert reasons == [WANTED]
+    for saved, right in ((first, wanted), (second, other)):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(saved, right, strict=True))

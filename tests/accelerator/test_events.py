@@ -42,7 +42,7 @@ class Player:
 
     def runtime_streams(self):
         """The streams of the one loan that all calls have taken in turn."""
-        ((loan,),) = self.runtime.idle.values()
+        ((loan,),) = self.runtime.device.idle.values()
         return loan.streams
 
     def streams(self):

@@ -12,8 +12,17 @@ from planted import Dry
 from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls, overlap
 from torchweft_tools.dryrun.check import check
 
-ONE = ["sequential", "overlap", "branches", "overlap-graphs", "branches-graphs", "train"]
+ONE = [
+    "sequential",
+    "overlap",
+    "branches",
+    "overlap-graphs",
+    "branches-graphs",
+    "train",
+    "train-graphs",
+]
 SEVERAL = ["overlap", "overlap-graphs"]
+ORDER = ("record", "wait")
 Runs = dict[int, tuple[RankCalls, ...]]
 
 
@@ -58,6 +67,26 @@ def test_collectives_run_beside_compute_and_inside_graphs(runs: Runs, size: int)
         assert any(call.kind == "collective" and call.graph for call in rank.calls)
         launches = [c for c in steady(rank, "overlap-graphs") if c.kind == "launch"]
         assert len(launches) == 3  # one a call
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_collective_runs_on_its_lane_and_costs_no_events_of_its_own(
+    runs: Runs, size: int
+) -> None:
+    for rank in runs[size]:
+        calls = steady(rank, "overlap")
+        assert len({call.stream for call in calls if call.kind in (*ON_STREAM, *ORDER)}) == 2
+        num_talks = sum(call.kind == "collective" for call in calls)
+        assert sum(call.kind == "wait" for call in calls) <= 2 * num_talks, "there and back"
+        assert sum(call.kind == "keep" for call in calls) < num_talks, (
+            "frees go by the plan's events"
+        )
+
+
+def test_a_backward_graph_reads_what_its_forward_graph_has_saved_where_it_is(runs: Runs) -> None:
+    calls = steady(runs[1][0], "train-graphs")
+    copies = sum(call.kind == "copy" for call in calls)
+    assert copies == 3 * (1 + 4 + 1), "each step: the output, four gradients out, one gradient in"
 
 
 # The law, by an oracle that walks edges and knows no clocks.
@@ -180,3 +209,34 @@ def test_every_early_free_is_found(runs: Runs) -> None:
     bare = [call for call in whole if call.kind not in ("keep", "wait")]
     assert "early-free" in {f.rule for f in check([replace(rank, calls=tuple(bare))])}
     assert is_freed_early(bare)
+
+
+def test_many_graphs_of_a_process_share_their_streams(dry: Dry) -> None:
+    """Torch has 32 streams of a priority, and hands them out in turn."""
+    code, (rank,) = dry("guests.py", "pieces")
+    assert code == 0
+    assert len({call.stream for call in steady(rank, "pieces") if call.kind in ON_STREAM}) == 2
+
+
+@pytest.mark.parametrize("kind", ["captured", "captured-graphs"])
+def test_a_host_may_capture_around_us(dry: Dry, kind: str) -> None:
+    """Nothing is traced, captured or waited for in a capture of the host's own."""
+    code, (rank,) = dry("guests.py", kind)
+    assert code == 0
+    calls = steady(rank, "captured")
+    assert sum(call.kind == "launch" for call in calls) == 1
+    inside = [call for call in calls if call.graph]
+    assert len({call.graph for call in inside}) == 1 and len({call.stream for call in inside}) == 2
+
+
+@pytest.mark.parametrize("kind", ["ahead", "ahead-graphs"])
+def test_a_host_runs_ahead_of_another(dry: Dry, kind: str) -> None:
+    """In a steady call no host waits for another: rank 1 begins when rank 0 has issued it all."""
+    code, ranks = dry("hosts.py", kind, ranks=2)
+    assert code == 0
+    assert all(not [c for c in steady(rank, "ahead") if c.kind == "sync"] for rank in ranks)
+
+
+def test_hosts_that_call_different_models_get_an_error(dry: Dry) -> None:
+    code, _ = dry("hosts.py", "swapped", ranks=2)
+    assert code == 0

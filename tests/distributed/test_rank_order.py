@@ -20,6 +20,7 @@ from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
 from torchweft.errors import PlanError
+from torchweft.ranks.ranks import is_carried
 
 X = torch.arange(32.0).reshape(4, 8) / 10
 WATCHDOG_S = 5
@@ -333,3 +334,12 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_case(results, name):
     assert results[name] == "", results[name]
+
+
+@pytest.mark.parametrize(
+    ("config", "carried"),
+    [("cpu:gloo", False), ("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True),
+     ("cuda:nccl", True), ("cpu:gloo,xpu:xccl", True), ("openreg:occl", True), ("cpu:mpi", True)],
+)  # fmt: skip
+def test_collectives_of_any_backend_but_gloo_stay_on_the_users_group(config, carried):
+    assert is_carried(config) == carried

@@ -63,7 +63,7 @@ def test_right_kernels_are_called_and_looked_at_once_a_shape(monkeypatch):
         x = torch.randn(rows, WIDE)
         for a, b in zip(model(x), second(x * 2), strict=True):
             assert torch.equal(a, b)
-    monkeypatch.setattr("torchweft.run.kernels._shown", None)
+    monkeypatch.setattr("torchweft.run.program._shown", None)
     assert weft.check(Marked(), torch.randn(8, WIDE), strategy=strategy_of(first=first))
 
 

@@ -62,6 +62,7 @@ class Capture:
     broken: str = ""
     unplaced: Mapping[str, str] = field(default_factory=dict)
     unbatched: str = ""
+    saved: frozenset[str] = frozenset()  # outputs that nobody but the backward graph gets
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""

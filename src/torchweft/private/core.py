@@ -4,7 +4,7 @@ from torch._C import DispatchKey, _dispatch_keyset_full_after
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _has_mkldnn as has_mkldnn
 from torch._C import _set_grad_enabled as set_grad_enabled_
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import AllgatherOptions, _resolve_process_group
 from torch._C._functorch import is_batchedtensor
 from torch._C._nn import linear as c_linear
 from torch._decomp import decomposition_table

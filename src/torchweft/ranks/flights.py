@@ -10,6 +10,10 @@ the operator's arguments:
 
     out    the tensor that takes the result (`dist.all_reduce(x)`: x itself)
     mine   nobody else reads the input afterwards: it may be reduced where it is
+
+On an accelerator a collective runs on the current stream, which is its lane's: NCCL would take one
+of its own, without the lane's priority and two events away. Whoever completes it waits for the lane
+as for any other step, so there is no work to wait for.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import RunError, unknown
+from torchweft.private.core import AllgatherOptions
 from torchweft.ranks.ranks import group, wait
 
 Tensors = Sequence[Tensor]
@@ -36,27 +41,22 @@ REDUCE: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Works on their way, what they make, what is to be copied behind them, what they still read.
+    """A work on its way, what it makes, what is to be copied behind it, what it still reads.
 
-    `back` are pairs (target, source): c10d cannot write into a target with gaps.
+    work: None where there is nothing to wait for: a rank outside of the group, or an accelerator.
+    back: pairs (target, source), for c10d cannot write into a target with gaps.
     """
 
-    works: tuple[Any, ...]
+    work: Any
     made: tuple[Tensor, ...]
     back: tuple[tuple[Tensor, Tensor], ...] = ()
     kept: tuple[Tensor, ...] = ()
 
 
 def land(flight: Flight) -> tuple[Tensor, ...]:
-    """Wait until all works have ended (on an accelerator: the stream waits); what they made."""
-    on_host = not flight.made or flight.made[0].device.type == "cpu"
-    for work in flight.works:
-        if work is None:  # a rank outside of the group has nothing to do
-            continue
-        if on_host:
-            wait(work)
-        else:  # the current stream waits, and the host goes on; NCCL has a watchdog of its own
-            work.wait()
+    """Wait until the work has ended; what it made."""
+    if flight.work is not None:
+        wait(flight.work)
     for target, source in flight.back:
         target.copy_(source)
     return flight.made
@@ -69,8 +69,8 @@ def all_reduce(
     room = _copied(input, out, mine)
     # Complex numbers go as pairs, as the functional operator sends them.
     sent = torch.view_as_real(room) if room.is_complex() else room
-    options = _reducing(c10d.AllreduceOptions(), reduce_op)
-    return _flight(_group(group_name).allreduce([sent], options), room, out)
+    options = _options(c10d.AllreduceOptions(), room, reduce_op)
+    return _flight(_group(group_name).allreduce([sent], options), [room], out)
 
 
 def broadcast(
@@ -78,7 +78,9 @@ def broadcast(
 ) -> Flight:
     """What rank `src` of the group has, on every rank."""
     room = _copied(input, out, mine)
-    return _flight(_group(group_name).broadcast(room, src), room, out)
+    options = _options(c10d.BroadcastOptions(), room)
+    options.rootRank = src
+    return _flight(_group(group_name).broadcast([room], options), [room], out)
 
 
 def all_gather_into_tensor(
@@ -87,7 +89,9 @@ def all_gather_into_tensor(
     """Everybody's tensor, one after another along dim 0."""
     given = input.contiguous()
     room = _room(given, _gathered(given, group_size), out)
-    return _flight(_group(group_name)._allgather_base(room, given), room, out, given)
+    options = _options(AllgatherOptions(), given)
+    work = _group(group_name)._allgather_base(room, given, options)
+    return _flight(work, [room], out, given)
 
 
 def reduce_scatter_tensor(
@@ -96,9 +100,9 @@ def reduce_scatter_tensor(
     """This rank's piece, along dim 0, of everybody's sum."""
     given = input.contiguous()
     room = _room(given, _scattered(given, group_size), out)
-    options = _reducing(c10d.ReduceScatterOptions(), reduce_op)
+    options = _options(c10d.ReduceScatterOptions(), given, reduce_op)
     work = _group(group_name)._reduce_scatter_base(room, given, options)
-    return _flight(work, room, out, given)
+    return _flight(work, [room], out, given)
 
 
 def all_to_all_single(
@@ -113,22 +117,25 @@ def all_to_all_single(
     given = input.contiguous()
     room = _room(given, [sum(output_split_sizes), *given.shape[1:]], out)
     sizes = (list(output_split_sizes), list(input_split_sizes))
-    return _flight(_group(group_name).alltoall_base(room, given, *sizes), room, out, given)
+    options = _options(c10d.AllToAllOptions(), given)
+    work = _group(group_name).alltoall_base(room, given, *sizes, options)
+    return _flight(work, [room], out, given)
 
 
 def all_reduce_coalesced(inputs: Tensors, reduce_op: str, group_name: Any) -> Flight:
     """`all_reduce` of several tensors at once."""
     rooms = tuple(_copied(item, None, False) for item in inputs)
-    options = _reducing(c10d.AllreduceCoalescedOptions(), reduce_op)
-    return Flight((_group(group_name).allreduce_coalesced(list(rooms), options),), rooms)
+    options = _options(c10d.AllreduceCoalescedOptions(), rooms[0], reduce_op)
+    return _flight(_group(group_name).allreduce_coalesced(list(rooms), options), rooms)
 
 
 def all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Flight:
     """`all_gather_into_tensor` of several tensors at once."""
     given = tuple(item.contiguous() for item in inputs)
     rooms = tuple(_room(item, _gathered(item, group_size), None) for item in given)
-    work = _group(group_name).allgather_into_tensor_coalesced(list(rooms), list(given))
-    return Flight((work,), rooms, kept=given)
+    options = _options(AllgatherOptions(), given[0])
+    work = _group(group_name).allgather_into_tensor_coalesced(list(rooms), list(given), options)
+    return _flight(work, rooms, None, *given)
 
 
 def reduce_scatter_tensor_coalesced(
@@ -137,10 +144,10 @@ def reduce_scatter_tensor_coalesced(
     """`reduce_scatter_tensor` of several tensors at once."""
     given = tuple(item.contiguous() for item in inputs)
     rooms = tuple(_room(item, _scattered(item, group_size), None) for item in given)
-    options = _reducing(c10d.ReduceScatterOptions(), reduce_op)
+    options = _options(c10d.ReduceScatterOptions(), given[0], reduce_op)
     ranks = _group(group_name)
     work = ranks.reduce_scatter_tensor_coalesced(list(rooms), list(given), options)
-    return Flight((work,), rooms, kept=given)
+    return _flight(work, rooms, None, *given)
 
 
 _KINDS: tuple[Callable[..., Flight], ...] = (
@@ -154,20 +161,25 @@ SINGLE = tuple(name for name in STARTS if not name.endswith("_coalesced"))
 """Kinds with one result, which may be put into a tensor of the caller's."""
 
 
-def _flight(work: Any, room: Tensor, out: Out, *kept: Tensor) -> Flight:
-    back = ((out, room),) if out is not None and out is not room else ()
-    return Flight((work,), (room,), back, kept)
+def _flight(work: Any, rooms: Sequence[Tensor], out: Out = None, *kept: Tensor) -> Flight:
+    back = ((out, rooms[0]),) if out is not None and out is not rooms[0] else ()
+    if work is not None and rooms[0].device.type != "cpu":
+        work.wait()  # the lane's stream, if the backend has taken another; the host goes on
+        work = None
+    return Flight(work, tuple(rooms), back, kept)
 
 
 def _group(name: Any) -> Any:
     return group(name) if isinstance(name, str) else name
 
 
-def _reducing(options: Any, name: str) -> Any:
-    """The options of a collective that reduces, with the reduction set."""
-    if name not in REDUCE:
-        raise RunError(f"collective: {unknown('reduction', name, REDUCE)}")
-    options.reduceOp = REDUCE[name]
+def _options(options: Any, given: Tensor, reduce_op: str | None = None) -> Any:
+    """The options of a collective: on an accelerator it runs on the current stream."""
+    if reduce_op is not None and reduce_op not in REDUCE:
+        raise RunError(f"collective: {unknown('reduction', reduce_op, REDUCE)}")
+    if reduce_op is not None:
+        options.reduceOp = REDUCE[reduce_op]
+    options.asyncOp = given.device.type == "cpu"
     return options
 
 

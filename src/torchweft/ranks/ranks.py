@@ -14,6 +14,8 @@ rank that fails can take the group down: its peers wake at once, with an error.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import queue
 import re
 import threading
 import time
@@ -35,6 +37,7 @@ from torchweft.ranks.speakers import Roles, Speaker
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
+MAX_AHEAD = 16  # calls that a host may be ahead of another
 NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER = 0, 1
@@ -101,7 +104,10 @@ class Channel:
         self._opening, self._busy = threading.Lock(), threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
         self._speaker: Speaker | None = None
-        self._digest, self._claim, self._graph = REFUSED, 0, ""
+        self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
+        self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
+        self._open: queue.Queue[Any] = queue.Queue(MAX_AHEAD)  # agreements that are still to come
+        self._keeper: threading.Thread | None = None
 
     @property
     def title(self) -> str:
@@ -128,14 +134,26 @@ class Channel:
         self.num_calls, self.differs = self.num_calls + 1, False
         self._digest, self._speaker, self._graph = digest, speaker, graph
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
-        message = [self.num_calls, digest, self._claim, speaker.place(self.name)]
+        self._place = speaker.place(self.name)
+        message = [self.num_calls, digest, self._claim, self._place]
         self._told = self._send(message, torch.int64)
 
     def agree(self) -> None:
-        """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ."""
+        """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ.
+
+        On an accelerator, where a host runs ahead of its device and of other hosts, a call that
+        was agreed on before is not waited for: a thread compares what comes, and takes the groups
+        down if a rank calls something else.
+        """
         if self._told is None:
             return
         (work, told), self._told = self._told, None
+        if self.carried and (self._digest, self._claim, self._place) in self._agreed:
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="weft keeper", daemon=True)
+                self._keeper.start()
+            self._open.put((work, told))
+            return
         wait(work, self.name)
         rows = told.tolist()
         _, digest, claim, _ = rows[0]
@@ -154,6 +172,33 @@ class Channel:
             claim = self.num_roles = self.num_roles + 1
         if claim != self._claim:
             self.roles[self._speaker] = claim
+        if digest not in WITHOUT_PLAN:
+            self._agreed.add((digest, claim, self._place))
+
+    def _keep(self) -> None:
+        """Compare what ranks say of calls that have gone on meanwhile."""
+        while (pending := self._open.get()) is not None:
+            work, told = pending
+            try:
+                wait(work, self.name)
+            except LostError as error:
+                self._take_down(self.why(str(error)))
+                return
+            if any(row != told[0].tolist() for row in told.tolist()):
+                calls = "; ".join(
+                    f"rank {self.world[rank]} made call {number} of model {claim} ({digest:016x})"
+                    for rank, (number, digest, claim, _) in enumerate(told.tolist())
+                )
+                self._take_down(f"the ranks call different models or plans: {calls}")
+                return
+
+    def _take_down(self, why: str) -> None:
+        """End the user's group too: its collectives may wait for each other on the devices."""
+        user = self.user()
+        self.fail(why, note=f"gave up: {why}")
+        if user is not None:
+            with contextlib.suppress(RuntimeError):
+                user.abort()
 
     def _are_swapped(self, speaker: Speaker, claims: Sequence[int]) -> bool:
         """Whether two ranks have, each, another model for what the other one claims."""
@@ -221,7 +266,8 @@ class Channel:
     def end(self, steps: Sequence[Step]) -> None:
         """A call of these steps is over."""
         self.steps = steps
-        self._busy.release()
+        if self._busy.locked():  # or the keeper has taken the group down meanwhile
+            self._busy.release()
 
     def leave(self) -> None:
         """Give up a call of which no collective was started."""
@@ -254,6 +300,9 @@ class Channel:
 
         This happens too when the user's group is destroyed, and at the end of Python.
         """
+        if self._keeper is not None:
+            with contextlib.suppress(queue.Full):
+                self._open.put_nowait(None)
         if self.group is not None:
             held, self.group, self._told = [self.group, self.store], None, None
             self.store = None
@@ -321,8 +370,7 @@ class Channel:
 
     def _connect(self, user: dist.ProcessGroup) -> Any:
         """A group of our own with the same ranks. Between accelerators it only tells the calls."""
-        config = str(dist.get_backend_config(user)).replace(",", ":").split(":")
-        self.carried = bool(set(config) & {"nccl", "xccl"})
+        self.carried = is_carried(str(dist.get_backend_config(user)))
         try:
             self.store = _store_of(user, self.name)
             self.store.set(f"ready/{self.rank}", own_identity())
@@ -381,6 +429,11 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     if known.group is None:
         known.open(user)
     return known
+
+
+def is_carried(config: str) -> bool:
+    """Whether collectives run on the user's group: "cpu:gloo,cuda:nccl" has another than gloo."""
+    return any(pair.partition(":")[2] != "gloo" for pair in config.split(","))
 
 
 def _forget(ended: Channel) -> None:

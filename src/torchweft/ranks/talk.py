@@ -160,6 +160,9 @@ class Talk:
             self._end()
             return
         _let_go(error)
+        if dead := next((begun.dead for begun in self.channels if begun.dead), ""):
+            self._give_up(error, "")  # a group was taken down under this call
+            raise RunError(f"run: {dead}. Make a new process group.") from error
         if isinstance(error, PlanError) and error.rule == RANKS:
             self._give_up(error, RANKS)
             return

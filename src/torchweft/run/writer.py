@@ -17,7 +17,8 @@ graphs and plans enters as numbers or through the namespace:
         w(e[1])                                wait
         v3_0_1 = None                          free
 
-Values that cross lanes live in the list `c`, all others in local variables.
+v12 is value 12 whole, v12_0_1 its rows of part 0, p12 the whole in its place, m12 the room of that
+place, h4_0_1 a flight. Values that cross lanes live in the list `c`, all others in local variables.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from torchweft.capture.splitters import STATE
 from torchweft.errors import PlanError
 from torchweft.plan.graph import Value
 from torchweft.plan.plan import Plan, Range, Step, holds
-from torchweft.run.kernels import Results
-from torchweft.run.program import Body, Delay, Program, makes_of, reads_of
+from torchweft.plan.sizes import Size
+from torchweft.run.program import Body, Delay, Program, Results, makes_of, reads_of
 from torchweft.run.rows import First, into_of, putter, room_for, taker, whole_like
-from torchweft.run.variables import Variables
+from torchweft.source import Source
 
 MAX_JITTER_S = 0.002
 
@@ -52,7 +53,7 @@ def compile_program(
     return Writer(plan, bodies, traced, jitter).program()
 
 
-class Writer(Variables):
+class Writer:
     """Writes the source of one program. Lines are templates: `{v3_0_1}` is a variable.
 
     Here each lane is a function for a thread of its own; a layout of another kind (`streams.py`)
@@ -63,7 +64,18 @@ class Writer(Variables):
     parameters = "x, z, c, e, w, s, b, d"
 
     def __init__(self, plan: Plan, bodies: Mapping[str, Body], traced: bool, jitter: Delay) -> None:
-        super().__init__(plan)
+        self.plan, self.graph = plan, plan.graph
+        self.index = {value.name: number for number, value in enumerate(self.graph.values)}
+        self.placed = {place.value for place in plan.places}
+        self.source = Source("program")
+        self.space = self.source.names
+        self.made: dict[str, list[Range | None]] = {}
+        self.split: dict[str, set[Range]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.users: dict[str, set[int]] = {}
+        self.sizes: dict[tuple[Size, int, int], int] = {}
+        self.lane = 0
+        self._look()
         self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.space |= {"first": First(), "j": time.sleep, "now": time.perf_counter}
@@ -170,7 +182,7 @@ class Writer(Variables):
         start, stop = step.parts or (0, self.plan.num_parts)
         flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
         if step.kind == "complete":  # what has landed holds nothing any more
-            return [*self._assign(step, f"g{which}({flight})"), f"{flight} = None"]
+            return [*self._assign(step, f"g{which}({flight})"), *self._drop(flight)]
         reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
@@ -245,18 +257,27 @@ class Writer(Variables):
             return [call]
         if step.by is not None:
             call = self._checked(step, call, arguments or ())
-        targets = [self._use(self._variable(name, self._piece(name, step.parts))) for name in names]
-        if step.parts is None:  # what is made whole is its own place
-            whole = {f"{{v{self.index[n]}}}": f"p{self.index[n]}" for n in self._written(step)}
-            targets = [self._use(whole[t]) if t in whole else t for t in targets]
+        placed = self._written(step) if step.parts is None else ()  # made whole: its own place
+        targets = [
+            self._use(
+                f"p{self.index[name]}"
+                if name in placed
+                else self._variable(name, self._piece(name, step.parts))
+            )
+            for name in names
+        ]
         adds = self.graph.op[step.names[0]].rows == "additive" and step.parts is not None
         if adds and step.parts is not None and step.parts[0] > 0:
-            return [f"a = {call}", *(f"{t} = {t} + a[{i}]" for i, t in enumerate(targets))]
+            terms = [self._add(target, f"a[{at}]") for at, target in enumerate(targets)]
+            return [f"a = {call}", *(line for lines in terms for line in lines)]
         write = getattr(self.bodies[step.names[0]], "write_calls", None)
         lines: list[str] | None = None
         if write is not None and step.by is None and arguments is not None:
             lines = write(arguments, targets, self.source.constant)
         return lines if lines is not None else [f"({', '.join(targets)},) = {call}"]
+
+    def _add(self, target: str, term: str) -> list[str]:
+        return [f"{target} = {target} + {term}"]
 
     def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
         """What a kernel gives, held against the graph."""
@@ -306,8 +327,8 @@ class Writer(Variables):
         make = f"n{number}({part}, b{stop} - b{start}, {last})"
         lines = self._once(f"p{number}", make, step, self._steps_of(step))
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
-        dead = f"{self._use(self._variable(name, piece))} = None"
-        return [*lines, put, dead] if piece == step.parts else [*lines, put]
+        dead = [self._use(self._variable(name, piece))] if piece == step.parts else []
+        return [*lines, put, *self._drop(*dead)]
 
     def _free(self, step: Step) -> list[str]:
         gone = []
@@ -318,11 +339,75 @@ class Writer(Variables):
             for piece in self.made.get(name, ()):
                 if step.parts is None or piece == step.parts:
                     gone.append(self._variable(name, piece))
-        return [f"{self._use(variable)} = None" for variable in gone]
+        return self._drop(*map(self._use, gone))
+
+    def _drop(self, *variables: str) -> list[str]:
+        """Let go of what some variables hold together."""
+        return [f"{variable} = None" for variable in variables]
 
     def _outputs(self) -> str:
         outputs = [self._read(name, None) for name in self.graph.outputs]
         return f"({', '.join(outputs)}{',' if outputs else ''})"
+
+    # Variables: which of them holds a piece of a value, and the rows to take of it.
+
+    def _look(self) -> None:
+        """Note which pieces are made of each value, and which ranges of each input are read."""
+        for name, root in self.graph.root.items():
+            self.aliases.setdefault(root, []).append(name)
+        for step in self.plan.steps:
+            if step.kind not in ("run", "issue"):
+                continue
+            for op in step.names:
+                for name in self.graph.op[op].makes:
+                    pieces = self.made.setdefault(name, [])
+                    piece = self._piece(name, step.parts)
+                    if piece not in pieces:
+                        pieces.append(piece)
+            if step.parts is not None:
+                for name in reads_of(self.graph, step):
+                    if name in self.graph.inputs:
+                        self.split.setdefault(name, set()).add(step.parts)
+
+    def _numbers(self, sizes: Sequence[Size], parts: Range) -> str:
+        keys = [(size, *parts) for size in sizes]
+        return ", ".join(f"z[{self.sizes.setdefault(key, len(self.sizes))}]" for key in keys)
+
+    def _piece(self, name: str, parts: Range | None) -> Range | None:
+        return None if self.graph.value[name].batch is None else parts
+
+    def _variable(self, name: str, parts: Range | None) -> str:
+        return f"v{self.index[name]}" + (f"_{parts[0]}_{parts[1]}" if parts else "")
+
+    def _use(self, variable: str) -> str:
+        self.users.setdefault(variable, set()).add(self.lane)
+        return f"{{{variable}}}"
+
+    def _read(self, name: str, parts: Range | None) -> str:
+        parts = self._piece(name, parts)
+        if name in self.graph.inputs:
+            # Every lane gets the inputs whole; their parts come from the split.
+            whole = self._variable(name, None)
+            return whole if parts is None else self._use(self._variable(name, parts))
+        if name in self.placed:
+            return self._take(name, f"p{self.index[name]}", None, parts)
+        for piece in self.made[name]:
+            if piece is None or (parts and piece[0] <= parts[0] and parts[1] <= piece[1]):
+                return self._take(name, self._variable(name, piece), piece, parts)
+        raise PlanError(f"memory: {name!r} is in no single piece for {parts}.", rule="memory")
+
+    def _take(self, name: str, variable: str, piece: Range | None, parts: Range | None) -> str:
+        held = self._use(variable)
+        if piece == parts:
+            return held
+        start, stop = piece or (0, self.plan.num_parts)
+        first, last = parts or (0, self.plan.num_parts)
+        rows = f"b{stop} - b{start}, b{first} - b{start}, b{last} - b{start}"
+        return f"{self._taker(name)}({held}, {rows})"
+
+    def _taker(self, name: str) -> str:
+        self.space[f"t{self.index[name]}"] = taker(self.graph.value[name])
+        return f"t{self.index[name]}"
 
 
 def _same(result: Any, *others: Any) -> Any:

@@ -9,7 +9,7 @@ and the reason is counted; nothing is ever changed in silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,7 +63,11 @@ class Piece:
         self.graph = placed_by(captured.graph, self.bodies if options.zero_copy else {})
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-        self.runtime = runtime_of(examples, graphs=bool(options.graphs), fall_back=self._fall_back)
+        self.runtime = runtime_of(
+            examples, graphs=bool(options.graphs), fall_back=self._fall_back,
+            constants=captured.constants, saved=captured.saved,
+        )  # fmt: skip
+        self.device = self.runtime.device if self.runtime is not None else None
         threads: Any = {"lanes": service.lanes, "num_threads": options.num_threads}
         self._runs: Any = partial(run, **threads)
         self._runs_traced: Any = partial(run_traced, **threads)
@@ -212,8 +216,8 @@ class Piece:
     def run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
         options = self.service.options
-        if options.graphs and self.runtime is None:
-            self._fall_back("graphs: the inputs live on no accelerator")
+        for reason in filter(None, self._limits(entry)):
+            self._fall_back(reason)
         if not shape.digests:
             return self._run(entry, given, shape)
         with Talk(entry.plan, shape.digests, self.service.speaker, options.watchdog_s) as talk:
@@ -221,13 +225,26 @@ class Piece:
                 talk.agree()
             return self._run(entry, given, shape)
 
+    def _limits(self, entry: PlanEntry) -> Iterator[str]:
+        """What the device cannot do of what was asked for."""
+        if self.service.options.graphs:
+            yield (
+                self.device.no_graphs
+                if self.device
+                else "graphs: the inputs live on no accelerator"
+            )
+        if self.device is not None and len(entry.plan.lanes) > 1:
+            yield self.device.one_stream
+
     def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         bounds, numbers = shape.bounds, shape.numbers
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
             return self.pads.take(self._run(entry, filled, shape), rows, bounds[-1])
         collected = self.service.traces
-        wanted = collected is not None or (entry.num_calls == 2 and entry.trace is None)
+        wanted = collected is not None or (entry.num_calls >= 2 and entry.trace is None)
+        if self.device is not None and self.device.is_capturing():  # a host must not wait inside
+            wanted = False
         program = self._traced(entry) if wanted else None
         if program is None:
             outputs: tuple[Any, ...] = self._runs(entry.program, given, bounds, numbers=numbers)

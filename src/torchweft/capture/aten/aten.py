@@ -158,7 +158,10 @@ class _Pair:
             self._remember(gm, names, rows)
         if kind == "backward":
             return captured
-        return replace(captured, notes=tuple(notes), broken=self.broken)
+        made = [slot.value or "" for slot in captured.outputs]
+        shown = {"", *captured.graph.inputs, *made[: self.num_outputs]}
+        saved = frozenset(made[self.num_outputs :] if kind == "forward" else ()) - shown
+        return replace(captured, notes=tuple(notes), broken=self.broken, saved=saved)
 
     def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
         """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""

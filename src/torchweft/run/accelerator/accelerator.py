@@ -11,14 +11,16 @@ on the current stream. The host never waits for the device.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.errors import RunError
+from torchweft.errors import RunError, clip
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
@@ -27,14 +29,49 @@ from torchweft.run.accelerator.streams import StreamProgram, compile_streams
 from torchweft.run.program import Body, Delay, Inputs, Numbers, Outputs, trace_of
 
 
+class Loan(NamedTuple):
+    """Streams and events that one call has to itself. Events are recorded anew in every call."""
+
+    streams: list[Any]
+    events: list[Any]
+
+
 class Accelerator:
     """A device as `torch.accelerator` shows it; `cuda.py` has one with more to it.
 
+    There is one for all graphs of a process: torch has few streams, and hands them out in turn, so
+    that two lanes might get the same one; and device graphs share one pool of memory.
+
     api: stands in for torch in tests. Streams and events have the methods of torch's own.
+    pool, ended: the memory of all device graphs, and the end of the last replay.
+    kept: the addresses of what forward graphs save there for their backward graphs.
     """
 
     def __init__(self, device: torch.device, api: Any = torch) -> None:
         self.device, self.api = device, api
+        self.lock, self.replaying = threading.Lock(), threading.RLock()
+        self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
+        self.pool: Any = None
+        self.ended: Any = None
+        self.kept: set[int] = set()
+
+    @contextmanager
+    def lend(self, lanes: tuple[Lane, ...], num_events: int) -> Iterator[Loan]:
+        """Streams and events for one call, until it has issued everything.
+
+        Work that is still queued then is behind its events.
+        """
+        with self.lock:
+            idle = self.idle.setdefault(lanes, [])
+            loan = idle.pop() if idle else None
+        loan = loan or Loan([self.stream(lane) for lane in lanes], [])
+        while len(loan.events) < num_events:
+            loan.events.append(self.event())
+        try:
+            yield loan
+        finally:
+            with self.lock:
+                idle.append(loan)
 
     def stream(self, lane: Lane) -> Any:
         """A new stream. Raises `RunError` if the lane has an SM budget: only CUDA holds to one."""
@@ -66,34 +103,50 @@ class Accelerator:
         """Wait until the device has nothing left to do."""
         self.api.accelerator.synchronize(self.device)
 
-    def begin_capture(self, pool: Any) -> Any:
+    def begin_capture(self) -> Any:
         """A new graph that takes what is put on the current stream and those forked from it."""
-        graph = self.api.accelerator.Graph(pool=pool)
+        graph = self.api.accelerator.Graph(pool=self.pool)
         graph.capture_begin()
         return graph
 
+    def is_capturing(self) -> bool:
+        """Whether somebody else captures what is put on the current stream."""
+        return False
 
-class Loan(NamedTuple):
-    """Streams and events that one call has to itself. Events are recorded anew in every call."""
+    @cached_property
+    def no_graphs(self) -> str:
+        """Why this device has no graphs; empty if it has."""
+        try:
+            self.api.accelerator.Graph()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            return f"graphs: {self.device.type!r} has none here: {clip(error)}"
+        return ""
 
-    streams: list[Any]
-    events: list[Any]
+    @cached_property
+    def one_stream(self) -> str:
+        """Why everything goes to the caller's stream; empty if there can be others."""
+        try:
+            self.api.empty(1, device=self.device).record_stream(self.current_stream())
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            why = "cannot be told that a stream uses bytes of another, so all lanes have one stream"
+            return f"streams: {self.device.type!r} {why}: {clip(error)}"
+        return ""
 
 
 class Runtime:
-    """Runs stream programs on one device. Calls may come from several threads."""
+    """Runs the stream programs of one graph on a device. Calls may come from several threads."""
 
     def __init__(self, device: Accelerator, graphs: Graphs | None = None) -> None:
         self.device, self.graphs = device, graphs
-        self.lock = threading.Lock()
-        self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
 
     def compile(
         self, plan: Plan, bodies: Mapping[str, Body], *, traced: bool = False, jitter: Delay = False
     ) -> StreamProgram:
         """The program of a plan; with graphs, cut where ops must not be captured."""
-        graphs = self.graphs is not None and not traced
-        return compile_streams(plan, bodies, graphs=graphs, traced=traced, jitter=jitter)
+        return compile_streams(
+            plan, bodies, graphs=self.graphs is not None and not traced, traced=traced,
+            jitter=jitter, one_stream=bool(self.device.one_stream),
+        )  # fmt: skip
 
     def run(
         self, program: StreamProgram, inputs: Inputs, bounds: Numbers, *, numbers: Numbers = ()
@@ -116,24 +169,11 @@ class Runtime:
         ]
         return outputs, trace_of(program, spans)
 
-    @contextmanager
-    def lend(self, program: StreamProgram) -> Iterator[Loan]:
-        """Streams and events for one call, until it has issued everything.
-
-        Work that is still queued then is behind its events.
-        """
-        lanes = tuple(lane for lane in program.dispatch.streams if lane is not None)
-        with self.lock:
-            idle = self.idle.setdefault(lanes, [])
-            loan = idle.pop() if idle else None
-        loan = loan or Loan([self.device.stream(lane) for lane in lanes], [])
-        while len(loan.events) < len(program.dispatch.events):
-            loan.events.append(self.device.event())
-        try:
-            yield loan
-        finally:
-            with self.lock:
-                idle.append(loan)
+    def lend(self, program: StreamProgram) -> AbstractContextManager[Loan]:
+        """Streams and events for one call of a program, until it has issued everything."""
+        given = program.dispatch
+        lanes = tuple(lane for lane in given.streams if lane is not None)
+        return self.device.lend(lanes, len(given.events))
 
     def now(self, stream: Any) -> Any:
         """An event that a stream records now."""
@@ -152,19 +192,32 @@ def devices_of(inputs: Sequence[Any]) -> set[torch.device]:
 
 
 def runtime_of(
-    inputs: Sequence[Any], *, graphs: bool, fall_back: Callable[[str], None]
+    inputs: Sequence[Any],
+    *,
+    graphs: bool,
+    fall_back: Callable[[str], None],
+    constants: Collection[str] = (),
+    saved: Collection[str] = (),
 ) -> Runtime | None:
     """The runtime for the accelerator that inputs live on; None: they are for the CPU runtime.
 
     fall_back: is told why, at each call that cannot be captured although `graphs` asks for it.
+    constants: the inputs of the graph that are the same in every call. saved: the outputs that only
+    the backward graph gets.
     """
     devices = devices_of(inputs)
     if len(devices) != 1:
         return None
-    (place,) = devices
-    device = Accelerator(place)
+    device = accelerator_of(*devices)
+    captures = graphs and not device.no_graphs
+    return Runtime(device, Graphs(device, fall_back, constants, saved) if captures else None)
+
+
+@functools.cache
+def accelerator_of(place: torch.device) -> Accelerator:
+    """The one object of this process for an accelerator."""
     if place.type == "cuda":
         from torchweft.run.accelerator.cuda import Cuda  # what only CUDA has is loaded where it is
 
-        device = Cuda(place)
-    return Runtime(device, Graphs(device, fall_back) if graphs else None)
+        return Cuda(place)
+    return Accelerator(place)

@@ -23,12 +23,13 @@ class Cuda(Accelerator):
 
     def __init__(self, device: torch.device, api: Any = torch) -> None:
         super().__init__(device, api)
-        self.contexts: list[Any] = []  # a stream does not keep its context alive
+        self.contexts: dict[int, Any] = {}  # by budget; a stream does not keep its context alive
 
     def stream(self, lane: Lane) -> Any:
-        """A new stream: with a priority, or within a budget.
+        """A new stream: with a priority, or within a budget, which all lanes that have one share.
 
-        Raises `RunError` for a budget that the device does not have, or beside a priority.
+        Raises `RunError` for a budget that the device does not have, beside another one, or beside
+        a priority.
         """
         if lane.num_sms is None:
             return super().stream(lane)
@@ -53,15 +54,29 @@ class Cuda(Accelerator):
                 f"run: lane {lane.name!r} has a budget of {wanted} multiprocessors; "
                 f"{self.device} has {there}."
             )
-        create = contexts.GreenContext.create
-        self.contexts.append(create(num_sms=wanted, device_id=self.device.index))
-        return self.contexts[-1]
+        with self.lock:
+            if wanted not in self.contexts and self.contexts:
+                raise RunError(
+                    f"run: lane {lane.name!r} has a budget of {wanted} multiprocessors, another "
+                    f"lane of this process one of {min(self.contexts)}; torch would take both from "
+                    "the same ones. Give all lanes with a budget the same: they share it."
+                )
+            if wanted not in self.contexts:
+                create = contexts.GreenContext.create
+                self.contexts[wanted] = create(num_sms=wanted, device_id=self.device.index)
+            return self.contexts[wanted]
 
-    def begin_capture(self, pool: Any) -> Any:
+    no_graphs = one_stream = ""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody else, such as a host, captures what is put on the current stream."""
+        return bool(self.api.cuda.is_current_stream_capturing())
+
+    def begin_capture(self) -> Any:
         """A new graph that takes what is put on the current stream and those forked from it.
 
         `torch.accelerator.Graph` has no CUDA behind it yet, so this is CUDA's own.
         """
         graph = self.api.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         return graph

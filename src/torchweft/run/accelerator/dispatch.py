@@ -56,12 +56,16 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A plan's steps as items on streams. `plan` has its steps in host order."""
+    """A plan's steps as items on streams. `plan` has its steps in host order.
+
+    clocks: for each item how far every stream is known to be behind it; empty for one without work.
+    """
 
     plan: Plan
     streams: tuple[Lane | None, ...]
     items: tuple[Item, ...]
     segments: tuple[Segment, ...]
+    clocks: tuple[Mapping[int, int], ...]
 
     @cached_property
     def events(self) -> Mapping[int, int]:
@@ -70,9 +74,9 @@ class Dispatch:
         return {item: number for number, item in enumerate(awaited)}
 
 
-def dispatch(plan: Plan, *, alone: Collection[str] = ()) -> Dispatch:
-    """The dispatch of a verified plan."""
-    return _Dispatcher(landed(in_host_order(plan), alone), alone).dispatch()
+def dispatch(plan: Plan, *, alone: Collection[str] = (), one_stream: bool = False) -> Dispatch:
+    """The dispatch of a verified plan; all of it on the caller's stream if that is asked for."""
+    return _Dispatcher(landed(in_host_order(plan), alone), alone, one_stream).dispatch()
 
 
 def in_host_order(plan: Plan) -> Plan:
@@ -134,8 +138,8 @@ def copies(graph: Graph, step: Step) -> bool:
 class _Dispatcher:
     """Puts the steps of a plan on streams, one after another."""
 
-    def __init__(self, plan: Plan, alone: Collection[str]) -> None:
-        self.plan, self.alone = plan, alone
+    def __init__(self, plan: Plan, alone: Collection[str], one_stream: bool) -> None:
+        self.plan, self.alone, self.one_stream = plan, alone, one_stream
         self.items: list[Item] = []
         self.segments: list[Segment] = []
         self.clocks: list[dict[int, int]] = []  # by item: how far each stream is known to be
@@ -154,7 +158,8 @@ class _Dispatcher:
 
     def _open(self, lane: Lane) -> None:
         """A stream for a lane; the first gets the caller's if any stream will do for it."""
-        if not self.stream_of and not lane.priority and lane.num_sms is None:
+        first = not self.stream_of and not lane.priority and lane.num_sms is None
+        if first or self.one_stream:
             self.stream_of[lane.name] = 0
         else:
             self.stream_of[lane.name] = len(self.streams)
@@ -174,7 +179,8 @@ class _Dispatcher:
             if apart or lands:
                 first = self._cut(first, captured=False)
         self._end(first, captured=True)
-        return Dispatch(self.plan, tuple(self.streams), tuple(self.items), tuple(self.segments))
+        made = (self.streams, self.items, self.segments, self.clocks)
+        return Dispatch(self.plan, *map(tuple, made))  # type: ignore[arg-type]
 
     def _cut(self, first: int, *, captured: bool) -> int:
         self._end(first, captured=captured)

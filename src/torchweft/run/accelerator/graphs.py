@@ -8,19 +8,21 @@ A graph reads and writes where it did at its capture. So an input that comes fro
 in every call has a *slot*, a tensor that keeps its address; one that stayed where it was (weights),
 or is changed in place (a KV cache), is *fixed*: read where it is, and the call is captured anew if
 it moves. What an op marked `graph=False` makes is copied into the bytes it had at the capture.
-Outputs are copied out, for the next replay writes over them. All graphs share one pool of memory,
-so their replays are put one behind the other.
+Outputs are copied out, for the next replay writes over them, but what a forward graph saves: its
+backward graph reads that where it is. All graphs share one pool of memory, so their replays are put
+one behind the other.
 """
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, is_inference_mode_enabled
+from torch.nn import Parameter
 
 from torchweft.errors import RunError, WeftError
 from torchweft.plan.machine import Lane
@@ -34,6 +36,8 @@ MAX_GRAPHS = 64
 MAX_CAPTURES = 4
 ALIAS = "graphs: an output shares bytes with another value, so it cannot be copied out"
 MOVES = "graphs: an input that is changed in place moves at every call"
+FROZEN = "graphs: an input lives on the CPU, and its numbers would be those of the capture"
+WANTED = "graphs: what an earlier forward has saved is still wanted"
 OPAQUE = "graphs: an op marked graph=False makes something other than a tensor"
 
 
@@ -96,6 +100,7 @@ class Shape:
     slots: list[Any] = field(default_factory=list)
     parts: list[GraphSegment] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
+    lent: list[weakref.ref[Any]] = field(default_factory=list)  # what was saved by the last replay
     refused: str = ""
 
     def moved(self, addresses: Sequence[int | None]) -> list[int]:
@@ -107,42 +112,68 @@ class Shape:
 class Graphs:
     """Captured calls, by program and shape; those not used for longest go first."""
 
-    def __init__(self, device: Accelerator, fall_back: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: Accelerator,
+        fall_back: Callable[[str], None],
+        constants: Collection[str] = (),
+        saved: Collection[str] = (),
+    ) -> None:
         self.device, self.fall_back = device, fall_back
+        self.constants, self.saved = frozenset(constants), frozenset(saved)
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
-        self.pool: Any = None
         self.stream: Any = None
-        self.ended: Any = None
-        self.lock = threading.RLock()
+        self._told: dict[StreamProgram, list[int]] = {}  # the inputs that tell calls apart
 
     def run(self, call: StreamCall) -> Outputs:
-        """Run one call: issued, captured or replayed."""
+        """Run one call: issued, captured or replayed. What a host captures itself is issued."""
+        if self.device.is_capturing():
+            return call.issue()
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in call.inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
         sizes = tuple(call.bounds), tuple(call.numbers)
-        key = (call.program, mode, *sizes, *map(_facts, call.inputs))
-        with self.lock:
+        if (told := self._told.get(call.program)) is None:  # of a weight only the address counts
+            weights = [isinstance(item, Parameter) for item in call.inputs]
+            told = self._told[call.program] = [
+                at for at, is_one in enumerate(weights) if not is_one
+            ]
+        key = (call.program, mode, *sizes, *[_facts(call.inputs[at]) for at in told])
+        with self.device.replaying:
             shape = self.shapes.get(key)
             if shape is None:
-                self.shapes[key] = _first(call.program, addresses)
+                self.shapes[key] = self._first(call, addresses)
                 if len(self.shapes) > MAX_GRAPHS:
                     self.device.synchronize()  # its bytes may be in use
                     self.shapes.popitem(last=False)
                 return call.issue()
             self.shapes.move_to_end(key)
-            if not shape.refused and (not shape.parts or shape.moved(addresses)):
+            refused = shape.refused
+            if any(lent() is not None for lent in shape.lent):
+                refused = refused or WANTED
+            if not refused and (not shape.parts or shape.moved(addresses)):
                 return self._capture(call, shape, addresses)
-            if not shape.refused:
+            if not refused:
                 return self._replay(call, shape)
-        self.fall_back(shape.refused)
+        self.fall_back(refused)
         return call.issue()
+
+    def _first(self, call: StreamCall, addresses: list[int | None]) -> Shape:
+        """A shape at its first call: inputs count as fixed until they are seen to move."""
+        graph = call.program.plan.graph
+        refused = ALIAS if any(graph.value[n].alias_of is not None for n in graph.outputs) else ""
+        for name, item in zip(graph.inputs, call.inputs, strict=True):
+            on_host = isinstance(item, Tensor) and item.device.type == "cpu"
+            if on_host and name not in self.constants:
+                refused = FROZEN
+        return Shape(addresses, [address is not None for address in addresses], refused=refused)
 
     def _capture(self, call: StreamCall, shape: Shape, addresses: list[int | None]) -> Outputs:
         """Capture a call and carry it out on the way."""
-        graph = call.program.plan.graph
+        graph, is_first = call.program.plan.graph, not shape.num_captures
         for at in shape.moved(addresses):  # it came from two addresses: from now on it has a slot
-            shape.fixed[at] = graph.inputs[at] in graph.mutated
+            is_kept = is_first and addresses[at] in self.device.kept  # by a forward that was issued
+            shape.fixed[at] = graph.inputs[at] in graph.mutated or is_kept
         shape.addresses, shape.num_captures = addresses, shape.num_captures + 1
         self.device.synchronize()  # what is replaced may be in use, and a capture starts clean
         shape.parts = []
@@ -184,14 +215,14 @@ class Graphs:
                 shape.parts.append(GraphSegment(None, function, before, tuple(cells)))
                 continue
             device.set_stream(self.stream)
-            graph = device.begin_capture(self.pool)
+            graph = device.begin_capture()
             try:
                 shape.outputs = call.run(function, shape.slots, cells, self.stream, loan)
             finally:
                 device.set_stream(self.stream)
                 graph.capture_end()
                 device.set_stream(caller)
-            self.pool = self.pool or graph.pool()
+            device.pool = device.pool or graph.pool()
             graph.replay()
             shape.parts.append(GraphSegment(graph))
 
@@ -223,35 +254,38 @@ class Graphs:
     def _behind(self) -> Any:
         """The caller's stream, behind the last replay: they share slots and memory."""
         caller = self.device.current_stream()
-        if self.ended is not None:
-            caller.wait_event(self.ended)
+        if self.device.ended is not None:
+            caller.wait_event(self.device.ended)
         return caller
 
     def _handed_out(self, call: StreamCall, shape: Shape, caller: Any) -> Outputs:
-        """The outputs in bytes of the caller's own; an input that is an output is itself."""
+        """The outputs in bytes of the caller's own; an input that is an output is itself.
+
+        What is saved for the backward graph stays where it is, for the next replay to write over:
+        that one looks whether somebody still has it.
+        """
         graph = call.program.plan.graph
         own = dict(zip(graph.inputs, call.inputs, strict=True))
-        outputs = tuple(
-            own[name] if name in own else made.clone() if isinstance(made, Tensor) else made
-            for name, made in zip(graph.outputs, shape.outputs, strict=True)
-        )
-        self.ended = self.ended or self.device.event()
-        caller.record_event(self.ended)
-        return outputs
-
-
-def _first(program: StreamProgram, addresses: list[int | None]) -> Shape:
-    """A shape at its first call: inputs count as fixed until they are seen to move."""
-    graph = program.plan.graph
-    alias = any(graph.value[name].alias_of is not None for name in graph.outputs)
-    fixed = [address is not None for address in addresses]
-    return Shape(addresses, fixed, refused=ALIAS if alias else "")
+        outputs = list(shape.outputs)
+        shape.lent = []
+        for at, (name, made) in enumerate(zip(graph.outputs, shape.outputs, strict=True)):
+            if name in own:
+                outputs[at] = own[name]
+            elif isinstance(made, Tensor) and name in self.saved:
+                outputs[at] = made.detach()
+                shape.lent.append(weakref.ref(outputs[at]))
+                self.device.kept.add(made.data_ptr())
+            elif isinstance(made, Tensor):
+                outputs[at] = made.clone()
+        self.device.ended = self.device.ended or self.device.event()
+        caller.record_event(self.device.ended)
+        return tuple(outputs)
 
 
 def _facts(item: Any) -> object:
     """What must be equal for two calls to have one graph."""
     if isinstance(item, Tensor):
-        return (item.shape, item.stride(), item.dtype)
+        return (item.shape, item.stride(), item.dtype, item.device)
     return item if isinstance(item, int | float | str | None) else id(item)
 
 
