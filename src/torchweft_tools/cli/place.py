@@ -26,7 +26,6 @@ from torchweft.plan.cost import CostTable
 from torchweft.plan.machine import load_machine
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
-from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
 from torchweft_tools.cli.text import (
     Json,
@@ -41,11 +40,12 @@ from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.formats.stand_in import with_graph
 
 LEARNED = ("learned", "guarded", "guided")
-NAMES = (*planner_names(), "exhaustive")
 MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-PlannerName = Annotated[str, typer.Option("--planner", help=f"one of: {', '.join(NAMES)}")]
+PlannerName = Annotated[
+    str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
+]
 
 
 class _PlaceOptions(NamedTuple):
@@ -172,7 +172,7 @@ def _compare(
         asked = asked._replace(deadline_s=1.0)
     placements: list[Placement] = []
     refused: dict[str, str] = {}
-    names, policy = planner or list(NAMES), asked.policy
+    names, policy = planner or list(planner_names()), asked.policy
     if policy is not None and not set(names) & set(LEARNED):
         _with_policy(names[0], policy)  # which refuses it
     planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}
@@ -311,8 +311,6 @@ def _slowness(text: str) -> tuple[float, ...]:
 def _with_policy(planner: str, policy: Path | None) -> str | Planner:
     """The planner, with a policy of the user's own if there is one. Raises for an unknown one."""
     if policy is None:
-        if planner == "exhaustive":
-            return exhaustive
         get_planner(planner)
         return planner
     if planner not in LEARNED:

@@ -107,12 +107,13 @@ PLANNERS: Mapping[str, Planner | str] = {
     "annealing": annealing,
     "tree-dp": tree_dp,
     "cp-sat": cp_sat,
+    "exhaustive": "torchweft_tools.bench.oracle.exhaustive",
     "learned": LEARNED,
     "guarded": LEARNED,
     "guided": LEARNED,
     "portfolio": portfolio,
 }
-"""By name; of those that need numpy and torch, the module that has them."""
+"""By name; of those that need numpy and torch, or only judge others, the module that has them."""
 
 
 def planner_names() -> tuple[str, ...]:
