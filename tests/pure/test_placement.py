@@ -140,7 +140,7 @@ def test_law_exact_planners_agree_on_trees(rng):
 def test_law_exact_planners_agree_under_limits(rng, objective):
     pytest.importorskip("ortools")
     problem = replace(drawn(rng, num_ops=rng.randint(1, 6)), objective=objective)
-    all_tried = plan(problem, exhaustive)
+    all_tried = plan(problem, "exhaustive")
     solved = plan(problem, "cp-sat", deadline_s=60)
     assert all_tried.optimal
     assert solved.optimal

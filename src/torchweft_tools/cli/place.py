@@ -40,12 +40,11 @@ from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.formats.stand_in import with_graph
 
 LEARNED = ("learned", "guarded", "guided")
+NAMES = (*planner_names(), "exhaustive")
 MAX_PATH = 40
 app = typer.Typer(no_args_is_help=True, help="Place the ops of a graph on unlike devices.")
 
-PlannerName = Annotated[
-    str, typer.Option("--planner", help=f"one of: {', '.join(planner_names())}")
-]
+PlannerName = Annotated[str, typer.Option("--planner", help=f"one of: {', '.join(NAMES)}")]
 
 
 class _PlaceOptions(NamedTuple):
@@ -172,7 +171,7 @@ def _compare(
         asked = asked._replace(deadline_s=1.0)
     placements: list[Placement] = []
     refused: dict[str, str] = {}
-    names, policy = planner or list(planner_names()), asked.policy
+    names, policy = planner or list(NAMES), asked.policy
     if policy is not None and not set(names) & set(LEARNED):
         _with_policy(names[0], policy)  # which refuses it
     planners = {name: _with_policy(name, policy if name in LEARNED else None) for name in names}

@@ -107,13 +107,14 @@ PLANNERS: Mapping[str, Planner | str] = {
     "annealing": annealing,
     "tree-dp": tree_dp,
     "cp-sat": cp_sat,
-    "exhaustive": "torchweft_tools.bench.oracle.exhaustive",
     "learned": LEARNED,
     "guarded": LEARNED,
     "guided": LEARNED,
     "portfolio": portfolio,
 }
-"""By name; of those that need numpy and torch, or only judge others, the module that has them."""
+"""By name; of those that need numpy and torch, the module that has them."""
+JUDGES: Mapping[str, str] = {"exhaustive": "torchweft_tools.bench.oracle.exhaustive"}
+"""Planners that are there to judge the others, on tiny graphs."""
 
 
 def planner_names() -> tuple[str, ...]:
@@ -123,9 +124,9 @@ def planner_names() -> tuple[str, ...]:
 
 def get_planner(name: str) -> Planner:
     """A planner by its name. Raises `PlacementError` for an unknown one; lists the choices."""
-    if name not in PLANNERS:
+    if name not in {**PLANNERS, **JUDGES}:
         raise PlacementError(f"planner: {unknown('planner', name, PLANNERS)}", rule="planner")
-    planner = PLANNERS[name]
+    planner = PLANNERS.get(name) or JUDGES[name]
     if isinstance(planner, str):
         return cast(Planner, getattr(import_module(planner), name))
     return planner
