@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from torchweft.capture.rows.aten_call import AtenCall
-from torchweft.capture.rows.axes import SYMBOLIC
+from torchweft.capture.rows.axes import SYMBOLIC, AtenCall
 from torchweft.capture.rows.rows import BYTES, CallRows, Rows, id_of
 from torchweft.private.core import FakeTensor, no_dispatch, tree_leaves, tree_map
 

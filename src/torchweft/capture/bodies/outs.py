@@ -21,8 +21,7 @@ import torch
 from torch import fx
 
 from torchweft.capture.ops.units import Unit, storages
-from torchweft.capture.rows.aten_call import AtenCall
-from torchweft.capture.rows.axes import size_of
+from torchweft.capture.rows.axes import AtenCall, size_of
 from torchweft.capture.rows.rows import Rows, id_of
 from torchweft.errors import SizeError
 from torchweft.plan.graph import Batch

@@ -18,7 +18,7 @@ from torch import fx
 
 from torchweft.capture.bodies.bodies import BodyWriter, key_of
 from torchweft.capture.bodies.outs import Into, Maker, Makers, Unfit, view_of
-from torchweft.capture.rows.aten_call import AtenCall
+from torchweft.capture.rows.axes import AtenCall
 from torchweft.capture.rows.rows import is_getitem, is_view
 from torchweft.errors import SizeError
 from torchweft.plan.graph import Graph

@@ -21,10 +21,9 @@ import torch
 from torch import fx
 
 from torchweft.capture.marks import FRAME, Mark, MarkRule, target_name, told_of
-from torchweft.capture.rows.aten_call import bind, overload_of, tensors_in
-from torchweft.capture.rows.axes import SYMBOLIC
-from torchweft.capture.rows.network import NAMESPACES
+from torchweft.capture.rows.axes import SYMBOLIC, bind, overload_of, tensors_in
 from torchweft.capture.rows.rows import ORDER, SWITCHES, Rows, id_of, is_getitem, is_size
+from torchweft.capture.rows.table import NAMESPACES
 from torchweft.capture.splitters import STATE
 from torchweft.private.core import tree_leaves
 

@@ -27,9 +27,14 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.capture.blocks.blocks import BlockError
-from torchweft.capture.rows.aten_call import (
+from torchweft.capture.rows.axes import (
+    FREE,
+    SYMBOLIC,
     AtenCall,
+    Axis,
+    Mixing,
     RowRule,
+    Symbols,
     bind,
     decomposition_of,
     flops_of,
@@ -37,10 +42,8 @@ from torchweft.capture.rows.aten_call import (
     tensors_in,
     written_by,
 )
-from torchweft.capture.rows.axes import FREE, SYMBOLIC, Axis, Mixing, Symbols
-from torchweft.capture.rows.backward import is_sum
-from torchweft.capture.rows.higher import RULES
-from torchweft.capture.rows.table import rule_for
+from torchweft.capture.rows.math import is_sum
+from torchweft.capture.rows.table import HIGHER, rule_for
 from torchweft.private.core import (
     FakeTensor,
     FakeTensorMode,
@@ -448,9 +451,9 @@ class _Walker:
             operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
             return fx.Interpreter(graphs[0]).run(*operands)
         made = call.node.meta.get("example_value")
-        if name not in RULES or self.rows.level == "aten" or call.node.kwargs or made is None:
+        if name not in HIGHER or self.rows.level == "aten" or call.node.kwargs or made is None:
             raise Mixing(f"{name} is run as one op over all rows")
-        axes = RULES[name](args, self.rows.axis, self.rows.symbols, made)
+        axes = HIGHER[name](args, self.rows.axis, self.rows.symbols, made)
         for tensor, axis in zip(tree_leaves(made), axes, strict=True):
             if axis is not None and self.rows.symbols.fits(axis, tensor):
                 self.rows.axes[tensor] = axis
