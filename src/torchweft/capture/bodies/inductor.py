@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from torchweft.capture.bodies.bodies import Body
-from torchweft.capture.bodies.outs import ResultBytes
+from torchweft.capture.bodies.bodies import Body, Function, ResultBytes
 from torchweft.capture.guards import Guards, symbol_slots
 from torchweft.capture.marks import target_name
 from torchweft.capture.rows.rows import id_of
@@ -44,7 +43,6 @@ log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
 MAX_SIZES = 4096
 VOUCHED = ("torch", "aten", "prims", "_operator")
-Function = Callable[..., Any]
 Order = tuple[int, ...]
 """The dims of a tensor, from the outermost in memory to the innermost."""
 

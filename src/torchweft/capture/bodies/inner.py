@@ -10,7 +10,7 @@ differ in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from torchweft.capture.bodies.bodies import Body
+from torchweft.capture.bodies.bodies import Body, Function, Into, ResultBytes
 from torchweft.capture.bodies.inductor import Structure, order_of
-from torchweft.capture.bodies.outs import GAPS, Into, ResultBytes, Unfit, without
+from torchweft.capture.bodies.outs import GAPS, Unfit, without
 from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
 from torchweft.errors import RunError
@@ -30,7 +30,6 @@ from torchweft.plan.sizes import ZERO, Size
 from torchweft.private.core import c_linear
 from torchweft.private.dynamo import TensorGuards
 
-Function = Callable[..., Any]
 Form = Function | Structure
 aten = torch.ops.aten
 

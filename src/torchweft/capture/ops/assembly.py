@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweft.capture.blocks.twins import CALLS, Twins
+from torchweft.capture.blocks.inlining import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
-from torchweft.capture.bodies.outs import Makers
-from torchweft.capture.bodies.replay import into_of
+from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
 from torchweft.capture.ops.collectives import Owners, Phases, collective_of, two_phases
-from torchweft.capture.ops.peel import peel
-from torchweft.capture.ops.regions import Region, cut, settle, sink
+from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
     asserts,

@@ -1,4 +1,4 @@
-"""The `Axis`: where the rows of the batch are in a tensor; the `AtenCall`: an operator that moves them.
+"""The `Axis`: where the rows of a tensor are; the `AtenCall`: an operator that moves them.
 
     [s0, 128, H]     Axis(0)                  one row is one entry of dim 0
     [4*s0, H]        Axis(0, inner=4)         row-major: each row has 4 neighbouring entries

@@ -12,7 +12,7 @@ another dim stays where it is. Coalesced forms do the same, tensor by tensor:
     reduce_scatter_tensor    [ranks * n, ...] -> [n, ...]    outer / ranks
     all_to_all_single        [ranks * n, ...], equal pieces  rows stay, if outer / ranks is whole
 
-Operators that take a graph have rules of their own (`HIGHER`): the axes of all results, or `Mixing`.
+Operators that take a graph have rules of their own (`HIGHER`): they give the axes of all results.
 
     map(f, [s0, ...])            each row by itself: f sees one row and no other
     scan(f, [s0, H], [T, s0, H]) row-wise if f is, and gives back the carry with its rows in place
