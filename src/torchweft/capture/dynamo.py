@@ -39,7 +39,7 @@ from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
 
 MARKED = "_dynamo_propagated_dynamic_indices"
-GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
+GOOD_SHARE = 0.9  # of calls in such ops: no other symbol is tried
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,6 @@ class Capture:
             env.get(name, env[batch]) == env[batch] for name in self.same
         )
 
-    @property
-    def row_share(self) -> float:
-        """The share of calls that stand in row-wise ops."""
-        row_wise = sum(self.num_calls[op.name] for op in self.graph.ops if op.rows == "row-wise")
-        return row_wise / max(1, sum(self.num_calls.values()))
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -202,7 +196,9 @@ def analyse(
     tries: list[tuple[float, Assembly, frozenset[MarkRule]]] = []
     for symbols in tried:
         built, matched = assemble(gm, symbols, rules=rules, level=level, given=given)
-        tries.append((_share(built), built, matched))
+        apart = [op.name for op in built.ops if op.rows in ("row-wise", "additive")]
+        inside = sum(built.num_calls[op] for op in apart)  # ops whose parts can run one by one
+        tries.append((inside / max(1, sum(built.num_calls.values())), built, matched))
         if tries[-1][0] >= GOOD_SHARE:
             break
     _, built, matched = max(tries, key=itemgetter(0))
@@ -221,13 +217,6 @@ def _refuse_subclasses(gm: fx.GraphModule) -> None:
                 rule="subclass",
                 source=source,
             )
-
-
-def _share(built: Assembly) -> float:
-    """The share of calls that stand in ops whose parts can run one by one."""
-    kinds = ("row-wise", "additive")
-    inside = sum(built.num_calls[op.name] for op in built.ops if op.rows in kinds)
-    return inside / max(1, sum(built.num_calls.values()))
 
 
 def candidates(
@@ -259,7 +248,12 @@ def candidates(
                 marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
                 carried[expr] += dim in getattr(given, MARKED, ())
     if batch is not None and not isinstance(batch, int):
-        return [_named(batch, known)]
+        names = [batch] if isinstance(batch, str) else list(batch)
+        for name in names:
+            if name not in known:
+                raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
+        first, *others = [known[name] for name in names]
+        return [Symbols(first, frozenset(others))]
     counts = +marked if batch is None and +marked else +counts or +carried
     return _likely(counts, hints) or [Symbols()]
 
@@ -280,25 +274,11 @@ def _likely(counts: Counter[Any], hints: Mapping[Any, Any]) -> list[Symbols]:
     return likely
 
 
-def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
-    names = [batch] if isinstance(batch, str) else list(batch)
-    for name in names:
-        if name not in known:
-            raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
-    chosen = [known[name] for name in names]
-    return Symbols(chosen[0], frozenset(chosen[1:]))
-
-
 def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Capture:
     placeholders = built.gm.graph.find_nodes(op="placeholder")
     slot_of = {node: number for number, node in enumerate(placeholders)}
     given = built.inputs.items()
-
-    def attribute(path: str) -> torch.Tensor:
-        tensor = attrgetter(path)(built.gm)
-        assert isinstance(tensor, torch.Tensor), "only tensors are constants of a graph"
-        return tensor
-
+    held = {n: str(node.target) for n, node in given if node.op == "get_attr"}
     batch = built.rows.symbols.batch
     beside = (name for name in built.values if name == RNG or name.startswith(STATE))
     outputs, named = _outputs(built)
@@ -317,7 +297,7 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         reasons=built.reasons,
         num_calls=built.num_calls,
         slots={n: slot_of[node] for n, node in given if node.op == "placeholder"},
-        constants={n: attribute(str(node.target)) for n, node in given if node.op == "get_attr"},
+        constants={n: attrgetter(path)(built.gm) for n, path in held.items()},
         symbols=symbol_slots(_sizes(placeholders)),
         num_inputs=len(placeholders),
         outputs=outputs,

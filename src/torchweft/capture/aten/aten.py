@@ -55,9 +55,8 @@ def run_aten(
     name: str = "graph",
 ) -> Callable[..., Any]:
     """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
-    tried = candidates(gm, example_inputs, batch)
     dim = batch if isinstance(batch, int) else 0
-    pair = _Pair(make, rules, tried, dim, name, break_of(gm))
+    pair = _Pair(make, rules, candidates(gm, example_inputs, batch), dim, name, break_of(gm))
     backend = aot_autograd(
         fw_compiler=partial(pair.compile, "forward"),
         bw_compiler=partial(pair.compile, "backward"),
@@ -82,16 +81,12 @@ def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
                 node = node.next_functions[0][0] if node.next_functions else None
             compiled: Any = getattr(node, "_forward_cls", None)
             if stock := getattr(compiled, "_double_backward", None):
-                compiled._double_backward = partial(_tell, stock)
+                compiled._double_backward = lambda *given: FirstGradient.apply(*stock(*given))
                 told = True
                 break
         return outputs
 
     return call
-
-
-def _tell(stock: Callable[..., Any], *args: Any) -> Any:
-    return FirstGradient.apply(*stock(*args))  # type: ignore[no-untyped-call]
 
 
 class FirstGradient(torch.autograd.Function):

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from torchweft.capture.bodies.bodies import BodyWriter, Function, Into, ResultBytes, key_of
-from torchweft.capture.ops.units import Unit, storages
+from torchweft.capture.ops.units import Unit, is_nested, storages
 from torchweft.capture.rows.axes import AtenCall, size_of
 from torchweft.capture.rows.rows import Rows, id_of, is_getitem, is_view
 from torchweft.errors import SizeError
@@ -63,7 +63,7 @@ class Makers:
 
     def __init__(self, graph: fx.Graph, rows: Rows, units: list[Unit]) -> None:
         self.rows = rows
-        self.nested = {node for unit in units if _is_nested(unit) for node in unit.nodes}
+        self.nested = {node for unit in units if is_nested(unit) for node in unit.nodes}
         self.first: dict[int, fx.Node] = {}
         for node in graph.nodes:
             for number in storages(rows.value(node)) if node.op != "output" else ():
@@ -86,7 +86,8 @@ class Makers:
             if number in made:
                 which, form = made.index(number), _form(call)
                 room = self._room(call.results[which], call.func, source.target)
-                if room.has_gaps and not _is_strided(call):
+                pointwise = torch.Tag.pointwise in call.func.tags
+                if room.has_gaps and not pointwise and _plain_name(call) not in STRIDED:
                     raise Unfit(GAPS)
                 return Maker(source, at, which, room, form)
         raise Unfit("its bytes are not made by a plain call")
@@ -119,11 +120,6 @@ def _hint(size: Any) -> int:
     if hint is None:
         raise Unfit("its sizes depend on data")
     return int(hint)
-
-
-def _is_nested(unit: Unit) -> bool:
-    """Whether a unit is a transform of torch.func, whose tensors are not what they seem."""
-    return any("nesting" in str(node.target) for node in unit.nodes)
 
 
 # Forms: (graph, maker's args, kwargs, slices by result) -> nodes for all results.
@@ -188,33 +184,29 @@ def _names(overload: Any) -> list[str]:
 def _out_overload(func: Any) -> Any:
     """The overload that takes the same arguments and writes into `out`; None if torch only has one
     that makes a copy itself (its generated ones do)."""
-    wanted = _kept(func)
+    wanted, given = _asked(func)
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
-        outs = [item for item in other._schema.arguments if item.is_out]
-        if not outs or len(outs) != len(func._schema.returns) or not _needs(other) <= _needs(func):
-            continue
-        if _kept(other) == wanted:
+        num_outs = sum(item.is_out for item in other._schema.arguments)
+        kept, needed = _asked(other)
+        alike = kept == wanted and needed <= given
+        if num_outs and num_outs == len(func._schema.returns) and alike:
             return None if torch.Tag.generated in other.tags else other
     return None
 
 
-def _needs(func: Any) -> set[str]:
-    """The arguments of an overload that must be given, but for where the result goes."""
+def _asked(func: Any) -> tuple[list[tuple[str, str]], set[str]]:
+    """The arguments of an overload that say what to compute, and those that must be given."""
     plain = [item for item in func._schema.arguments if not item.is_out]
-    return {item.name for item in plain if not item.has_default_value()}
-
-
-def _kept(func: Any) -> list[tuple[str, str]]:
-    """The arguments of an overload that say what to compute, not where the result goes."""
-    plain = [item for item in func._schema.arguments if not item.is_out]
-    return [(item.name, str(item.type)) for item in plain if item.name not in ALLOCATING]
+    kept = [(item.name, str(item.type)) for item in plain if item.name not in ALLOCATING]
+    return kept, {item.name for item in plain if not item.has_default_value()}
 
 
 ALLOCATING = ("dtype", "layout", "device", "pin_memory")
 
 
 FILLS = ("empty", "empty_strided", "zeros", "ones", "full", "clone", "_to_copy")
+STRIDED = ("cat", *FILLS)  # they write into a slice with gaps as well as into one without
 
 
 def _plain_name(call: AtenCall) -> str:
@@ -243,11 +235,6 @@ def embed(out: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor) -> tor
     rows = out.view(indices.numel(), weight.shape[1])
     torch.index_select(weight, 0, indices.reshape(-1), out=rows)
     return out
-
-
-def _is_strided(call: AtenCall) -> bool:
-    """Whether an operator writes into a slice with gaps as well as into one without."""
-    return torch.Tag.pointwise in call.func.tags or _plain_name(call) in ("cat", *FILLS)
 
 
 def view_of(base: fx.Node, make: fx.Node, sizes: list[fx.Node], views: set[fx.Node]) -> Any:

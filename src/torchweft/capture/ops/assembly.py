@@ -7,10 +7,12 @@ belong to an input, or are handed out twice.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torchweft.capture.blocks.inlining import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
-from torchweft.capture.ops.collectives import Owners, Phases, collective_of, two_phases
+from torchweft.capture.ops.collectives import Owners, collective_of, two_phases
 from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
@@ -34,44 +36,41 @@ from torchweft.capture.ops.units import (
 from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
 from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
-from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
+from torchweft.plan.graph import ITEM_BYTES, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
 from torchweft.private.core import OpOverload
 
 RNG = "random.state"
 
 
-@dataclass
 class Assembly:
     """The pieces of a graph under construction."""
 
-    gm: fx.GraphModule
-    rows: Rows
-    regions: list[Region]
-    units: list[Unit]
-    values: dict[str, Value] = field(default_factory=dict)
-    ops: list[Op] = field(default_factory=list)
-    bodies: dict[str, Body] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    num_calls: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, fx.Node] = field(default_factory=dict)
-    num_names: Counter[str] = field(default_factory=Counter)
-    phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
-    unplaced: dict[str, str] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        graph = self.gm.graph
+    def __init__(
+        self, gm: fx.GraphModule, rows: Rows, regions: list[Region], units: list[Unit]
+    ) -> None:
+        self.gm, self.rows, self.regions, self.units = gm, rows, regions, units
+        self.values: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.bodies: dict[str, Body] = {}
         self.codes: dict[str, fx.GraphModule] = {}
+        self.reasons: dict[str, str] = {}
+        self.unplaced: dict[str, str] = {}
+        self.num_calls: dict[str, int] = {}
+        self.num_names: Counter[str] = Counter()
+        self.inputs: dict[str, fx.Node] = {}
+        self.given: set[int] = set()
+        self.two_phases = cache(two_phases)
+        graph = gm.graph
         self.modes = modes_of(graph)
-        self.cheap = {node for unit in self.units if unit.cheap for node in unit.nodes}
-        self.canonical = _canonical(graph, self.rows)
+        self.cheap = {node for unit in units if unit.cheap for node in unit.nodes}
+        self.canonical = _canonical(graph, rows)
         self.output = graph.output_node()
         self.outputs = list(
             dict.fromkeys(self.canonical[node] for node in self.output.all_input_nodes)
         )
-        self.written = set().union(*(unit.writes for unit in self.units)) if self.units else set()
-        self.owners = Owners(graph, self.rows, self.regions, self.cheap)
+        self.written = set[int]().union(*(unit.writes for unit in units))
+        self.owners = Owners(graph, rows, regions, self.cheap)
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
@@ -131,15 +130,13 @@ class Assembly:
         exprs = self.rows.symbols.shape(tensor)
         if not all(expr.free_symbols <= self.rows.bound for expr in exprs):
             return opaque
+        axis, batch = self.rows.axis(tensor), None
         try:
             shape = tuple(size_of(expr) for expr in exprs)
         except SizeError:
             return opaque
-        axis = self.rows.axis(tensor)
-        try:
-            batch: Batch | None = axis.batch() if axis is not None else None
-        except SizeError:
-            batch = None
+        with contextlib.suppress(SizeError):
+            batch = axis.batch() if axis is not None else None
         return Value(opaque.name, shape, dtype, batch)
 
     def _written_by(self, region: Region, writer: BodyWriter) -> tuple[str, ...]:
@@ -157,12 +154,14 @@ class Assembly:
         kind = declared or kind
         name = self._name(region)
         code, sizes, key = writer.finish(makes, self.codes)
+        talks = region.collective is not None
+        phases = self.two_phases(code, mine=self.owners.is_dead(region)) if talks else ()
         body = Body(
             key,
             code,
             sizes,
             writer.switches_grad,
-            *self._phases(region, code),
+            *phases,
             graph=region.mark is None or region.mark.graph,
             examples=tuple(self.rows.value(node) for node in reads),
             inner=region.mark.inner if region.mark else None,
@@ -180,7 +179,7 @@ class Assembly:
                 uses=(region.mark and region.mark.uses)
                 or ("network" if region.collective else "compute"),
                 rows=kind,
-                two_phase=region.collective is not None,
+                two_phase=talks,
                 collective=collective_of(region.collective),
                 mark=region.mark.name if region.mark else None,
                 body=key,
@@ -214,28 +213,17 @@ class Assembly:
                 name = op.makes[number]
                 self.values[name] = replace(self.values[name], placeable=True)
 
-    def _phases(self, region: Region, code: fx.GraphModule) -> Phases:
-        if region.collective is None:
-            return None, None
-        mine = self.owners.is_dead(region)
-        if (code, mine) not in self.phases:
-            self.phases[code, mine] = two_phases(code, mine=mine)
-        return self.phases[code, mine]
-
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""
         for node in made:
             number = next(iter(storages(self.rows.value(node))), None)
-            if number is None:
-                continue
             twice = sum(number in storages(self.rows.value(out)) for out in self.outputs) > 1
-            if number not in self.written and number not in self.given and not twice:
+            if number is None or not (number in self.written | self.given or twice):
                 continue
             earlier = [*reads, *list(made)[: list(made).index(node)]]
-            for other in earlier:
-                if number in storages(self.rows.value(other)):
-                    made[node] = replace(made[node], alias_of=value_name(other))
-                    break
+            shown = [other for other in earlier if number in storages(self.rows.value(other))]
+            if shown:
+                made[node] = replace(made[node], alias_of=value_name(shown[0]))
 
     def _kind(
         self,
@@ -274,16 +262,15 @@ class Assembly:
         unit = region.reason
         others = sum(other.kind == region.kind for other in region.units) - 1
         more = f" (and {others} more)" if others else ""
-        where = source_of(unit.named)
-        text = f"{target_name(unit.named)}: {unit.reason}{more}"
+        where = source_of(unit.cause)
+        text = f"{target_name(unit.cause)}: {unit.reason}{more}"
         return f"{text}, at {where}" if where else text
 
     def _flops(self, region: Region) -> Size:
         total: Any = sum(self.rows.calls[node].flops for node in region.calls)
-        try:
+        with contextlib.suppress(SizeError):
             return size_of(total) if total != 0 else ZERO
-        except SizeError:
-            return ZERO
+        return ZERO
 
     def _name(self, region: Region) -> str:
         if region.mark is not None and region.collective is None:
@@ -293,7 +280,7 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "once"
         else:
-            call = region.collective or region.reason.named
+            call = region.collective or region.reason.cause
             target = target_name(call).removesuffix(".default")
             if isinstance(call.target, OpOverload):
                 target = str(call.target.overloadpacket)

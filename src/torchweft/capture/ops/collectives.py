@@ -35,7 +35,7 @@ MAKERS = (
     "linear matmul mm bmm addmm baddbmm einsum embedding add sub mul div truediv relu gelu silu "
     "tanh sigmoid softmax layer_norm rms_norm sum"
 )
-NEW = frozenset(MAKERS.split())
+NEW = frozenset(MAKERS.split())  # calls that always make new bytes
 BARE = ("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros")
 PIECES = (operator.getitem, aten.slice.Tensor, aten.select.int)
 
@@ -77,8 +77,8 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
     before = [node for node in nodes[: nodes.index(start)] if not state_name(node)]
     behind = [node for node in nodes[nodes.index(start) + 1 :] if not state_name(node)]
     place = _places(start, behind)
-    output = next(node for node in code.graph.nodes if node.op == "output")
-    if place is None or any(made not in place for made in output.args[0]):
+    makes: Any = code.graph.output_node().args[0]
+    if place is None or any(made not in place for made in makes):
         return None, None
     options: dict[str, Any] = {}
     copies = [node for node in behind if is_copy(node)]
@@ -86,7 +86,7 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
         options["out"] = copies[0].args[0]
     elif mine and kind_of(start) in IN_PLACE:
         options["mine"] = True
-    return _issue(code, before, start, options), _complete([place[n] for n in output.args[0]])
+    return _issue(code, before, start, options), _complete([place[made] for made in makes])
 
 
 def _places(start: fx.Node, behind: list[fx.Node]) -> dict[fx.Node, int] | None:
@@ -161,16 +161,12 @@ class Owners:
             return False
         touching = self.touching[numbers.pop()]
         maker = self.home.get(touching[0])
-        if maker is None or maker.collective is not None or not _is_new(touching[0]):
+        names = target_name(touching[0]).split(".")
+        is_new = NEW & {names[-1], *names[-2:-1]}  # however many rows there are
+        if maker is None or maker.collective is not None or not is_new:
             return False
         homes = [self.home.get(node) for node in touching if node not in self.cheap]
         return all(home is maker or home is region for home in homes)
-
-
-def _is_new(node: fx.Node) -> bool:
-    """Whether a call makes new bytes, however many rows there are."""
-    names = target_name(node).split(".")
-    return bool({names[-1], *names[-2:-1]} & NEW)
 
 
 def drop_buffers(gm: fx.GraphModule) -> None:

@@ -30,7 +30,7 @@ from torch import fx
 
 from torchweft.capture.bodies.outs import Makers, Unfit
 from torchweft.capture.marks import Mark
-from torchweft.capture.ops.units import Unit, handed_out, mark_cheap, storages
+from torchweft.capture.ops.units import Unit, handed_out, mark_cheap, only_views, storages
 from torchweft.capture.rows.rows import ORDER, Rows, id_of
 
 WHOLE = ("batch-free", "random", "mixing")
@@ -89,7 +89,8 @@ def cut(units: list[Unit], rows: Rows) -> list[Region]:
         if regions and _joins(regions[-1], unit, awaits):
             regions[-1].add(unit)
             continue
-        if regions and _passes(unit, regions[-1], cheap, rows):
+        free = unit.key is None and unit.kind in WHOLE  # marked units stay together
+        if regions and free and not needs(unit, regions[-1], cheap, rows):
             at -= 1  # before the open region, as part of the one there if that is alike
             before = regions[at - 1] if at else None
             if before and before.kind == unit.kind and _joins(before, unit, awaits):
@@ -128,11 +129,6 @@ def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
         return True
     alike = region.kind == unit.kind and region.units[0].block == unit.block
     return alike and unit.kind != "random" and region.awaits == awaits
-
-
-def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
-    """Whether a unit may go before a region that it does not need; marked units stay together."""
-    return unit.key is None and unit.kind in WHOLE and not needs(unit, region, cheap, rows)
 
 
 def needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
@@ -194,7 +190,7 @@ def _unmark_views(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     views = []
     for unit in units:
         shown = storages([rows.value(node) for node in unit.nodes])
-        if all(rows.calls[node].only_views for node in unit.nodes) and shown and shown <= noticed:
+        if only_views(unit, rows) and shown and shown <= noticed:
             views.append(unit)
         else:
             working.add(unit.key)
@@ -320,15 +316,17 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         if not plain or unit.cheap or unit.writes or unit.draws:
             continue
         whole = list(map(_is_whole, users))
-        if _only_views(unit, rows) and all(whole) and _is_inside(unit, users, handed, rows):
+        shown = any(id(rows.value(node)) in handed for node in unit.nodes)  # to the caller
+        inside = users and None not in users and not shown
+        if only_views(unit, rows) and all(whole) and inside:
             unit.cheap = True  # whoever needs it takes the view of the whole itself
             continue
         if not _works_before(unit, home, rows):
             continue  # nothing would be left in parts
         if not any(whole) or (id(unit) in slow and not all(whole)):
             continue
-        shown = [node for node in unit.nodes if any(map(_is_whole, _users(node, home)))]
-        reasons = [_reason(node, makers, home) for node in shown]
+        needed = [node for node in unit.nodes if any(map(_is_whole, _users(node, home)))]
+        reasons = [_reason(node, makers, home) for node in needed]
         if not any(reasons):
             continue
         counts = any(rows.calls[node].flops != 0 for node in unit.nodes)
@@ -340,17 +338,6 @@ def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
         unit.kind, unit.reason = "mixing", f"its result is needed whole, and {why}"
 
 
-def _is_inside(unit: Unit, users: list[Unit | None], handed: set[int], rows: Rows) -> bool:
-    """Whether only ops read a result, and not the caller, not even by another name."""
-    if not users or None in users:
-        return False
-    return not any(id(rows.value(node)) in handed for node in unit.nodes)
-
-
-def _only_views(unit: Unit, rows: Rows) -> bool:
-    return all(rows.calls[node].only_views for node in unit.nodes)
-
-
 def _works_before(unit: Unit, home: dict[fx.Node, Unit], rows: Rows) -> bool:
     """Whether row-wise work, and not only views, leads to a unit."""
     seen, waiting = {id(unit)}, [unit]
@@ -359,7 +346,7 @@ def _works_before(unit: Unit, home: dict[fx.Node, Unit], rows: Rows) -> bool:
         for other in (home[node] for node in used if node in home):
             if id(other) in seen or other.kind != "row-wise":
                 continue
-            if not _only_views(other, rows):
+            if not only_views(other, rows):
                 return True
             seen.add(id(other))
             waiting.append(other)

@@ -148,7 +148,7 @@ def find_rows(
     twins: fills in an inlined block that is like an earlier one.
     """
     rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
-    fake_mode = _fake_mode(gm)
+    fake_mode = fake_mode_of(gm)
     watcher = _Watcher(rows)
     with contextlib.ExitStack() as stack:
         if (env := fake_mode.shape_env) is not None:
@@ -160,7 +160,8 @@ def find_rows(
     return rows
 
 
-def _fake_mode(gm: fx.GraphModule) -> Any:
+def fake_mode_of(gm: fx.GraphModule) -> Any:
+    """The mode of the fake tensors of a graph."""
     for node in gm.graph.nodes:
         for tensor in tensors_in(node.meta.get("example_value")):
             if hasattr(tensor, "fake_mode"):
