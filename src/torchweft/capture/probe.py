@@ -129,8 +129,7 @@ def _unheard(
     Its own share where that has the right shape, else numbers at random.
     """
     made = []
-    for name in op.makes:
-        value = captured.graph.value[name]
+    for value in map(captured.graph.value.__getitem__, op.makes):
         shape = [size.evaluate(env) for size in value.shape]
         alike = [r for r in reads if isinstance(r, torch.Tensor) and list(r.shape) == shape]
         dtype = getattr(torch, value.dtype)

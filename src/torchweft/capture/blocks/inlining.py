@@ -60,7 +60,9 @@ def inline(gm: fx.GraphModule, rules: Sequence[MarkRule] = ()) -> None:
     for call in calls:
         name = _name(call)
         if first.setdefault(name, call) is call:
-            _drop_sizes(_code(gm, call).graph)
+            for node in reversed(_code(gm, call).graph.nodes):  # sizes that nobody uses
+                if not node.users and (is_getitem(node) or node.target == "size"):
+                    node.graph.erase_node(node)
         elif call.meta.get("custom") != first[name].meta.get("custom"):
             raise BlockError(f"block: {call} is marked otherwise than {first[name]}.")
         one = _inline(gm, call, first[name])
@@ -97,13 +99,6 @@ def _slow(graph: fx.Graph, rules: Sequence[MarkRule]) -> set[fx.Node]:
     talks = {node for node in graph.nodes if is_collective(node)}
     marked = {node for node, (mark, _) in marks.items() if mark.uses in SLOW}
     return {node for node in talks | marked if node.target is not INVOKE}
-
-
-def _drop_sizes(graph: fx.Graph) -> None:
-    """Forget sizes that were asked for and are not used."""
-    for node in reversed(graph.nodes):
-        if not node.users and (is_getitem(node) or node.target == "size"):
-            graph.erase_node(node)
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node, first: fx.Node) -> InlinedCall:
@@ -163,19 +158,15 @@ class Twins:
             return False
         first, other = self.pairs[node]
         start, twin = first.nodes[0], _Twin(rows)
-        if start not in self.plain:
-            self.plain[start] = not _by_data(first, rows)
+        if start not in self.plain:  # else each call of the block has symbols of its own
+            leaves = tree_leaves([rows.value(node) for node in first.nodes])
+            sizes = [leaf for leaf in leaves if isinstance(leaf, (Tensor, *SYMBOLIC))]
+            self.plain[start] = not any(map(free_unbacked_symbols, sizes))
         if not self.plain[start] or not twin.match(first, other):
             return False
         for old, new in zip(first.nodes, other.nodes, strict=True):
             rows.calls[new] = twin.call(rows.calls[old], new)
         return True
-
-
-def _by_data(block: InlinedCall, rows: Rows) -> bool:
-    """Whether a size in a block hangs on data: each call of it has symbols of its own then."""
-    leaves = tree_leaves([rows.value(node) for node in block.nodes])
-    return any(free_unbacked_symbols(x) for x in leaves if isinstance(x, (Tensor, *SYMBOLIC)))
 
 
 class _Twin:
@@ -221,12 +212,8 @@ class _Twin:
 
     def _shown(self, first: InlinedCall, other: InlinedCall) -> list[Tensor]:
         """The tensors of the first call whose like is used by other nodes of the graph."""
-        inside = set(other.nodes)
-        nodes = [
-            old
-            for old, new in zip(first.nodes, other.nodes, strict=True)
-            if not inside.issuperset(new.users)
-        ]
+        inside, pairs = set(other.nodes), zip(first.nodes, other.nodes, strict=True)
+        nodes = [old for old, new in pairs if not inside.issuperset(new.users)]
         leaves = tree_leaves([self.rows.value(node) for node in nodes])
         return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 

@@ -24,7 +24,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -102,7 +102,9 @@ class Body:
     body.into.function(...)        makes, written where it is told; see `outs`
 
     graph: whether a device graph may hold it. `examples` are its reads as fake tensors; `inner` is
-    the inner compiler that a mark asks for.
+    the inner compiler that a mark asks for. What that made runs in the place of `code`: `compiled`,
+    and `by` are the structures that Inductor compiles, form by form. unplaced: for makes that
+    eager's body can write where it is told and this one cannot, by number, the reason.
     """
 
     key: str
@@ -115,6 +117,9 @@ class Body:
     into: Into | None = None
     examples: tuple[Any, ...] = ()
     inner: str | None = None
+    compiled: Function | None = None
+    by: tuple[Any, ...] = ()
+    unplaced: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
@@ -126,6 +131,8 @@ class Body:
     def function(self) -> Function:
         """The plain function of reads and sizes."""
         issue, complete, forward = self.issue, self.complete, self.code.forward
+        if self.compiled is not None:
+            return self.compiled
         if issue is not None and complete is not None:
             return lambda *arguments: complete(issue(*arguments))
         if not self.switches_grad:
@@ -141,7 +148,7 @@ class Body:
         self, arguments: Sequence[str], targets: Sequence[str], constant: Callable[[Any], str]
     ) -> list[str] | None:
         """What it does as lines of a program; None if the program must call it."""
-        if self.issue is not None or self.switches_grad:
+        if self.issue is not None or self.switches_grad or self.compiled is not None:
             return None
         return write_calls(self.code.graph, arguments, targets, constant)
 
@@ -207,24 +214,26 @@ class BodyWriter:
             self._copy(node)
 
     def finish(
-        self, makes: Iterable[fx.Node], codes: dict[str, fx.GraphModule]
+        self,
+        makes: Iterable[fx.Node],
+        codes: dict[str, fx.GraphModule],
+        more: Iterable[fx.Node] = (),
     ) -> tuple[fx.GraphModule, tuple[Size, ...], str]:
-        """The module, its sizes and its key. Equal bodies share one module: `codes`, by key."""
+        """The module, its sizes and its key. Equal bodies share one module: `codes`, by key.
+
+        It takes reads first, sizes after them, then more.
+        """
         self._switch(((), self.grad))
         self.graph.output(tuple(self.local[node] for node in makes))
-        self._order_placeholders()
+        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
+            first = next(iter(self.graph.nodes))
+            if node is not first:
+                first.prepend(node)
         sizes = tuple(self.sizes)
         key = key_of(self.gm, self.graph, sizes)
         if key not in codes:
             codes[key] = fx.GraphModule(self.gm, self.graph, class_name="Body")
         return codes[key], sizes, key
-
-    def _order_placeholders(self, more: Iterable[fx.Node] = ()) -> None:
-        """Reads first, sizes after them, then more, calls behind all."""
-        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
-            first = next(iter(self.graph.nodes))
-            if node is not first:
-                first.prepend(node)
 
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)

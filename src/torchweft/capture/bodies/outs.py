@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweft.capture.bodies.bodies import BodyWriter, Function, Into, ResultBytes, key_of
+from torchweft.capture.bodies.bodies import BodyWriter, Function, Into, ResultBytes
 from torchweft.capture.ops.units import Unit, is_nested, storages
 from torchweft.capture.rows.axes import AtenCall, size_of
 from torchweft.capture.rows.rows import Rows, id_of, is_getitem, is_view
@@ -324,8 +324,7 @@ class Replayer(BodyWriter):
         """The finished form. Raises `Unfit` if it would not read what the body reads."""
         if list(self.reads) != list(self.like.reads) or self.switches_grad:
             raise Unfit("its op switches the grad mode")
-        self._switch(((), self.grad))
-        self.graph.output(tuple(self.local[node] for node in makes))
+        code, sizes, key = self.finish(makes, {}, self.slices)
         rooms = []
         for maker, base in self.bases:
             views = {
@@ -334,11 +333,7 @@ class Replayer(BodyWriter):
                 if self.wanted.get(node) == maker
             }
             rooms.append(replace(maker.room, views=views))
-        self._order_placeholders(self.slices)
-        code = fx.GraphModule(self.gm, self.graph, class_name="Into")
-        all_sizes = tuple(self.sizes)
-        key = key_of(code, code.graph, all_sizes)
-        return Into(code.forward, all_sizes, tuple(rooms), code, key)
+        return Into(code.forward, sizes, tuple(rooms), code, key)
 
     def _copy(self, node: fx.Node) -> Any:
         if node in self.makers:
