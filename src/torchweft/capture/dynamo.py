@@ -232,21 +232,15 @@ def candidates(
     hints: dict[Any, Any] = {}
     known: dict[str, Any] = {}
     wanted = batch if isinstance(batch, int) else 0
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for number, node in enumerate(placeholders):
-        leaf = node.meta.get("example_value")
-        is_tensor = isinstance(leaf, torch.Tensor)
-        given = example_inputs[number] if number < len(example_inputs) else None
-        for dim, size in enumerate(leaf.shape if is_tensor else [leaf]):
-            if not isinstance(size, torch.SymInt):
-                continue
-            expr = size.node.expr
-            known.update({str(symbol): symbol for symbol in expr.free_symbols})
-            if is_tensor and expr.is_symbol:
-                hints[expr] = size.node.hint
-                counts[expr] += dim == wanted
-                marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
-                carried[expr] += dim in getattr(given, MARKED, ())
+    for number, dim, size in symbolic_sizes(gm):
+        expr = size.node.expr
+        known.update({str(symbol): symbol for symbol in expr.free_symbols})
+        if dim is not None and expr.is_symbol:
+            given = example_inputs[number] if number < len(example_inputs) else None
+            hints[expr] = size.node.hint
+            counts[expr] += dim == wanted
+            marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
+            carried[expr] += dim in getattr(given, MARKED, ())
     if batch is not None and not isinstance(batch, int):
         names = [batch] if isinstance(batch, str) else list(batch)
         for name in names:
@@ -282,6 +276,10 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
     batch = built.rows.symbols.batch
     beside = (name for name in built.values if name == RNG or name.startswith(STATE))
     outputs, named = _outputs(built)
+    sizes = []
+    for number, dim, size in symbolic_sizes(built.gm):
+        with contextlib.suppress(SizeError):  # no polynomial tells a symbol
+            sizes.append((number, dim, size_of(size.node.expr)))
     graph = Graph(
         name=name,
         values=tuple(built.values.values()),
@@ -298,7 +296,7 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         num_calls=built.num_calls,
         slots={n: slot_of[node] for n, node in given if node.op == "placeholder"},
         constants={n: attrgetter(path)(built.gm) for n, path in held.items()},
-        symbols=symbol_slots(_sizes(placeholders)),
+        symbols=symbol_slots(sizes),
         num_inputs=len(placeholders),
         outputs=outputs,
         same=tuple(sorted(map(str, built.rows.symbols.same))),
@@ -321,15 +319,12 @@ def _unbatched(placeholders: Sequence[fx.Node]) -> str:
     return f"Dynamo fixed the rows of its inputs: {', '.join(sizes)}."
 
 
-def _sizes(placeholders: Sequence[fx.Node]) -> Iterator[tuple[int, int | None, Size]]:
+def symbolic_sizes(gm: fx.GraphModule) -> Iterator[tuple[int, int | None, torch.SymInt]]:
     """The symbolic sizes of inputs: (input, dim or None for a number, size)."""
-    for number, node in enumerate(placeholders):
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
         sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
-        for dim, size in sizes:
-            if isinstance(size, torch.SymInt):
-                with contextlib.suppress(SizeError):  # no polynomial tells a symbol
-                    yield number, dim, size_of(size.node.expr)
+        yield from ((number, dim, size) for dim, size in sizes if isinstance(size, torch.SymInt))
 
 
 def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:

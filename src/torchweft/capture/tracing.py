@@ -78,11 +78,7 @@ _calling: ContextVar[_TracedCall | None] = ContextVar("weft calling", default=No
 
 
 class Watch:
-    """Makes Dynamo compile the calls of a model as capture needs it.
-
-    A call that Dynamo has compiled before pays almost nothing: settings and marks are made when
-    Dynamo starts to compile, and taken back at its end.
-    """
+    """Makes Dynamo compile the calls of a model; one that is compiled pays almost nothing."""
 
     def __init__(
         self,

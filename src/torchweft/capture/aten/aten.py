@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from torchweft.capture.aten.passes import prepare
-from torchweft.capture.dynamo import Capture, analyse, candidates
+from torchweft.capture.dynamo import Capture, analyse, candidates, symbolic_sizes
 from torchweft.capture.failures import break_of
 from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
@@ -157,11 +157,8 @@ class _Pair:
 
     def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
         """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""
-        known: set[Any] = set()
-        for node in gm.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
-            for size in value.shape if isinstance(value, torch.Tensor) else ():
-                known |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+        sizes = [size for _, dim, size in symbolic_sizes(gm) if dim is not None]
+        known = set[Any]().union(*(size.node.expr.free_symbols for size in sizes))
         tried = [symbols for symbols in self.tried if symbols.batch in known]
         return tried or candidates(gm, (), self.dim)
 

@@ -180,7 +180,13 @@ class Structure:
 
         shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         mode = FakeTensorMode(shape_env=shapes)
-        symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
+        symbols: dict[str, Any] = {}
+        for name, value in env.items():
+            source = ConstantSource(name)
+            symbol = shapes.create_symbol(
+                value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+            )
+            symbols[name] = shapes.create_symintnode(symbol, hint=value, source=source)
         # Now: behind the compilation a symbol that was taken for its number is that number.
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         fakes = self._fakes(mode, orders, symbols)
@@ -204,14 +210,14 @@ class Structure:
             fakes = [*(symbols[slot.symbol] for slot in unseen), *fakes]
             whole: Any = compile_fx(code, fakes, inner_compile=inner)
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
-        source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
+        text = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
         plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
         kernels = made[0].current_callable if plain else lambda given: tuple(whole(*given))
 
         def telling(given: list[Any]) -> Any:
             return kernels([*(slot.number(given) for slot in unseen), *given])
 
-        return Variant(telling if unseen else kernels, orders, guards, source)
+        return Variant(telling if unseen else kernels, orders, guards, text)
 
     def _passes(self) -> AbstractContextManager[Any]:
         """Inductor's settings while it compiles: ours comes behind the user's own passes."""
@@ -263,14 +269,6 @@ def order_of(tensor: Tensor) -> Order | None:
             return None
         step *= shape[dim]
     return order
-
-
-def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
-    source = ConstantSource(name)
-    symbol = shapes.create_symbol(
-        value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
-    )
-    return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
 def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:

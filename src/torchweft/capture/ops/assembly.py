@@ -253,8 +253,9 @@ class Assembly:
                 value.name in outputs or value.alias_of not in self.inputs
             ):
                 return "mixing", f"{value.name} shares bytes with {value.alias_of}"
-        for name in mutates:
-            if not _is_leading(self.values[name]):
+        for name in mutates:  # a part must be a view of the whole
+            batch, shape = self.values[name].batch, self.values[name].shape
+            if batch is None or batch.outer != ONE or set(shape[: batch.dim]) - {ONE}:
                 return "mixing", f"it writes into {name}, whose rows do not lie one after another"
         return "row-wise", ""
 
@@ -332,10 +333,3 @@ def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:
         plain = isinstance(value, torch.Tensor) and node.op != "output"
         canonical[node] = first.setdefault(id(value), node) if plain else node
     return canonical
-
-
-def _is_leading(value: Value) -> bool:
-    """Whether the rows lie one after another, so that a part is a view of the whole."""
-    if value.batch is None or value.batch.outer != ONE:
-        return False
-    return all(size == ONE for size in value.shape[: value.batch.dim])
