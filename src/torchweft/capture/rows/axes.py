@@ -203,9 +203,9 @@ class AtenCall:
         """How many dims a tensor argument has."""
         return int(self.args[name].dim())
 
-    def dim(self, name: str = "dim", of: str = "self") -> int:
-        """An argument that is a dim of another one, counted from the front."""
-        return wrap(self.args[name], self.rank(of))
+    def dim(self, name: str = "dim") -> int:
+        """An argument that is a dim of `self`, counted from the front."""
+        return wrap(self.args[name], self.rank("self"))
 
     def dims(self, name: str, rank: int) -> list[int] | None:
         """Dims given as one or as a list, counted from the front; None for all."""
