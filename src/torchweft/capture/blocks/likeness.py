@@ -52,7 +52,7 @@ from torchweft.private.dynamo import (
     is_from_local_source,
 )
 
-UNREAD = {int, float, bool, str}  # values in a module that may differ where nobody reads them
+UNREAD = frozenset((int, float, bool, str))  # values in a module that may differ if not read
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 NOT_THEIRS = ("torch", "builtins")

@@ -22,7 +22,7 @@ from torchweft.capture.blocks.inlining import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
-from torchweft.capture.ops.collectives import Owners, collective_of, two_phases
+from torchweft.capture.ops.collectives import collective_of, dead_inputs, two_phases
 from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
@@ -70,7 +70,7 @@ class Assembly:
             dict.fromkeys(self.canonical[node] for node in self.output.all_input_nodes)
         )
         self.written = set[int]().union(*(unit.writes for unit in units))
-        self.owners = Owners(graph, rows, regions, self.cheap)
+        self.dead = dead_inputs(graph, rows, regions, self.cheap)
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
@@ -155,7 +155,7 @@ class Assembly:
         name = self._name(region)
         code, sizes, key = writer.finish(makes, self.codes)
         talks = region.collective is not None
-        phases = self.two_phases(code, mine=self.owners.is_dead(region)) if talks else ()
+        phases = self.two_phases(code, mine=id(region) in self.dead) if talks else ()
         body = Body(
             key,
             code,

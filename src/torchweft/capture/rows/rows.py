@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -175,12 +176,8 @@ def _unguarded(mode: Any) -> Iterator[None]:
     if env is None:
         yield
         return
-    log, env.log = env.log, SILENT
-    try:
-        with env.error_on_new_guards():
-            yield
-    finally:
-        env.log = log
+    with patch.object(env, "log", SILENT), env.error_on_new_guards():
+        yield
 
 
 @contextlib.contextmanager
