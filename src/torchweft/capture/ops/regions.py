@@ -230,68 +230,55 @@ def sink(units: list[Unit], rows: Rows) -> list[Unit]:
     """
     if not any(unit.kind == "additive" for unit in units):
         return units
-    return _Sinker(units, rows).sorted()
-
-
-class _Sinker:
-    """`stretch`: the row-wise units since the last cut. `waiting`: what shall come behind them."""
-
-    def __init__(self, units: list[Unit], rows: Rows) -> None:
-        self.units, self.rows = units, rows
-        self.cheap: dict[fx.Node, Unit] = {
-            node: unit for unit in units if unit.cheap for node in unit.nodes
-        }
-        self.done: list[Unit] = []
-        self.num_groups = 0
-        self._restart()
-
-    def sorted(self) -> list[Unit]:
-        for unit in self.units:
-            if unit.cheap:
-                self.done.append(unit)
-                continue
-            waits = needs(unit, self.waiting, self.cheap, self.rows)
-            plain = unit.kind == "batch-free" and unit.key is None and not unit.writes
-            if plain if waits else unit.kind == "additive":
-                self.waiting.add(unit)
-                continue
-            if unit.collective is not None and not waits:
-                self.done.append(unit)  # the sums run while it is under way
-                self._flush()
-                continue
-            if waits or self._cuts(unit):
-                self._flush()
-            if unit.kind == "additive":
-                self.waiting.add(unit)
-                continue
+    cheap = {node: unit for unit in units if unit.cheap for node in unit.nodes}
+    done: list[Unit] = []
+    stretch, waiting = _empty(), _empty()  # row-wise since the last cut, and what comes behind
+    for unit in units:
+        if unit.cheap:
+            done.append(unit)
+            continue
+        waits = needs(unit, waiting, cheap, rows)
+        plain = unit.kind == "batch-free" and unit.key is None and not unit.writes
+        if plain if waits else unit.kind == "additive":
+            waiting.add(unit)
+            continue
+        talks = unit.collective is not None and not waits
+        if talks:
+            done.append(unit)  # the sums run while it is under way
+        if talks or waits or _cuts(unit, stretch, cheap, rows):
+            done += _sums_first(waiting.units, len(done))
+            stretch, waiting = _empty(), _empty()
+        if unit.kind == "additive":
+            waiting.add(unit)
+        elif not talks:
             if unit.kind == "row-wise":
-                self.stretch.add(unit)
-            self.done.append(unit)
-        self._flush()
-        return self.done
+                stretch.add(unit)
+            done.append(unit)
+    return done + _sums_first(waiting.units, len(done))
 
-    def _cuts(self, unit: Unit) -> bool:
-        """Whether a unit ends the stretch, wherever the sums are."""
-        if not self.stretch.units or unit.kind == "batch-free":
-            return False
-        if unit.kind == "row-wise" and unit.collective is None:
-            return unit.key != self.stretch.units[-1].key
-        return needs(unit, self.stretch, self.cheap, self.rows)
 
-    def _restart(self) -> None:
-        self.stretch = Region([], "batch-free")
-        self.waiting = Region([], "batch-free")
+def _empty() -> Region:
+    return Region([], "batch-free")
 
-    def _flush(self) -> None:
-        """Put what waits behind the stretch, the sums of one mark as one op."""
-        sums = [unit for unit in self.waiting.units if unit.kind == "additive"]
-        for unit in sums:
-            unit.key = ("sums", self.num_groups, unit.key)
-        self.num_groups += 1
-        groups = dict.fromkeys(unit.key for unit in sums)
-        self.done += [unit for key in groups for unit in sums if unit.key == key]
-        self.done += [unit for unit in self.waiting.units if unit.kind != "additive"]
-        self._restart()
+
+def _cuts(unit: Unit, stretch: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether a unit ends the stretch, wherever the sums are."""
+    if not stretch.units or unit.kind == "batch-free":
+        return False
+    if unit.kind == "row-wise" and unit.collective is None:
+        return unit.key != stretch.units[-1].key
+    return needs(unit, stretch, cheap, rows)
+
+
+def _sums_first(waiting: list[Unit], number: int) -> list[Unit]:
+    """What has waited, the sums of one mark side by side, to be one op; `number` is the place."""
+    groups: dict[object, list[Unit]] = {}
+    for unit in waiting:
+        if unit.kind == "additive":
+            groups.setdefault(unit.key, []).append(unit)
+            unit.key = ("sums", number, unit.key)
+    others = [unit for unit in waiting if unit.kind != "additive"]
+    return [unit for group in groups.values() for unit in group] + others
 
 
 def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
