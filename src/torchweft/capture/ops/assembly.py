@@ -155,13 +155,15 @@ class Assembly:
         name = self._name(region)
         code, sizes, key = writer.finish(makes, self.codes)
         talks = region.collective is not None
-        phases = self.two_phases(code, mine=id(region) in self.dead) if talks else ()
+        mine = id(region) in self.dead
+        issue, complete = self.two_phases(code, mine=mine) if talks else (None, None)
         body = Body(
             key,
             code,
             sizes,
             writer.switches_grad,
-            *phases,
+            issue,
+            complete,
             graph=region.mark is None or region.mark.graph,
             examples=tuple(self.rows.value(node) for node in reads),
             inner=region.mark.inner if region.mark else None,
@@ -184,7 +186,7 @@ class Assembly:
                 mark=region.mark.name if region.mark else None,
                 body=key,
                 flops=self._flops(region),
-                source=source_of(region.units[0].first),
+                source=source_of(region.units[0].nodes[0]),
             )
         )
         if kind not in ("row-wise", "batch-free"):

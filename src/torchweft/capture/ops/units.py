@@ -58,11 +58,6 @@ class Unit:
     block: str | None = None
     states: SideState = field(default_factory=dict)
 
-    @property
-    def first(self) -> fx.Node:
-        """The call that the unit is about."""
-        return self.nodes[0]
-
 
 def find_units(
     graph: fx.Graph,
@@ -201,7 +196,8 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
     calls = [rows.calls[node] for node in nodes]
     worst = max(calls, key=lambda call: ORDER.index(call.kind))
     cause = worst.node if worst.reason else nodes[0]
-    unit = Unit(nodes, worst.kind, worst.reason, cause, *marks.get(nodes[0], (None, None)))
+    mark, key = marks.get(nodes[0], (None, None))
+    unit = Unit(nodes, worst.kind, worst.reason, cause, mark, key)
     unit.draws, unit.block = any(call.draws for call in calls), nodes[0].meta.get(BLOCK)
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}
@@ -246,7 +242,7 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             alone = len(readers[id(unit)]) == 1
-            unit.cheap = alone and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+            unit.cheap = alone and _bytes(rows.value(unit.nodes[0])) <= SMALL_BYTES
 
 
 def handed_out(rows: Rows) -> set[int]:
@@ -274,11 +270,11 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
     """Whether computing a call again, elsewhere, gives the same and does no harm."""
     if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
         return False
-    if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.first):
+    if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.nodes[0]):
         return False
-    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.first].atens):
+    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.nodes[0]].atens):
         return False  # what copies is not done once more for each part
-    return not (unit.reads | storages(rows.value(unit.first))) & written
+    return not (unit.reads | storages(rows.value(unit.nodes[0]))) & written
 
 
 def _bytes(value: Any) -> int:
