@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -266,13 +267,12 @@ def _watch_frames() -> None:
 
 def _is_start() -> bool:
     """Whether Dynamo compiles what the user called, and not something that this has come to."""
-    frame = sys._getframe()
-    while frame.f_code is not Watch.__call__.__code__:
+    for frame, _ in walk_stack(sys._getframe()):
+        if frame.f_code is Watch.__call__.__code__:
+            return True
         if not frame.f_code.co_filename.startswith((TORCH, __file__, contextlib.__file__)):
             return False
-        assert frame.f_back is not None, "only a watched call is compiled here"
-        frame = frame.f_back
-    return True
+    raise AssertionError("only a watched call is compiled here")
 
 
 def compile_by(
@@ -335,10 +335,8 @@ def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
 
 def _locals() -> Mapping[str, Any]:
     """What the frame that Dynamo compiles has got."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not FRAME:
-        frame = frame.f_back
-    return frame.f_locals["locals"] if frame is not None else {}
+    stack = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is FRAME)
+    return next((frame.f_locals["locals"] for frame in stack), {})
 
 
 def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:
