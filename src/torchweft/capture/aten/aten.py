@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -70,7 +70,7 @@ def run_aten(
 
 def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
     """The same, but who asks for the gradient of a gradient is told by us, and not by torch."""
-    told = False
+    told, first = False, cast(Any, FirstGradient)
 
     def call(*inputs: Any) -> Any:
         nonlocal told
@@ -81,7 +81,7 @@ def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
                 node = node.next_functions[0][0] if node.next_functions else None
             compiled: Any = getattr(node, "_forward_cls", None)
             if stock := getattr(compiled, "_double_backward", None):
-                compiled._double_backward = lambda *given: FirstGradient.apply(*stock(*given))
+                compiled._double_backward = lambda *given: first.apply(*stock(*given))
                 told = True
                 break
         return outputs

@@ -96,8 +96,8 @@ class Structure:
             return "it switches gradients on or off"
         if any(value.dtype not in ITEM_BYTES for value in self.reads):
             return "a read is no plain tensor"
-        sizes = [size for each in (*self.reads, *self.rooms) for size in each.shape]
-        wanted = {symbol for size in (*sizes, *self.body.sizes) for symbol in size.symbols}
+        shapes = [value.shape for value in self.reads] + [room.shape for room in self.rooms]
+        wanted = {s for sizes in (*shapes, self.body.sizes) for size in sizes for s in size.symbols}
         if wanted - {slot.symbol for slot in self.slots}:
             return "a size cannot be told from its reads"
         return ""
