@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from device import KIND
 
-from torchweft.capture.bodies.outs import Into, ResultBytes
+from torchweft.capture.bodies.bodies import Into, ResultBytes
 from torchweft.errors import PlanError
 from torchweft.plan.context import Context
 from torchweft.plan.graph import Batch, Graph, Op, Value

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.bodies.calls import MAX_CALLS, write_calls
+from torchweft.capture.bodies.bodies import MAX_CALLS, write_calls
 from torchweft.errors import RunError
 
 

@@ -239,7 +239,7 @@ def test_behind_a_graph_break_the_batch_is_still_known() -> None:
         tracer = check(fn, plain)
     assert len(tracer.captures) == 2
     assert all(captured.graph.batch is not None for captured in tracer.captures)
-    assert all(captured.row_share == 1.0 for captured in tracer.captures)
+    assert all(op.rows == "row-wise" for each in tracer.captures for op in each.graph.ops)
 
 
 def test_sizes_taken_for_one_batch_are_compared_at_each_call() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.blocks import twins
+from torchweft.capture.blocks import inlining
 
 WIDE = 8
 
@@ -243,8 +243,8 @@ def test_inductor_compiles_no_more_for_deeper_models():
 def matched(monkeypatch):
     """Of each block that could be known from the first, whether it was like that."""
     found = []
-    match = twins._Twin.match
-    monkeypatch.setattr(twins._Twin, "match", lambda *a: found.append(match(*a)) or found[-1])
+    match = inlining._Twin.match
+    monkeypatch.setattr(inlining._Twin, "match", lambda *a: found.append(match(*a)) or found[-1])
     return found
 
 

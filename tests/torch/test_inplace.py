@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.aten import inplace
 from torchweft.capture.aten import passes as aten_passes
 
 ROWS, HEADS, LENGTH, HIDDEN = 6, 4, 64, 8
@@ -175,7 +174,7 @@ def test_a_written_input_that_is_handed_out_is_the_input_itself():
     for node, value in zip((cache, key, at, new, back), (*given, given[0], given[0]), strict=True):
         node.meta["val"] = value
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    assert inplace.put_back(gm) == []
+    assert aten_passes.put_back(gm) == []
     gm.recompile()
     wanted = given[0].index_copy(2, given[2], given[1])
     found, again = gm(*given)

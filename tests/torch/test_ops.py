@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchweft as weft
 from torchweft.capture.rows import math as rows_math
-from torchweft.capture.rows.aten_call import RowRule
+from torchweft.capture.rows.axes import RowRule
 from torchweft.capture.rows.shape import unmoved
 from torchweft.run.compare import compare
 from torchweft.serve.reporting import Report

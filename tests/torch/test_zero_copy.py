@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.bodies.outs import Into, ResultBytes
+from torchweft.capture.bodies.bodies import Into, ResultBytes
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.machine import cpu
 from torchweft.run.cpu import Lanes, run

@@ -39,7 +39,7 @@ from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
 
 MARKED = "_dynamo_propagated_dynamic_indices"
-GOOD_SHARE = 0.9  # of calls in row-wise ops: no other symbol is tried
+GOOD_SHARE = 0.9  # of calls in such ops: no other symbol is tried
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,6 @@ class Capture:
             env.get(name, env[batch]) == env[batch] for name in self.same
         )
 
-    @property
-    def row_share(self) -> float:
-        """The share of calls that stand in row-wise ops."""
-        row_wise = sum(self.num_calls[op.name] for op in self.graph.ops if op.rows == "row-wise")
-        return row_wise / max(1, sum(self.num_calls.values()))
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -203,7 +197,9 @@ def analyse(
     tries: list[tuple[float, Assembly, frozenset[MarkRule]]] = []
     for symbols in tried:
         built, matched = assemble(gm, symbols, rules=rules, level=level, given=given)
-        tries.append((_share(built), built, matched))
+        apart = [op.name for op in built.ops if op.rows in ("row-wise", "additive")]
+        inside = sum(built.num_calls[op] for op in apart)  # ops whose parts can run one by one
+        tries.append((inside / max(1, sum(built.num_calls.values())), built, matched))
         if tries[-1][0] >= GOOD_SHARE:
             break
     _, built, matched = max(tries, key=itemgetter(0))
@@ -224,13 +220,6 @@ def _refuse_subclasses(gm: fx.GraphModule) -> None:
             )
 
 
-def _share(built: Assembly) -> float:
-    """The share of calls that stand in ops whose parts can run one by one."""
-    kinds = ("row-wise", "additive")
-    inside = sum(built.num_calls[op.name] for op in built.ops if op.rows in kinds)
-    return inside / max(1, sum(built.num_calls.values()))
-
-
 def candidates(
     gm: fx.GraphModule, example_inputs: Sequence[Any], batch: int | str | Sequence[str] | None
 ) -> list[Symbols]:
@@ -244,23 +233,22 @@ def candidates(
     hints: dict[Any, Any] = {}
     known: dict[str, Any] = {}
     wanted = batch if isinstance(batch, int) else 0
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for number, node in enumerate(placeholders):
-        leaf = node.meta.get("example_value")
-        is_tensor = isinstance(leaf, torch.Tensor)
-        given = example_inputs[number] if number < len(example_inputs) else None
-        for dim, size in enumerate(leaf.shape if is_tensor else [leaf]):
-            if not isinstance(size, torch.SymInt):
-                continue
-            expr = size.node.expr
-            known.update({str(symbol): symbol for symbol in expr.free_symbols})
-            if is_tensor and expr.is_symbol:
-                hints[expr] = size.node.hint
-                counts[expr] += dim == wanted
-                marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
-                carried[expr] += dim in getattr(given, MARKED, ())
+    for number, dim, size in symbolic_sizes(gm):
+        expr = size.node.expr
+        known.update({str(symbol): symbol for symbol in expr.free_symbols})
+        if dim is not None and expr.is_symbol:
+            given = example_inputs[number] if number < len(example_inputs) else None
+            hints[expr] = size.node.hint
+            counts[expr] += dim == wanted
+            marked[expr] += dim in getattr(given, "_dynamo_dynamic_indices", ())
+            carried[expr] += dim in getattr(given, MARKED, ())
     if batch is not None and not isinstance(batch, int):
-        return [_named(batch, known)]
+        names = [batch] if isinstance(batch, str) else list(batch)
+        for name in names:
+            if name not in known:
+                raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
+        first, *others = [known[name] for name in names]
+        return [Symbols(first, frozenset(others))]
     counts = +marked if batch is None and +marked else +counts or +carried
     return _likely(counts, hints) or [Symbols()]
 
@@ -281,28 +269,18 @@ def _likely(counts: Counter[Any], hints: Mapping[Any, Any]) -> list[Symbols]:
     return likely
 
 
-def _named(batch: str | Sequence[str], known: Mapping[str, Any]) -> Symbols:
-    names = [batch] if isinstance(batch, str) else list(batch)
-    for name in names:
-        if name not in known:
-            raise CaptureError(f"batch: {unknown('symbol', name, known)}", rule="batch")
-    chosen = [known[name] for name in names]
-    return Symbols(chosen[0], frozenset(chosen[1:]))
-
-
 def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Capture:
     placeholders = built.gm.graph.find_nodes(op="placeholder")
     slot_of = {node: number for number, node in enumerate(placeholders)}
     given = built.inputs.items()
-
-    def attribute(path: str) -> torch.Tensor:
-        tensor = attrgetter(path)(built.gm)
-        assert isinstance(tensor, torch.Tensor), "only tensors are constants of a graph"
-        return tensor
-
+    held = {n: str(node.target) for n, node in given if node.op == "get_attr"}
     batch = built.rows.symbols.batch
     beside = (name for name in built.values if name == RNG or name.startswith(STATE))
     outputs, named = _outputs(built)
+    sizes = []
+    for number, dim, size in symbolic_sizes(built.gm):
+        with contextlib.suppress(SizeError):  # no polynomial tells a symbol
+            sizes.append((number, dim, size_of(size.node.expr)))
     graph = Graph(
         name=name,
         values=tuple(built.values.values()),
@@ -318,8 +296,8 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         reasons=built.reasons,
         num_calls=built.num_calls,
         slots={n: slot_of[node] for n, node in given if node.op == "placeholder"},
-        constants={n: attribute(str(node.target)) for n, node in given if node.op == "get_attr"},
-        symbols=symbol_slots(_sizes(placeholders)),
+        constants={n: attrgetter(path)(built.gm) for n, path in held.items()},
+        symbols=symbol_slots(sizes),
         num_inputs=len(placeholders),
         outputs=outputs,
         same=tuple(sorted(map(str, built.rows.symbols.same))),
@@ -342,15 +320,12 @@ def _unbatched(placeholders: Sequence[fx.Node]) -> str:
     return f"Dynamo fixed the rows of its inputs: {', '.join(sizes)}."
 
 
-def _sizes(placeholders: Sequence[fx.Node]) -> Iterator[tuple[int, int | None, Size]]:
+def symbolic_sizes(gm: fx.GraphModule) -> Iterator[tuple[int, int | None, torch.SymInt]]:
     """The symbolic sizes of inputs: (input, dim or None for a number, size)."""
-    for number, node in enumerate(placeholders):
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
         sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
-        for dim, size in sizes:
-            if isinstance(size, torch.SymInt):
-                with contextlib.suppress(SizeError):  # no polynomial tells a symbol
-                    yield number, dim, size_of(size.node.expr)
+        yield from ((number, dim, size) for dim, size in sizes if isinstance(size, torch.SymInt))
 
 
 def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:

@@ -73,11 +73,6 @@ def break_of(gm: fx.GraphModule) -> str:
     return described(reason) if reason is not None and reason.graph_break else ""
 
 
-def num_breaks() -> int:
-    """How many breaks Dynamo has had in this process."""
-    return len(graph_break_reasons)
-
-
 def breaks_since(number: int) -> list[str]:
     """The breaks that came behind the first `number`, those too that left no graph."""
     return [described(reason) for reason in graph_break_reasons[number:]]

@@ -18,6 +18,7 @@ import sympy
 from torch import Tensor, fx
 from torch.nn import Buffer, Parameter
 
+from torchweft.capture.rows.rows import fake_mode_of
 from torchweft.plan.sizes import Size
 from torchweft.private.core import PythonPrinter, int_oo
 
@@ -38,15 +39,13 @@ class Guards:
     @cached_property
     def _checks(self) -> list[tuple[str, frozenset[str], Callable[[Mapping[str, int]], bool]]]:
         """Each condition as text, with its symbols, and as a function of their numbers."""
-        return [(str(c), frozenset(map(str, c.free_symbols)), _check(c)) for c in self.conditions]
-
-
-def _check(condition: Any) -> Callable[[Mapping[str, int]], bool]:
-    """A condition as Python: sympy itself would take longer than the call that it guards."""
-    names = {s: sympy.Symbol(f"env[{str(s)!r}]", integer=True) for s in condition.free_symbols}
-    text = PythonPrinter().doprint(condition.xreplace(names))
-    holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda env: {text}", {"math": math})
-    return holds
+        checks = []
+        for each in self.conditions:  # as Python: sympy would take longer than the call itself
+            names = {s: sympy.Symbol(f"env[{str(s)!r}]", integer=True) for s in each.free_symbols}
+            text = PythonPrinter().doprint(each.xreplace(names))
+            holds = eval(f"lambda env: {text}", {"math": math})
+            checks.append((str(each), frozenset(map(str, each.free_symbols)), holds))
+        return checks
 
 
 class SymbolSlot(NamedTuple):
@@ -82,7 +81,7 @@ def symbol_slots(sizes: Iterable[tuple[int, int | None, Size]]) -> tuple[SymbolS
 
 def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -> Guards:
     """The guards of a captured graph that speak of its batch; `same` are other names for it."""
-    env = _shape_env(gm)
+    env = fake_mode_of(gm).shape_env
     if env is None or batch is None:
         return Guards()
     known = {str(symbol): symbol for symbol in env.var_to_range}
@@ -97,14 +96,6 @@ def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -
         if batch in map(str, getattr(condition, "free_symbols", ())):
             conditions.append(condition)
     return Guards(tuple(c for c in dict.fromkeys(conditions) if c not in (sympy.true, sympy.false)))
-
-
-def _shape_env(gm: fx.GraphModule) -> Any:
-    for node in gm.graph.nodes:
-        fake = getattr(node.meta.get("example_value"), "fake_mode", None)
-        if fake is not None and fake.shape_env is not None:
-            return fake.shape_env
-    return None
 
 
 def shared_bytes(inputs: Sequence[Any]) -> str:

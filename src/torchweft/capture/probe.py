@@ -12,7 +12,7 @@ writes, draws random numbers or talks to other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -29,21 +29,17 @@ CURE = "(if it is row-wise, weft.row_wise or rows='row-wise' says so; strict=Fal
 
 def untried(captured: Capture) -> Capture:
     """What was captured, with a cure beside the reason of each op that could be tried."""
-    told = {op.name for op in captured.graph.ops if _is_candidate(captured, op, None)}
+    told = {op.name for op in captured.graph.ops if _is_candidate(captured, op)}
     items = captured.reasons.items()
     return replace(captured, reasons={n: f"{why} {CURE}" if n in told else why for n, why in items})
 
 
-def probe(captured: Capture, inputs: Sequence[Any], names: Iterable[str] | None = None) -> Capture:
-    """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed.
-
-    names: the ops to try; by default every marked op and every custom operator.
-    """
+def probe(captured: Capture, inputs: Sequence[Any]) -> Capture:
+    """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed."""
     copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]
     values, env = captured.bind(copies)  # ops that write leave the caller's tensors alone
     batch = captured.graph.batch
-    wanted = set(names) if names is not None else None
-    candidates = {op.name for op in captured.graph.ops if _is_candidate(captured, op, wanted)}
+    candidates = {op.name for op in captured.graph.ops if _is_candidate(captured, op)}
     if batch is None or env[batch] < MIN_ROWS or not captured.splits(env) or not candidates:
         return captured
     passed: list[str] = []
@@ -65,14 +61,12 @@ def probe(captured: Capture, inputs: Sequence[Any], names: Iterable[str] | None 
     return replace(captured, graph=graph, reasons=reasons, assumed=tuple(passed))
 
 
-def _is_candidate(captured: Capture, op: Op, wanted: set[str] | None) -> bool:
+def _is_candidate(captured: Capture, op: Op) -> bool:
     if op.rows != "mixing" or op.mutates or op.collective is not None or not op.makes:
         return False
     made = [captured.graph.value[name] for name in op.makes]
     if any(value.batch is None or value.alias_of is not None for value in made):
         return False
-    if wanted is not None:
-        return op.name in wanted
     why = captured.reasons.get(op.name, "")
     return op.mark is not None or (
         "no rule says how" in why and "no rule says how aten." not in why
@@ -129,8 +123,7 @@ def _unheard(
     Its own share where that has the right shape, else numbers at random.
     """
     made = []
-    for name in op.makes:
-        value = captured.graph.value[name]
+    for value in map(captured.graph.value.__getitem__, op.makes):
         shape = [size.evaluate(env) for size in value.shape]
         alike = [r for r in reads if isinstance(r, torch.Tensor) and list(r.shape) == shape]
         dtype = getattr(torch, value.dtype)

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.dynamo import MARKED, mark_batch
-from torchweft.capture.failures import as_own, breaks_since, first_line, num_breaks
+from torchweft.capture.failures import as_own, breaks_since, first_line
 from torchweft.capture.ops.units import TORCH
 from torchweft.errors import WeftError
 from torchweft.private.core import tree_leaves
@@ -47,6 +48,7 @@ from torchweft.private.dynamo import (
     convert_frame,
     dynamo_config,
     fx_config,
+    graph_break_reasons,
     set_code_exec_strategy,
 )
 
@@ -78,11 +80,7 @@ _calling: ContextVar[_TracedCall | None] = ContextVar("weft calling", default=No
 
 
 class Watch:
-    """Makes Dynamo compile the calls of a model as capture needs it.
-
-    A call that Dynamo has compiled before pays almost nothing: settings and marks are made when
-    Dynamo starts to compile, and taken back at its end.
-    """
+    """Makes Dynamo compile the calls of a model; one that is compiled pays almost nothing."""
 
     def __init__(
         self,
@@ -115,7 +113,6 @@ class Watch:
         if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
-            _watch_limits()
             _watch_frames()
         call = _TracedCall(self, (args, kwargs))
         token = _calling.set(call)
@@ -135,14 +132,15 @@ class Watch:
 
     def _look_for_hooks(self) -> None:
         self._num_handles = RemovableHandle.next_id
-        if self.model is not None and not self._guards_hooks and has_hooks(self.model):
+        modules = () if self.model is None or self._guards_hooks else self.model.modules()
+        if any(vars(module).get(name) for module in modules for name in HOOKS):
             self._guards_hooks = True
             self.compiled = self.make()
 
     def begin(self, call: _TracedCall) -> None:
         """Dynamo starts to compile: dims of equal size stay apart, the batch gets a symbol."""
         self.news = True
-        self._num_breaks = num_breaks()
+        self._num_breaks = len(graph_break_reasons)
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": not self._guards_hooks}
         if call.constant:  # another number of rows would make Dynamo try a symbol by itself
@@ -246,48 +244,39 @@ def _end(_: CallbackArgs) -> None:
         call.watch.end(call)
 
 
-def _watch_limits() -> None:
-    """Have Dynamo's check of its limits tell the call; nobody else hears of it but its log."""
-    stock: Callable[..., tuple[bool, str]] = getattr(convert_frame, CHECK)
-    if stock.__module__ == __name__:
-        return
+def _watch_frames() -> None:
+    """Have Dynamo tell the call of a limit (nobody else hears of it but its log), and have a frame
+    that it could not compile tried again before anything of it has run.
+
+    To begin the whole call again would run once more what stands before a graph break.
+    """
+    check, stock = getattr(convert_frame, CHECK), getattr(convert_frame, COMPILE)
 
     def exceeds(*given: Any) -> tuple[bool, str]:
-        exceeded, limit = stock(*given)
+        exceeded, limit = check(*given)
         if exceeded and (call := _calling.get()) is not None:
             code = sys._getframe(1).f_locals["code"]
             call.watch.limit(call, code, getattr(dynamo_config, limit))
         return exceeded, limit
-
-    setattr(convert_frame, CHECK, exceeds)
-
-
-def _watch_frames() -> None:
-    """Have a frame that Dynamo could not compile tried again before anything of it has run.
-
-    To begin the whole call again would run once more what stands before a graph break.
-    """
-    stock: Callable[..., Any] = getattr(convert_frame, COMPILE)
-    if stock.__module__ == __name__:
-        return
 
     def compile_frame(code: CodeType, *given: Any, **named: Any) -> Any:
         if (call := _calling.get()) is None:
             return stock(code, *given, **named)
         return call.watch.compile_frame(call, code, partial(stock, code, *given, **named))
 
-    setattr(convert_frame, COMPILE, compile_frame)
+    for name, ours in ((CHECK, exceeds), (COMPILE, compile_frame)):
+        if getattr(convert_frame, name).__module__ != __name__:
+            setattr(convert_frame, name, ours)
 
 
 def _is_start() -> bool:
     """Whether Dynamo compiles what the user called, and not something that this has come to."""
-    frame = sys._getframe()
-    while frame.f_code is not Watch.__call__.__code__:
+    for frame, _ in walk_stack(sys._getframe()):
+        if frame.f_code is Watch.__call__.__code__:
+            return True
         if not frame.f_code.co_filename.startswith((TORCH, __file__, contextlib.__file__)):
             return False
-        assert frame.f_back is not None, "only a watched call is compiled here"
-        frame = frame.f_back
-    return True
+    raise AssertionError("only a watched call is compiled here")
 
 
 def compile_by(
@@ -298,11 +287,6 @@ def compile_by(
         model, backend=partial(backend), fullgraph=fullgraph, recompile_limit=RECOMPILE_LIMIT
     )
     return compiled
-
-
-def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether a module of the model has a hook for its calls."""
-    return any(vars(module).get(name) for module in model.modules() for name in HOOKS)
 
 
 def make_dynamic(inputs: Any, dim: int | None = 0) -> None:
@@ -355,10 +339,8 @@ def _rows_at(shape: Sequence[int], batches: set[int], dim: int) -> int | None:
 
 def _locals() -> Mapping[str, Any]:
     """What the frame that Dynamo compiles has got."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not FRAME:
-        frame = frame.f_back
-    return frame.f_locals["locals"] if frame is not None else {}
+    stack = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is FRAME)
+    return next((frame.f_locals["locals"] for frame in stack), {})
 
 
 def _held(thing: Any, batches: set[int] | None, dim: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from torchweft.capture.bodies.inner import compile_bodies, trusted_inputs
-from torchweft.capture.bodies.replay import placed_by
+from torchweft.capture.bodies.outs import placed_by
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.guards import guards_of, shared_bytes

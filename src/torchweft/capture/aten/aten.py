@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from torchweft.capture.aten.passes import prepare
-from torchweft.capture.dynamo import Capture, analyse, candidates
+from torchweft.capture.dynamo import Capture, analyse, candidates, symbolic_sizes
 from torchweft.capture.failures import break_of
 from torchweft.capture.marks import MarkRule
 from torchweft.capture.rows.axes import Axis, Symbols
@@ -55,9 +55,8 @@ def run_aten(
     name: str = "graph",
 ) -> Callable[..., Any]:
     """What runs in the place of a graph of Dynamo: pieces of its ATen graphs, under autograd."""
-    tried = candidates(gm, example_inputs, batch)
     dim = batch if isinstance(batch, int) else 0
-    pair = _Pair(make, rules, tried, dim, name, break_of(gm))
+    pair = _Pair(make, rules, candidates(gm, example_inputs, batch), dim, name, break_of(gm))
     backend = aot_autograd(
         fw_compiler=partial(pair.compile, "forward"),
         bw_compiler=partial(pair.compile, "backward"),
@@ -71,7 +70,7 @@ def run_aten(
 
 def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
     """The same, but who asks for the gradient of a gradient is told by us, and not by torch."""
-    told = False
+    told, first = False, cast(Any, FirstGradient)
 
     def call(*inputs: Any) -> Any:
         nonlocal told
@@ -82,16 +81,12 @@ def _once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
                 node = node.next_functions[0][0] if node.next_functions else None
             compiled: Any = getattr(node, "_forward_cls", None)
             if stock := getattr(compiled, "_double_backward", None):
-                compiled._double_backward = partial(_tell, stock)
+                compiled._double_backward = lambda *given: first.apply(*stock(*given))
                 told = True
                 break
         return outputs
 
     return call
-
-
-def _tell(stock: Callable[..., Any], *args: Any) -> Any:
-    return FirstGradient.apply(*stock(*args))  # type: ignore[no-untyped-call]
 
 
 class FirstGradient(torch.autograd.Function):
@@ -165,11 +160,8 @@ class _Pair:
 
     def _known(self, gm: fx.GraphModule) -> Sequence[Symbols]:
         """The symbols to try that the graph knows; a DTensor's own piece has symbols of its own."""
-        known: set[Any] = set()
-        for node in gm.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
-            for size in value.shape if isinstance(value, torch.Tensor) else ():
-                known |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+        sizes = [size for _, dim, size in symbolic_sizes(gm) if dim is not None]
+        known = set[Any]().union(*(size.node.expr.free_symbols for size in sizes))
         tried = [symbols for symbols in self.tried if symbols.batch in known]
         return tried or candidates(gm, (), self.dim)
 

@@ -163,19 +163,15 @@ def find_blocks(model: nn.Module, rules: Sequence[MarkRule] = ()) -> list[type]:
             for child in holder:
                 if _owner(child) is not None:
                     alike = children.setdefault(type(child), {})
-                    alike.setdefault((id(holder), _signature(child)), []).append(child)
+                    kinds = [(name, each.shape, each.dtype) for name, each in _tensors(child)]
+                    alike.setdefault((id(holder), tuple(kinds)), []).append(child)
     repeated = {
         kind: [block for group in alike.values() for block in group]
         for kind, alike in children.items()
         if any(len(group) >= MIN_BLOCKS for group in alike.values())
     }
-    inside = {
-        id(part)
-        for blocks in repeated.values()
-        for block in blocks
-        for part in block.modules()
-        if part is not block
-    }
+    outer = [block for blocks in repeated.values() for block in blocks]
+    inside = {id(part) for block in outer for part in block.modules() if part is not block}
     paths = {id(module): path for path, module in model.named_modules()}
     owners = [
         _owner(blocks[0])
@@ -196,10 +192,6 @@ def _owner(module: nn.Module) -> type | None:
     plain = isinstance(vars(owner)["forward"], types.FunctionType)
     mine = owner.__module__.partition(".")[0] != "torch"
     return owner if plain and mine else None
-
-
-def _signature(module: nn.Module) -> object:
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -52,13 +52,23 @@ from torchweft.private.dynamo import (
     is_from_local_source,
 )
 
-UNREAD = (int, float, bool, str)  # values in a module that may differ where nobody reads them
+UNREAD = frozenset((int, float, bool, str))  # values in a module that may differ if not read
 PLAIN = (*UNREAD, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 NOT_THEIRS = ("torch", "builtins")
 REDUCED = (types.SimpleNamespace, functools.partial)
 STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
 NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+class Unlike(Exception):  # noqa: N818 - not a failure: a finding
+    """Two calls can be told apart."""
+
+
+def require(alike: object) -> None:
+    """Raise `Unlike` otherwise."""
+    if not alike:
+        raise Unlike
 
 
 @dataclass
@@ -75,16 +85,13 @@ class Likeness(InvokeSubgraphReuseCondition):
     reached: dict[frozenset[int], set[int]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
-    def holds(self, tx: Any, other: InputFingerprint) -> bool:
-        """Whether a call with these arguments is like the one that was traced; guards it then."""
-        if not self.state.check() or self.modes != _modes(tx) or self.written != _written(tx):
-            return False
-        if other.has_unknown or self.first.treespec != other.treespec:
-            return False
+    def guard(self, tx: Any, other: InputFingerprint) -> None:
+        """Guard a call with these arguments as the traced one is. Raises `Unlike` if it is not."""
+        require(self.state.check() and self.modes == _modes(tx) and self.written == _written(tx))
+        require(not other.has_unknown and self.first.treespec == other.treespec)
         pairs = Pairs()
-        arguments = zip(_arguments(self.first), _arguments(other), strict=True)
-        if not all(_argument(pairs, old, new) for old, new in arguments):
-            return False
+        for argument in zip(_arguments(self.first), _arguments(other), strict=True):
+            _require_argument(pairs, *argument)
         moves: dict[Source, Source] = {}
         gone: set[Source] = set()
         for old, new in zip(self.first.arg_sources, other.arg_sources, strict=True):
@@ -94,44 +101,33 @@ class Likeness(InvokeSubgraphReuseCondition):
                 moves[old] = new
                 if isinstance(old, NNModuleSource) and isinstance(new, NNModuleSource):
                     moves[old.base] = new.base
-        if gone and any(gone.intersection(chain(source)) for source in self.read):
-            return False  # read from an argument that nobody else can name
-        places = {source: move(source, moves) for source in self.read}
-        tensors = self._read_alike(tx, places, pairs)
-        if tensors is None:
-            return False
+        # Else it reads from an argument that nobody else can name.
+        require(not gone or not any(gone.intersection(chain(source)) for source in self.read))
+        scope, known = _scope(tx), dict[Source, Any]()
+        tensors: dict[Source, Tensor] = {}
+        for source in self.read:
+            place = move(source, moves)
+            try:
+                was = source.get_value(scope, {}, self.values)
+                now = place.get_value(scope, {}, known)
+            except NOWHERE:
+                raise Unlike from None
+            pairs.require_alike(was, now)
+            if isinstance(now, Tensor):
+                tensors[place] = now
         shared = frozenset(map(id, pairs.shared))
         if shared not in self.reached:
             self.reached[shared] = _reached(pairs.shared)
             self.kept.append(pairs.shared)  # what is known by its id must not go away
         known_to_all = self.reached[shared].union(thing for thing, _ in self.written)
-        if not pairs.parted().isdisjoint(known_to_all):
-            return False  # through what both share, the blocks themselves can be reached
+        # Else the blocks themselves can be reached through what both share.
+        require(pairs.parted().isdisjoint(known_to_all))
         for place, tensor in tensors.items():
             VariableBuilder(tx, place)(tensor)
         for guard in self.inside:
             tx.output.guards.add(_moved(guard, moves), collect_debug_stack=False)
         ordered = [move(source, moves) for source in tx.output.guard_on_key_order]
         tx.output.guard_on_key_order.update(ordered)
-        return True
-
-    def _read_alike(
-        self, tx: Any, places: Mapping[Source, Source], pairs: Pairs
-    ) -> dict[Source, Tensor] | None:
-        """The tensors that another call would read; None if it would read what is unlike."""
-        scope, known = _scope(tx), dict[Source, Any]()
-        tensors: dict[Source, Tensor] = {}
-        for source, place in places.items():
-            try:
-                was = source.get_value(scope, {}, self.values)
-                now = place.get_value(scope, {}, known)
-            except NOWHERE:
-                return None
-            if not pairs.alike(was, now):
-                return None
-            if isinstance(now, Tensor):
-                tensors[place] = now
-        return tensors
 
 
 def move(source: Source, moves: dict[Source, Source]) -> Source:
@@ -153,73 +149,61 @@ class Pairs:
         self.shared: list[Any] = []
         self.kept: list[Any] = []  # what is known by its id must not go away
 
-    def match(self, old: object, new: object) -> bool:
-        """Let two keys stand for each other; whether neither stands for a third."""
-        return self.there.setdefault(old, new) == new and self.back.setdefault(new, old) == old
+    def match(self, old: object, new: object) -> None:
+        """Let two keys stand for each other. Raises `Unlike` if one stands for a third."""
+        require(self.there.setdefault(old, new) == new and self.back.setdefault(new, old) == old)
 
-    def alike(self, old: Any, new: Any) -> bool:
-        """Whether two things, and all that is reached from them, cannot be told apart."""
+    def require_alike(self, old: Any, new: Any) -> None:
+        """Raise `Unlike` if two things, or what is reached from them, can be told apart."""
         waiting = [(old, new)]
         while waiting:
             pair = a, b = waiting.pop()
-            if type(a) is not type(b):
-                return False
+            require(type(a) is type(b))
             if type(a) in PLAIN + PLAIN_OF_TORCH or isinstance(a, np.generic):
-                if repr(a) != repr(b):
-                    return False
+                require(repr(a) == repr(b))
                 continue
             new_here = id(a) not in self.there
-            if not self.match(id(a), id(b)):
-                return False
+            self.match(id(a), id(b))
             if new_here and a is b:
                 self.shared.append(a)
             elif new_here:
                 self.kept.append(pair)
                 self.shared.append(type(a))
-                inside = self._inside(a, b)
-                if inside is None:
-                    return False
-                waiting += inside
-        return True
+                waiting += self._inside(a, b)
 
     def parted(self) -> set[object]:
         """What stands for something else in the other call."""
         return {key for old, new in self.there.items() if old != new for key in (old, new)}
 
-    def _inside(self, a: Any, b: Any) -> list[tuple[Any, Any]] | None:
-        """What two objects of one class hold, in pairs; None if they are unlike."""
+    def _inside(self, a: Any, b: Any) -> list[tuple[Any, Any]]:
+        """What two objects of one class hold, in pairs. Raises `Unlike`."""
         match a:
             case Tensor():
                 return self._tensor(a, b)
             case nn.Module():
-                return _attributes(vars(a), vars(b))
+                require(list(vars(a)) == list(vars(b)))
+                # Plain values may differ: those that were read are looked at.
+                pairs = [(name, value, vars(b)[name]) for name, value in vars(a).items()]
+                return [
+                    (x, y) for n, x, y in pairs if n == "training" or {type(x), type(y)} - UNREAD
+                ]
             case set() | frozenset():
-                plain = all(type(each) in PLAIN for each in [*a, *b])
-                return [] if plain and sorted(map(repr, a)) == sorted(map(repr, b)) else None
+                require(all(type(each) in PLAIN for each in [*a, *b]))
+                require(sorted(map(repr, a)) == sorted(map(repr, b)))
+                return []
         held, other = _held(a), _held(b)
         if held is None or other is None or len(held) != len(other):
-            return None
+            raise Unlike
         return list(zip(held, other, strict=True))
 
-    def _tensor(self, a: Tensor, b: Tensor) -> list[tuple[Any, Any]] | None:
-        if _laid(a) != _laid(b):
-            return None
+    def _tensor(self, a: Tensor, b: Tensor) -> list[tuple[Any, Any]]:
+        require(_laid(a) == _laid(b))
         if is_traceable_wrapper_subclass(a):
             (names, about), (other_names, other) = a.__tensor_flatten__(), b.__tensor_flatten__()
-            if names != other_names or about != other:
-                return None
+            require(names == other_names and about == other)
             return [(getattr(a, name), getattr(b, name)) for name in names]
-        return [] if self.match(_bytes(a), _bytes(b)) else None
-
-
-def _attributes(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[Any, Any]] | None:
-    """What two modules hold, in pairs, but plain values: those that were read are looked at."""
-    pairs = [
-        (value, b.get(name))
-        for name, value in a.items()
-        if name == "training" or type(value) not in UNREAD or type(b.get(name)) not in UNREAD
-    ]
-    return pairs if list(a) == list(b) else None
+        self.match(_bytes(a), _bytes(b))
+        return []
 
 
 def _held(thing: Any) -> list[Any] | None:
@@ -277,26 +261,23 @@ def _arguments(call: InputFingerprint) -> list[tuple[InputTag, Any, Source | Non
     ]
 
 
-def _argument(
+def _require_argument(
     pairs: Pairs,
     first: tuple[InputTag, Any, Source | None],
     other: tuple[InputTag, Any, Source | None],
-) -> bool:
-    """Whether two arguments are alike, and stand in the same places."""
+) -> None:
+    """Raise `Unlike` unless two arguments are alike, and stand in the same places."""
     (tag, old, source), (new_tag, new, new_source) = first, other
-    if tag != new_tag or type(old) is not type(new):
-        return False
+    require(tag == new_tag and type(old) is type(new))
     if tag is InputTag.TENSOR:
         was, now = (vt.as_proxy().node.meta["example_value"] for vt in (old, new))
         same = _identity(old) == _identity(new)
-        return (
-            (same or (_is_private(source) and _is_private(new_source)))
-            and old.python_type() is new.python_type()
-            and _seen(was) == _seen(now)
-            and pairs.match(_identity(old), _identity(new))
-            and pairs.match(_bytes(was), _bytes(now))
-        )
-    return tag is InputTag.SYMNODE or pairs.alike(old.value, new.value)
+        require(same or (_is_private(source) and _is_private(new_source)))
+        require(old.python_type() is new.python_type() and _seen(was) == _seen(now))
+        pairs.match(_identity(old), _identity(new))
+        pairs.match(_bytes(was), _bytes(now))
+    elif tag is not InputTag.SYMNODE:
+        pairs.require_alike(old.value, new.value)
 
 
 def _is_private(source: Source | None) -> bool:
@@ -425,7 +406,11 @@ def ask_for_likeness() -> Iterator[None]:
     def is_alike(tx: Any, condition: Any, other: InputFingerprint, entry: Any) -> bool:
         if not reusable(tx, condition, other, entry):
             return False
-        return not isinstance(condition, Likeness) or condition.holds(tx, other)
+        with contextlib.suppress(Unlike):
+            if isinstance(condition, Likeness):
+                condition.guard(tx, other)
+            return True
+        return False
 
     def are_same(name: str, a: fx.GraphModule, b: fx.GraphModule, fake_mode: Any) -> bool:
         return same(name, a, b, fake_mode) and _text(a) == _text(b)

@@ -5,36 +5,91 @@
 A body is a small FX module. Its tensors are arguments (weights too), and so are the sizes it
 needs, computed from `env` for the rows at hand: a part sees its own number of rows and never
 that of the whole. Equal stretches of a graph have equal keys and share one module.
+
+The calls of a small body are also written as lines of a program, which then runs them without it:
+
+    l0 = k0(v3, v1)         a function is a constant of the program; reads are its variables
+    v4 = l0.relu()          the last name is that of the make
+    l0 = None               nothing is kept longer than the body itself would
+
+To call a body costs a frame, a tuple, and a look-up for every name in it. Where ops are tiny that
+is most of what a call costs beyond its kernels. Functions, types and texts become constants:
+nothing of a graph is read as source but the names of methods and of keyword arguments.
 """
 
 from __future__ import annotations
 
 import hashlib
+import keyword
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import magic_methods
 
-from torchweft.capture.bodies.calls import write_calls
-from torchweft.capture.bodies.outs import Into
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.units import source_of, state_name, storages
 from torchweft.capture.rows.axes import SYMBOLIC, size_of
-from torchweft.capture.rows.rows import INLINED, Rows
+from torchweft.capture.rows.rows import INLINED, Rows, is_size
 from torchweft.errors import CaptureError, SizeError
-from torchweft.plan.sizes import Size
-from torchweft.private.core import (
-    HigherOrderOperator,
-    exit_autocast,
-    set_grad_enabled_,
-    tree_leaves,
-    tree_map,
-)
+from torchweft.plan.graph import Batch
+from torchweft.plan.sizes import ONE, Size
+from torchweft.private.core import HigherOrderOperator, exit_autocast, set_grad_enabled_, tree_map
 
+NAME = re.compile(r"\{?\w+\}?|z\[\d+\]")
+MAX_CALLS = 8  # beside more, one for the body is not seen, and the source stays short
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ResultBytes:
+    """Bytes for one result: shape, dtype, device, where its rows are, its dims from outermost.
+
+    views: for each make of the body that shows these bytes, by number, the function
+    (room, *sizes) -> make, or None if it is the room itself. `made_by` is the maker's operator,
+    `call` the function of the user's call that it is a part of.
+    """
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    batch: Batch
+    order: tuple[int, ...]
+    views: Mapping[int, Function | None]
+    made_by: Any = None
+    call: Any = None
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the rows of a part are not next to each other in memory."""
+        outside = self.order[: self.order.index(self.batch.dim)]
+        return any(self.shape[dim] != ONE for dim in outside)
+
+
+@dataclass(frozen=True)
+class Into:
+    """The form of a body that writes where it is told.
+
+    function(*reads, *sizes, *slices) -> makes       slices: a part's rows of each room
+
+    `code` is its graph, equal for equal keys.
+    """
+
+    function: Function
+    sizes: tuple[Size, ...]
+    rooms: tuple[ResultBytes, ...]
+    code: fx.GraphModule | None = None
+    key: str = ""
+
+    @property
+    def placed(self) -> set[int]:
+        """The makes that lie in rooms, by number."""
+        return {number for room in self.rooms for number in room.views}
 
 
 @dataclass(frozen=True)
@@ -47,7 +102,9 @@ class Body:
     body.into.function(...)        makes, written where it is told; see `outs`
 
     graph: whether a device graph may hold it. `examples` are its reads as fake tensors; `inner` is
-    the inner compiler that a mark asks for.
+    the inner compiler that a mark asks for. What that made runs in the place of `code`: `compiled`,
+    and `by` are the structures that Inductor compiles, form by form. unplaced: for makes that
+    eager's body can write where it is told and this one cannot, by number, the reason.
     """
 
     key: str
@@ -60,6 +117,9 @@ class Body:
     into: Into | None = None
     examples: tuple[Any, ...] = ()
     inner: str | None = None
+    compiled: Function | None = None
+    by: tuple[Any, ...] = ()
+    unplaced: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
@@ -71,6 +131,8 @@ class Body:
     def function(self) -> Function:
         """The plain function of reads and sizes."""
         issue, complete, forward = self.issue, self.complete, self.code.forward
+        if self.compiled is not None:
+            return self.compiled
         if issue is not None and complete is not None:
             return lambda *arguments: complete(issue(*arguments))
         if not self.switches_grad:
@@ -85,8 +147,8 @@ class Body:
     def write_calls(
         self, arguments: Sequence[str], targets: Sequence[str], constant: Callable[[Any], str]
     ) -> list[str] | None:
-        """What it does as lines of a program; None if the program must call it. See `calls`."""
-        if self.issue is not None or self.switches_grad:
+        """What it does as lines of a program; None if the program must call it."""
+        if self.issue is not None or self.switches_grad or self.compiled is not None:
             return None
         return write_calls(self.code.graph, arguments, targets, constant)
 
@@ -152,24 +214,26 @@ class BodyWriter:
             self._copy(node)
 
     def finish(
-        self, makes: Iterable[fx.Node], codes: dict[str, fx.GraphModule]
+        self,
+        makes: Iterable[fx.Node],
+        codes: dict[str, fx.GraphModule],
+        more: Iterable[fx.Node] = (),
     ) -> tuple[fx.GraphModule, tuple[Size, ...], str]:
-        """The module, its sizes and its key. Equal bodies share one module: `codes`, by key."""
+        """The module, its sizes and its key. Equal bodies share one module: `codes`, by key.
+
+        It takes reads first, sizes after them, then more.
+        """
         self._switch(((), self.grad))
         self.graph.output(tuple(self.local[node] for node in makes))
-        self._order_placeholders()
+        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
+            first = next(iter(self.graph.nodes))
+            if node is not first:
+                first.prepend(node)
         sizes = tuple(self.sizes)
         key = key_of(self.gm, self.graph, sizes)
         if key not in codes:
             codes[key] = fx.GraphModule(self.gm, self.graph, class_name="Body")
         return codes[key], sizes, key
-
-    def _order_placeholders(self, more: Iterable[fx.Node] = ()) -> None:
-        """Reads first, sizes after them, then more, calls behind all."""
-        for node in reversed([*self.reads.values(), *self.sizes.values(), *more]):
-            first = next(iter(self.graph.nodes))
-            if node is not first:
-                first.prepend(node)
 
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
@@ -234,7 +298,7 @@ class BodyWriter:
             return self.local[node]
         if self.is_copied(node):
             try:
-                return tree_map(self._size, value) if _is_size(value) else self._copy(node)
+                return tree_map(self._size, value) if is_size(value) else self._copy(node)
             except SizeError:
                 return self._copy(node)
         if isinstance(value, list | tuple | dict):
@@ -259,11 +323,6 @@ class BodyWriter:
         return self.sizes[size]
 
 
-def _is_size(value: Any) -> bool:
-    leaves = tree_leaves(value)
-    return bool(leaves) and all(isinstance(leaf, (*SYMBOLIC, int, float)) for leaf in leaves)
-
-
 def key_of(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:
     """16 hex digits for what a graph computes, whatever its nodes are called."""
     numbers: dict[fx.Node, str] = {}
@@ -283,3 +342,90 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class WriteError(Exception):
+    """There is something in a body that cannot stand in a program's source."""
+
+
+def write_calls(
+    graph: fx.Graph,
+    arguments: Sequence[str],
+    targets: Sequence[str],
+    constant: Callable[[Any], str],
+) -> list[str] | None:
+    """The lines that do what a body does; None if there are many, or if they cannot be written.
+
+    arguments: what the body is given. Each is written as often as it is used, so it must be a name.
+    targets: the names of the body's makes. constant: the name of a constant in the program.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    makes: Any = graph.output_node().args[0]
+    made_here = len(set(makes)) == len(makes) and set(makes) <= set(nodes)
+    if len(nodes) > MAX_CALLS or not made_here or not all(map(NAME.fullmatch, arguments)):
+        return None
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    names = {node: f"l{number}" for number, node in enumerate(nodes)}
+    names |= dict(zip([*given, *makes], [*arguments, *targets], strict=True))
+    last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
+    printer = _CallPrinter(names, constant)
+    lines = []
+    try:
+        for node in nodes:
+            ends = [used for used in nodes if last[used] is node and used not in makes]
+            call = f"{names[node]} = {printer.call(node)}"
+            lines.append("; ".join([call, *(f"{names[used]} = None" for used in ends)]))
+    except WriteError:
+        return None
+    return lines
+
+
+@dataclass(frozen=True)
+class _CallPrinter:
+    """Prints calls as Python; `names` are those of nodes, `constant` names a constant."""
+
+    names: Mapping[fx.Node, str]
+    constant: Callable[[Any], str]
+
+    def call(self, node: fx.Node) -> str:
+        """A call as source. Raises `WriteError`."""
+        args = [self._text(arg) for arg in node.args]
+        named = [f"{_checked(key)}={self._text(arg)}" for key, arg in node.kwargs.items()]
+        target: Any = node.target
+        if node.op == "call_method":
+            return f"{args[0]}.{_checked(target)}({', '.join(args[1:] + named)})"
+        if node.op != "call_function":
+            raise WriteError
+        name = getattr(target, "__name__", "")
+        if name in magic_methods and target is getattr(operator, name, None):
+            return magic_methods[name].format(*args)
+        return f"{self.constant(target)}({', '.join(args + named)})"
+
+    def _text(self, arg: Any) -> str:
+        """An argument as source."""
+        if isinstance(arg, fx.Node):
+            return self.names[arg]
+        if isinstance(arg, list):
+            return f"[{', '.join(map(self._text, arg))}]"
+        if isinstance(arg, dict):
+            raise WriteError
+        if isinstance(arg, tuple) and _holds_nodes(arg):
+            return f"({', '.join(map(self._text, arg))},)"
+        if isinstance(arg, slice) and _holds_nodes(arg):
+            return f"slice({', '.join(map(self._text, (arg.start, arg.stop, arg.step)))})"
+        if arg is None or type(arg) is bool or (type(arg) is int and arg >= 0):
+            return repr(arg)
+        return self.constant(arg)
+
+
+def _checked(name: str) -> str:
+    """A name of the graph that may stand in source."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise WriteError
+    return name
+
+
+def _holds_nodes(arg: Any) -> bool:
+    nodes: list[fx.Node] = []
+    fx.map_arg(arg, nodes.append)
+    return bool(nodes)

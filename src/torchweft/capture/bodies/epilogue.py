@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -108,14 +109,16 @@ def _tell(graph: fx.Graph, maker: fx.Node, copies: Mapping[fx.Node, fx.Node]) ->
     results: dict[Any, fx.Node] = {0: maker}
     if len(names) > 1:
         results = {user.args[1]: user for user in maker.users}
-    place = next(copies[result].args[0] for result in results.values() if result in copies)
+    place: Any = next(copies[result].args[0] for result in results.values() if result in copies)
     with graph.inserting_before(maker):
-        outs: list[Any] = [
-            copies[results[n]].args[0]
-            if results.get(n) in copies
-            else _empty_like(graph, place, made)
-            for n, made in enumerate(tree_leaves(maker.meta["val"]))
-        ]
+        outs: list[Any] = []
+        for n, made in enumerate(tree_leaves(maker.meta["val"])):
+            if results.get(n) in copies:
+                outs.append(copies[results[n]].args[0])
+                continue
+            options = {"dtype": made.dtype}
+            outs.append(graph.call_function(aten.empty_like.default, (place,), options))
+            outs[-1].meta["val"] = torch.empty_like(place.meta["val"], **options)
         graph.call_function(
             told, maker.args, {**maker.kwargs, **dict(zip(names, outs, strict=True))}
         )
@@ -127,40 +130,27 @@ def _tell(graph: fx.Graph, maker: fx.Node, copies: Mapping[fx.Node, fx.Node]) ->
         graph.erase_node(maker)
 
 
-def _empty_like(graph: fx.Graph, place: Any, made: torch.Tensor) -> fx.Node:
-    new = graph.call_function(aten.empty_like.default, (place,), {"dtype": made.dtype})
-    new.meta["val"] = torch.empty_like(place.meta["val"], dtype=made.dtype)
-    return new
-
-
 def _store(graph: fx.Graph, source: fx.Node, copy: fx.Node) -> None:
-    """Copy a result to its place where it is made, in the loop that makes it."""
+    """Copy a result to its place where it is made, in the loop that makes it.
+
+    The pieces of a concatenation are copied each by itself, if their lengths are numbers.
+    """
     place: Any = copy.args[0]
     source.append(copy)
     source.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-    if source.target is aten.cat.default and _pieces(source):
-        with graph.inserting_before(source):
-            _store_pieces(graph, place, source)
-        copy.replace_all_uses_with(place)
-        graph.erase_node(copy)
-        graph.erase_node(source)
-
-
-def _pieces(cat: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The pieces of a concatenation with their lengths; none if one of them is not a number."""
-    pieces: Any = cat.args[0]
-    dim = cat.args[1] if len(cat.args) > 1 else 0
+    if source.target is not aten.cat.default:
+        return
+    pieces: Any = source.args[0]
+    dim: Any = source.args[1] if len(source.args) > 1 else 0
     lengths = [piece.meta["val"].shape[dim] for piece in pieces]
     if not all(isinstance(length, int) for length in lengths):
-        return []
-    return list(zip(pieces, lengths, strict=True))
-
-
-def _store_pieces(graph: fx.Graph, place: fx.Node, cat: fx.Node) -> None:
-    dim: Any = cat.args[1] if len(cat.args) > 1 else 0
-    start = 0
-    for piece, length in _pieces(cat):
-        within = graph.call_function(aten.slice.Tensor, (place, dim, start, start + length))
-        within.meta["val"] = aten.slice.Tensor(place.meta["val"], dim, start, start + length)
-        graph.call_function(aten.copy_.default, (within, piece)).meta["val"] = within.meta["val"]
-        start += length
+        return
+    with graph.inserting_before(source):
+        for piece, span in zip(pieces, pairwise(accumulate(lengths, initial=0)), strict=True):
+            within = graph.call_function(aten.slice.Tensor, (place, dim, *span))
+            within.meta["val"] = aten.slice.Tensor(place.meta["val"], dim, *span)
+            stored = graph.call_function(aten.copy_.default, (within, piece))
+            stored.meta["val"] = within.meta["val"]
+    copy.replace_all_uses_with(place)
+    graph.erase_node(copy)
+    graph.erase_node(source)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from torchweft.capture.bodies.bodies import Body
-from torchweft.capture.bodies.outs import ResultBytes
+from torchweft.capture.bodies.bodies import Body, Function, ResultBytes
 from torchweft.capture.guards import Guards, symbol_slots
 from torchweft.capture.marks import target_name
 from torchweft.capture.rows.rows import id_of
@@ -44,7 +43,6 @@ log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
 MAX_SIZES = 4096
 VOUCHED = ("torch", "aten", "prims", "_operator")
-Function = Callable[..., Any]
 Order = tuple[int, ...]
 """The dims of a tensor, from the outermost in memory to the innermost."""
 
@@ -79,12 +77,14 @@ class Structure:
         self.reads, self.writes, self.rooms = reads, writes, rooms
         fakes = body.examples
         self.orders = [order_of(fake) if isinstance(fake, Tensor) else None for fake in fakes]
-        self.checked = [
-            n for n, order in enumerate(self.orders) if n not in guarded or order is None
-        ]
-        self.told = sorted({*self.checked, *(n for n, v in enumerate(reads) if _is_symbolic(v))})
+        unsure = {n for n, order in enumerate(self.orders) if order is None}
+        self.checked = sorted(unsure | {*range(len(fakes))} - guarded)
+        symbolic = {n for n, v in enumerate(reads) if any(size.symbols for size in v.shape)}
+        self.told = sorted(symbolic.union(self.checked))
         self.is_vouched = _is_vouched(body.code)
-        self.slots = symbol_slots(_sizes(reads, body))
+        numbers = [(len(reads) + n, None, size) for n, size in enumerate(body.sizes)]
+        dims = [(n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape)]
+        self.slots = symbol_slots([*numbers, *dims])
         self.variants: list[Variant] = []
         self.refused = self._refusal()
         self._lock = threading.Lock()
@@ -96,9 +96,8 @@ class Structure:
             return "it switches gradients on or off"
         if any(value.dtype not in ITEM_BYTES for value in self.reads):
             return "a read is no plain tensor"
-        wanted = {s for value in self.reads for size in value.shape for s in size.symbols}
-        wanted |= {s for size in self.body.sizes for s in size.symbols}
-        wanted |= {s for room in self.rooms for size in room.shape for s in size.symbols}
+        shapes = [value.shape for value in self.reads] + [room.shape for room in self.rooms]
+        wanted = {s for sizes in (*shapes, self.body.sizes) for size in sizes for s in size.symbols}
         if wanted - {slot.symbol for slot in self.slots}:
             return "a size cannot be told from its reads"
         return ""
@@ -181,7 +180,13 @@ class Structure:
 
         shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         mode = FakeTensorMode(shape_env=shapes)
-        symbols = {name: _symbol(shapes, name, value) for name, value in env.items()}
+        symbols: dict[str, Any] = {}
+        for name, value in env.items():
+            source = ConstantSource(name)
+            symbol = shapes.create_symbol(
+                value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+            )
+            symbols[name] = shapes.create_symintnode(symbol, hint=value, source=source)
         # Now: behind the compilation a symbol that was taken for its number is that number.
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         fakes = self._fakes(mode, orders, symbols)
@@ -205,14 +210,14 @@ class Structure:
             fakes = [*(symbols[slot.symbol] for slot in unseen), *fakes]
             whole: Any = compile_fx(code, fakes, inner_compile=inner)
         guards = Guards(tuple(guard.expr.xreplace(names) for guard in shapes.guards))
-        source = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
+        text = "\n".join(str(getattr(graph, "source_code", "")) for graph in made)
         plain = len(made) == 1 and _is_plain(context.fw_metadata, len(self.rooms))
         kernels = made[0].current_callable if plain else lambda given: tuple(whole(*given))
 
         def telling(given: list[Any]) -> Any:
             return kernels([*(slot.number(given) for slot in unseen), *given])
 
-        return Variant(telling if unseen else kernels, orders, guards, source)
+        return Variant(telling if unseen else kernels, orders, guards, text)
 
     def _passes(self) -> AbstractContextManager[Any]:
         """Inductor's settings while it compiles: ours comes behind the user's own passes."""
@@ -249,7 +254,10 @@ def order_of(tensor: Tensor) -> Order | None:
 
     A dim of one entry stays where it is. Of a fake tensor, by what its sizes are at the time.
     """
-    shape, stride = ([_hint(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+    shape, stride = (
+        [int(size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes]
+        for sizes in (tensor.shape, tensor.stride())
+    )
     moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
     if 0 in shape:
         return tuple(range(len(shape)))
@@ -261,24 +269,6 @@ def order_of(tensor: Tensor) -> Order | None:
             return None
         step *= shape[dim]
     return order
-
-
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-
-def _symbol(shapes: ShapeEnv, name: str, value: int) -> Any:
-    source = ConstantSource(name)
-    symbol = shapes.create_symbol(
-        value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
-    )
-    return shapes.create_symintnode(symbol, hint=value, source=source)
-
-
-def _sizes(reads: Sequence[Value], body: Body) -> Iterator[tuple[int, int | None, Size]]:
-    """The sizes of a body's arguments: numbers first, then the dims of its reads."""
-    yield from ((len(reads) + n, None, size) for n, size in enumerate(body.sizes))
-    yield from ((n, dim, size) for n, v in enumerate(reads) for dim, size in enumerate(v.shape))
 
 
 def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:
@@ -302,10 +292,6 @@ def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Functi
         return (*[arguments[place].shape for place in told], *arguments[sizes])
 
     return shapes
-
-
-def _is_symbolic(value: Value) -> bool:
-    return any(size.symbols for size in value.shape)
 
 
 def _is_vouched(code: fx.GraphModule) -> bool:

@@ -10,8 +10,8 @@ differ in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,43 +19,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from torchweft.capture.bodies.bodies import Body
+from torchweft.capture.bodies.bodies import Body, Function, Into, ResultBytes
 from torchweft.capture.bodies.inductor import Structure, order_of
-from torchweft.capture.bodies.outs import GAPS, Into, ResultBytes, Unfit, without
+from torchweft.capture.bodies.outs import GAPS, Unfit, without
 from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
 from torchweft.errors import RunError
 from torchweft.plan.graph import Graph, Op
-from torchweft.plan.sizes import ZERO, Size
+from torchweft.plan.sizes import ZERO
 from torchweft.private.core import c_linear
 from torchweft.private.dynamo import TensorGuards
 
-Function = Callable[..., Any]
-Form = Function | Structure
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class InnerBody:
-    """A body with another function, and with another form that writes where it is told.
-
-    by: what Inductor compiles of it, form by form. unplaced: for makes that eager's body can write
-    where it is told and this one cannot, by number, the reason.
-    """
-
-    key: str
-    function: Function
-    sizes: tuple[Size, ...]
-    graph: bool = True
-    by: tuple[Structure, ...] = ()
-    into: Into | None = None
-    unplaced: Mapping[int, str] = field(default_factory=dict)
-
-    def __call__(self, *reads: Any) -> Any:
-        return self.function(*reads)
-
-
-def compile_bodies(captured: Capture, inner: str) -> dict[str, Body | InnerBody]:
+def compile_bodies(captured: Capture, inner: str) -> dict[str, Body]:
     """The bodies of a graph as the inner compiler makes them (Inductor: at their first call)."""
     compiler = _Compiler(captured, inner)
     return {op.name: compiler.body(op) for op in captured.graph.ops}
@@ -66,28 +44,32 @@ class _Compiler:
 
     def __init__(self, captured: Capture, inner: str) -> None:
         self.captured, self.inner = captured, inner
-        self.live = captured.graph.level == "torch" and _wants_gradients(captured)
-        self.made: dict[object, Form] = {}
+        examples = [leaf for body in captured.bodies.values() for leaf in body.examples]
+        wanted = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in examples)
+        # Whether autograd records the calls of the graph, seen from where it is captured.
+        self.live = captured.graph.level == "torch" and torch.is_grad_enabled() and wanted
+        self.made: dict[object, tuple[Function, tuple[Structure, ...]]] = {}
 
-    def body(self, op: Op) -> Body | InnerBody:
+    def body(self, op: Op) -> Body:
         body = self.captured.bodies[op.name]
         chosen = body.inner or self.inner
         if body.issue is not None or chosen == "eager":
             return body
-        forms, into = [self._form(op, chosen, body, None)], body.into
+        (function, by), into = self._form(op, chosen, body, None), body.into
         unplaced: dict[int, str] = {}
         if into is not None:
             into, unplaced = _fitting(chosen, into)
             if unplaced and op.flops == ZERO:  # eager's form will do: memory is its bound anyway
                 into, unplaced = body.into, {}
             elif into is not None:
-                forms.append(self._form(op, chosen, body, into))
-                into = replace(into, function=_filling(_function(forms[1]), into))
-        function, by = _function(forms[0]), tuple(f for f in forms if isinstance(f, Structure))
-        return InnerBody(body.key, function, body.sizes, body.graph, by, into, unplaced)
+                telling, more = self._form(op, chosen, body, into)
+                by, into = by + more, replace(into, function=_filling(telling, into))
+        return replace(body, compiled=function, by=by, into=into, unplaced=unplaced)
 
-    def _form(self, op: Op, chosen: str, body: Body, into: Into | None) -> Form:
-        """A body's plain form, or the one that writes where it is told."""
+    def _form(
+        self, op: Op, chosen: str, body: Body, into: Into | None
+    ) -> tuple[Function, tuple[Structure, ...]]:
+        """A body's plain form, or the one that writes where it is told; what Inductor compiles."""
         reads = [self.captured.graph.value[name] for name in op.reads]
         shapes = tuple((value.shape, value.dtype) for value in reads)
         guarded, writes = _guarded(self.captured, op), bool(op.mutates)
@@ -96,16 +78,13 @@ class _Compiler:
             return self.made[key]
         form, rooms = (_in_place(body, into), into.rooms) if into else (body, ())
         if chosen == "onednn":
-            self.made[key] = _by_onednn(form)
+            self.made[key] = _by_onednn(form), ()
         elif self.live:  # autograd must see through the op: Dynamo and AOTAutograd do that
-            self.made[key] = torch.compile(form.function, dynamic=True)
+            self.made[key] = torch.compile(form.function, dynamic=True), ()
         else:
-            self.made[key] = Structure(op.name, form, reads, guarded, writes=writes, rooms=rooms)
+            made = Structure(op.name, form, reads, guarded, writes=writes, rooms=rooms)
+            self.made[key] = made.call, (made,)
         return self.made[key]
-
-
-def _function(form: Form) -> Function:
-    return form.call if isinstance(form, Structure) else form
 
 
 def _fitting(chosen: str, into: Into) -> tuple[Into | None, dict[int, str]]:
@@ -163,22 +142,12 @@ def _filling(function: Function, into: Into) -> Function:
     return write
 
 
-def compiled(bodies: Iterable[Body | InnerBody]) -> tuple[int, tuple[str, ...]]:
+def compiled(bodies: Iterable[Body]) -> tuple[int, tuple[str, ...]]:
     """How often Inductor compiled for these bodies, and which run eagerly instead."""
-    structures = {
-        id(form): form for body in bodies if isinstance(body, InnerBody) for form in body.by
-    }
-    number = sum(len(structure.variants) for structure in structures.values())
-    told = [f"{s.name} runs eagerly: {s.refused}" for s in structures.values() if s.refused]
+    structures = {id(form): form for body in bodies for form in body.by}.values()
+    number = sum(len(structure.variants) for structure in structures)
+    told = [f"{each.name} runs eagerly: {each.refused}" for each in structures if each.refused]
     return number, tuple(dict.fromkeys(told))
-
-
-def _wants_gradients(captured: Capture) -> bool:
-    """Whether autograd records the calls of a graph, seen from where it is captured."""
-    if not torch.is_grad_enabled():
-        return False
-    examples = [leaf for body in captured.bodies.values() for leaf in body.examples]
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in examples)
 
 
 def _laid(body: Body) -> tuple[object, ...]:
@@ -191,13 +160,9 @@ def _laid(body: Body) -> tuple[object, ...]:
 def _guarded(captured: Capture, op: Op) -> frozenset[int]:
     """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
     graph = captured.graph
-    if graph.level != "torch":
-        return frozenset()
-    return frozenset(
-        number
-        for number, name in enumerate(op.reads)
-        if name in captured.slots and graph.value[name].batch is None
-    )
+    given = [(n, name) for n, name in enumerate(op.reads) if name in captured.slots]
+    unsplit = frozenset(n for n, name in given if graph.value[name].batch is None)
+    return unsplit if graph.level == "torch" else frozenset()
 
 
 def _by_onednn(body: Body) -> Function:
@@ -234,8 +199,7 @@ def addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
-        x.dtype is torch.float32
-        and weight.dtype is torch.float32
+        x.dtype is weight.dtype is torch.float32
         and x.device.type == "cpu"
         and x.numel() > 0
         and not torch.is_grad_enabled()
@@ -289,12 +253,11 @@ class TrustedInputs:
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def trusted_inputs(graph: Graph, bodies: Mapping[str, Any]) -> TrustedInputs | None:
+def trusted_inputs(graph: Graph, bodies: Mapping[str, Body]) -> TrustedInputs | None:
     """The inputs that bodies of a graph take for granted; None if there are none."""
     wanted: dict[str, Wanted] = {}
     for op in graph.ops:
-        body = bodies[op.name]
-        for form in body.by if isinstance(body, InnerBody) else ():
+        for form in bodies[op.name].by:
             if form.refused or not form.is_vouched:
                 continue
             for number, name in enumerate(op.reads):

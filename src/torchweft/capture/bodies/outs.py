@@ -1,4 +1,4 @@
-"""The `ResultBytes`: where the parts of a result lie side by side, written there by their makers.
+"""The `Maker` of a result's bytes: parts lie side by side, written there by their makers.
 
     y = linear(x, w).view(b, t, h, d).transpose(1, 2)           one part makes y for its own rows
     room = empty(b * t, h * d), whole                           mm(x, w, out=rows of room)
@@ -7,76 +7,37 @@
 A call falls apart into ATen operators (`rows` saw them). The first of them whose result has the
 bytes of the value is its *maker*; it must have a form that writes where it is told. Views behind
 it are taken of the room as they were of the result, so the whole has the strides that eager's has.
+
+The `Replayer` writes that form of a body: it copies calls as the `BodyWriter` does, but those that
+make wanted results are replayed operator by operator, the maker in the form that writes to a slice.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchweft.capture.ops.units import Unit, storages
-from torchweft.capture.rows.aten_call import AtenCall
-from torchweft.capture.rows.axes import size_of
-from torchweft.capture.rows.rows import Rows, id_of
+from torchweft.capture.bodies.bodies import BodyWriter, Function, Into, ResultBytes
+from torchweft.capture.ops.units import Unit, is_nested, storages
+from torchweft.capture.rows.axes import AtenCall, size_of
+from torchweft.capture.rows.rows import Rows, id_of, is_getitem, is_view
 from torchweft.errors import SizeError
-from torchweft.plan.graph import Batch
-from torchweft.plan.sizes import ONE, Size
+from torchweft.plan.graph import Graph
+from torchweft.plan.sizes import ONE
+from torchweft.private.core import tree_leaves, tree_map
 
 aten = torch.ops.aten
-Function = Callable[..., Any]
 Slices = Mapping[int, fx.Node]
-
-
-@dataclass(frozen=True)
-class ResultBytes:
-    """Bytes for one result: shape, dtype, device, where its rows are, its dims from outermost.
-
-    views: for each make of the body that shows these bytes, by number, the function
-    (room, *sizes) -> make, or None if it is the room itself. `made_by` is the maker's operator,
-    `call` the function of the user's call that it is a part of.
-    """
-
-    shape: tuple[Size, ...]
-    dtype: torch.dtype
-    device: torch.device
-    batch: Batch
-    order: tuple[int, ...]
-    views: Mapping[int, Function | None]
-    made_by: Any = None
-    call: Any = None
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether the rows of a part are not next to each other in memory."""
-        outside = self.order[: self.order.index(self.batch.dim)]
-        return any(self.shape[dim] != ONE for dim in outside)
-
-
-@dataclass(frozen=True)
-class Into:
-    """The form of a body that writes where it is told.
-
-    function(*reads, *sizes, *slices) -> makes       slices: a part's rows of each room
-
-    `code` is its graph, equal for equal keys.
-    """
-
-    function: Function
-    sizes: tuple[Size, ...]
-    rooms: tuple[ResultBytes, ...]
-    code: fx.GraphModule | None = None
-    key: str = ""
-
-    @property
-    def placed(self) -> set[int]:
-        """The makes that lie in rooms, by number."""
-        return {number for room in self.rooms for number in room.views}
+SAFE: Mapping[Any, Any] = MappingProxyType(  # a part may lie in memory otherwise than the whole
+    dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +63,7 @@ class Makers:
 
     def __init__(self, graph: fx.Graph, rows: Rows, units: list[Unit]) -> None:
         self.rows = rows
-        self.nested = {node for unit in units if _is_nested(unit) for node in unit.nodes}
+        self.nested = {node for unit in units if is_nested(unit) for node in unit.nodes}
         self.first: dict[int, fx.Node] = {}
         for node in graph.nodes:
             for number in storages(rows.value(node)) if node.op != "output" else ():
@@ -125,7 +86,8 @@ class Makers:
             if number in made:
                 which, form = made.index(number), _form(call)
                 room = self._room(call.results[which], call.func, source.target)
-                if room.has_gaps and not _is_strided(call):
+                pointwise = torch.Tag.pointwise in call.func.tags
+                if room.has_gaps and not pointwise and _plain_name(call) not in STRIDED:
                     raise Unfit(GAPS)
                 return Maker(source, at, which, room, form)
         raise Unfit("its bytes are not made by a plain call")
@@ -158,11 +120,6 @@ def _hint(size: Any) -> int:
     if hint is None:
         raise Unfit("its sizes depend on data")
     return int(hint)
-
-
-def _is_nested(unit: Unit) -> bool:
-    """Whether a unit is a transform of torch.func, whose tensors are not what they seem."""
-    return any("nesting" in str(node.target) for node in unit.nodes)
 
 
 # Forms: (graph, maker's args, kwargs, slices by result) -> nodes for all results.
@@ -227,33 +184,29 @@ def _names(overload: Any) -> list[str]:
 def _out_overload(func: Any) -> Any:
     """The overload that takes the same arguments and writes into `out`; None if torch only has one
     that makes a copy itself (its generated ones do)."""
-    wanted = _kept(func)
+    wanted, given = _asked(func)
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
-        outs = [item for item in other._schema.arguments if item.is_out]
-        if not outs or len(outs) != len(func._schema.returns) or not _needs(other) <= _needs(func):
-            continue
-        if _kept(other) == wanted:
+        num_outs = sum(item.is_out for item in other._schema.arguments)
+        kept, needed = _asked(other)
+        alike = kept == wanted and needed <= given
+        if num_outs and num_outs == len(func._schema.returns) and alike:
             return None if torch.Tag.generated in other.tags else other
     return None
 
 
-def _needs(func: Any) -> set[str]:
-    """The arguments of an overload that must be given, but for where the result goes."""
+def _asked(func: Any) -> tuple[list[tuple[str, str]], set[str]]:
+    """The arguments of an overload that say what to compute, and those that must be given."""
     plain = [item for item in func._schema.arguments if not item.is_out]
-    return {item.name for item in plain if not item.has_default_value()}
-
-
-def _kept(func: Any) -> list[tuple[str, str]]:
-    """The arguments of an overload that say what to compute, not where the result goes."""
-    plain = [item for item in func._schema.arguments if not item.is_out]
-    return [(item.name, str(item.type)) for item in plain if item.name not in ALLOCATING]
+    kept = [(item.name, str(item.type)) for item in plain if item.name not in ALLOCATING]
+    return kept, {item.name for item in plain if not item.has_default_value()}
 
 
 ALLOCATING = ("dtype", "layout", "device", "pin_memory")
 
 
 FILLS = ("empty", "empty_strided", "zeros", "ones", "full", "clone", "_to_copy")
+STRIDED = ("cat", *FILLS)  # they write into a slice with gaps as well as into one without
 
 
 def _plain_name(call: AtenCall) -> str:
@@ -284,11 +237,6 @@ def embed(out: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor) -> tor
     return out
 
 
-def _is_strided(call: AtenCall) -> bool:
-    """Whether an operator writes into a slice with gaps as well as into one without."""
-    return torch.Tag.pointwise in call.func.tags or _plain_name(call) in ("cat", *FILLS)
-
-
 def view_of(base: fx.Node, make: fx.Node, sizes: list[fx.Node], views: set[fx.Node]) -> Any:
     """The function (room, *sizes) -> make for the views between the two; None if there are none.
 
@@ -311,3 +259,137 @@ def view_of(base: fx.Node, make: fx.Node, sizes: list[fx.Node], views: set[fx.No
 
     graph.output(copy(make))
     return fx.GraphModule({}, graph, class_name="View").forward
+
+
+def into_of(
+    writer: BodyWriter,
+    makers: Makers,
+    calls: Sequence[fx.Node],
+    makes: Sequence[fx.Node],
+    wanted: Iterable[fx.Node],
+) -> tuple[Into | None, dict[fx.Node, str]]:
+    """The form of a body that writes the wanted makes where it is told; why others cannot be.
+
+    writer: has written the body itself.
+    """
+    chosen: dict[fx.Node, Maker] = {}
+    reasons: dict[fx.Node, str] = {}
+    for node in wanted:
+        try:
+            maker = makers.maker(node)
+            if maker.node not in calls:
+                raise Unfit("it is a view of what another op made")
+            if writer.modes[maker.node][0] or torch.is_autocast_enabled("cpu"):
+                raise Unfit("it is made under autocast")
+            chosen[node] = maker
+        except Unfit as unfit:
+            reasons[node] = str(unfit)
+    if not chosen:
+        return None, reasons
+    try:
+        replayer = Replayer(writer, chosen)
+        replayer.write(calls)
+        return replayer.into(makes), reasons
+    except (Unfit, SizeError) as unfit:
+        return None, reasons | dict.fromkeys(chosen, str(unfit))
+
+
+def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
+    """The graph, with places only for what these bodies can write where they are told."""
+    able: set[str] = set()
+    for op in graph.ops:
+        into = getattr(bodies.get(op.name), "into", None)
+        able.update(op.makes[number] for number in (into.placed if into else ()))
+    values = (replace(v, placeable=v.placeable and v.name in able) for v in graph.values)
+    return replace(graph, values=tuple(values))
+
+
+class Replayer(BodyWriter):
+    """A writer that replays the calls which make wanted results; `wanted` has their makers."""
+
+    def __init__(self, writer: BodyWriter, wanted: Mapping[fx.Node, Maker]) -> None:
+        super().__init__(
+            writer.gm, writer.rows, writer.is_copied, writer.canonical, writer.modes, writer.written
+        )
+        self.like, self.wanted = writer, wanted
+        self.makers: dict[fx.Node, dict[int, dict[int, Maker]]] = {}
+        for maker in wanted.values():
+            results = self.makers.setdefault(maker.node, {}).setdefault(maker.at, {})
+            results.setdefault(maker.which, maker)
+        self.slices: list[fx.Node] = []
+        self.bases: list[tuple[Maker, fx.Node]] = []
+        self.views: set[fx.Node] = set()
+
+    def into(self, makes: Sequence[fx.Node]) -> Into:
+        """The finished form. Raises `Unfit` if it would not read what the body reads."""
+        if list(self.reads) != list(self.like.reads) or self.switches_grad:
+            raise Unfit("its op switches the grad mode")
+        code, sizes, key = self.finish(makes, {}, self.slices)
+        rooms = []
+        for maker, base in self.bases:
+            views = {
+                at: view_of(base, self.local[node], list(self.sizes.values()), self.views)
+                for at, node in enumerate(makes)
+                if self.wanted.get(node) == maker
+            }
+            rooms.append(replace(maker.room, views=views))
+        return Into(code.forward, sizes, tuple(rooms), code, key)
+
+    def _copy(self, node: fx.Node) -> Any:
+        if node in self.makers:
+            self.local[node] = self._replay(node)
+            return self.local[node]
+        of: Any = node.args[0] if is_getitem(node) else None
+        if isinstance(self.local.get(of), tuple):
+            number: Any = node.args[1]
+            self.local[node] = self.local[of][number]
+            return self.local[node]
+        made = super()._copy(node)
+        if self.rows.calls[node].only_views:
+            self.views.add(made)
+        return made
+
+    def _replay(self, node: fx.Node) -> Any:
+        """A call as the operators it is made of."""
+        fx.map_arg((node.args, node.kwargs), self._argument)  # the reads, in the body's order
+        self._switch(self.modes[node])
+        known: dict[int, Any] = {}
+        for used in node.all_input_nodes:
+            value = self.rows.value(used)
+            if isinstance(value, torch.Tensor):
+                known[id(value)] = self._argument(used)
+        for at, call in enumerate(self.rows.calls[node].atens):
+            args, kwargs = (tree_map(lambda leaf: self._known(leaf, known), g) for g in call.given)
+            made = self._operator(call, args, kwargs, self.makers[node].get(at))
+            for tensor, new in zip(call.results, made, strict=True):
+                known.setdefault(id(tensor), new)  # what an operator changes stays what it was
+        value = self.rows.value(node)
+        results = [known[id(leaf)] for leaf in tree_leaves(value)]
+        return results[0] if isinstance(value, torch.Tensor) else tuple(results)
+
+    def _known(self, leaf: Any, known: Mapping[int, Any]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return self._size(leaf)
+        if id(leaf) not in known:
+            raise Unfit("its maker reads what no call shows")
+        return known[id(leaf)]
+
+    def _operator(
+        self, call: AtenCall, args: Any, kwargs: Any, makers: Mapping[int, Maker] | None
+    ) -> list[Any]:
+        """Nodes for the results of an operator; `makers`: for those that are placed."""
+        if makers:
+            first = len(self.slices)
+            given = {n: self.graph.placeholder(f"slice{at}") for at, n in enumerate(makers, first)}
+            self.slices += given.values()
+            results: list[Any] = next(iter(makers.values())).form(self.graph, args, kwargs, given)
+            self.bases += [(maker, results[n]) for n, maker in makers.items()]
+            return results
+        made = self.graph.call_function(SAFE.get(call.func, call.func), args, kwargs)
+        items = [made]
+        if [str(item.type) for item in call.func._schema.returns] != ["Tensor"]:
+            count = range(len(call.results))
+            items = [self.graph.call_function(operator.getitem, (made, n)) for n in count]
+        if is_view(call) and not call.written:
+            self.views.update((made, *items))
+        return items

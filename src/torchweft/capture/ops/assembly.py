@@ -7,23 +7,23 @@ belong to an input, or are handed out twice.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchweft.capture.blocks.twins import CALLS, Twins
+from torchweft.capture.blocks.inlining import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
-from torchweft.capture.bodies.outs import Makers
-from torchweft.capture.bodies.replay import into_of
+from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
-from torchweft.capture.ops.collectives import Owners, Phases, collective_of, two_phases
-from torchweft.capture.ops.peel import peel
-from torchweft.capture.ops.regions import Region, cut, settle, sink
+from torchweft.capture.ops.collectives import collective_of, dead_inputs, two_phases
+from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
     asserts,
@@ -36,44 +36,41 @@ from torchweft.capture.ops.units import (
 from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
 from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
-from torchweft.plan.graph import ITEM_BYTES, Batch, Op, Value
+from torchweft.plan.graph import ITEM_BYTES, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
 from torchweft.private.core import OpOverload
 
 RNG = "random.state"
 
 
-@dataclass
 class Assembly:
     """The pieces of a graph under construction."""
 
-    gm: fx.GraphModule
-    rows: Rows
-    regions: list[Region]
-    units: list[Unit]
-    values: dict[str, Value] = field(default_factory=dict)
-    ops: list[Op] = field(default_factory=list)
-    bodies: dict[str, Body] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    num_calls: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, fx.Node] = field(default_factory=dict)
-    num_names: Counter[str] = field(default_factory=Counter)
-    phases: dict[tuple[fx.GraphModule, bool], Phases] = field(default_factory=dict)
-    unplaced: dict[str, str] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        graph = self.gm.graph
+    def __init__(
+        self, gm: fx.GraphModule, rows: Rows, regions: list[Region], units: list[Unit]
+    ) -> None:
+        self.gm, self.rows, self.regions, self.units = gm, rows, regions, units
+        self.values: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.bodies: dict[str, Body] = {}
         self.codes: dict[str, fx.GraphModule] = {}
+        self.reasons: dict[str, str] = {}
+        self.unplaced: dict[str, str] = {}
+        self.num_calls: dict[str, int] = {}
+        self.num_names: Counter[str] = Counter()
+        self.inputs: dict[str, fx.Node] = {}
+        self.given: set[int] = set()
+        self.two_phases = cache(two_phases)
+        graph = gm.graph
         self.modes = modes_of(graph)
-        self.cheap = {node for unit in self.units if unit.cheap for node in unit.nodes}
-        self.canonical = _canonical(graph, self.rows)
+        self.cheap = {node for unit in units if unit.cheap for node in unit.nodes}
+        self.canonical = _canonical(graph, rows)
         self.output = graph.output_node()
         self.outputs = list(
             dict.fromkeys(self.canonical[node] for node in self.output.all_input_nodes)
         )
-        self.written = set().union(*(unit.writes for unit in self.units)) if self.units else set()
-        self.owners = Owners(graph, self.rows, self.regions, self.cheap)
+        self.written = set[int]().union(*(unit.writes for unit in units))
+        self.dead = dead_inputs(graph, rows, regions, self.cheap)
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
@@ -133,15 +130,13 @@ class Assembly:
         exprs = self.rows.symbols.shape(tensor)
         if not all(expr.free_symbols <= self.rows.bound for expr in exprs):
             return opaque
+        axis, batch = self.rows.axis(tensor), None
         try:
             shape = tuple(size_of(expr) for expr in exprs)
         except SizeError:
             return opaque
-        axis = self.rows.axis(tensor)
-        try:
-            batch: Batch | None = axis.batch() if axis is not None else None
-        except SizeError:
-            batch = None
+        with contextlib.suppress(SizeError):
+            batch = axis.batch() if axis is not None else None
         return Value(opaque.name, shape, dtype, batch)
 
     def _written_by(self, region: Region, writer: BodyWriter) -> tuple[str, ...]:
@@ -159,12 +154,16 @@ class Assembly:
         kind = declared or kind
         name = self._name(region)
         code, sizes, key = writer.finish(makes, self.codes)
+        talks = region.collective is not None
+        mine = id(region) in self.dead
+        issue, complete = self.two_phases(code, mine=mine) if talks else (None, None)
         body = Body(
             key,
             code,
             sizes,
             writer.switches_grad,
-            *self._phases(region, code),
+            issue,
+            complete,
             graph=region.mark is None or region.mark.graph,
             examples=tuple(self.rows.value(node) for node in reads),
             inner=region.mark.inner if region.mark else None,
@@ -182,12 +181,12 @@ class Assembly:
                 uses=(region.mark and region.mark.uses)
                 or ("network" if region.collective else "compute"),
                 rows=kind,
-                two_phase=region.collective is not None,
+                two_phase=talks,
                 collective=collective_of(region.collective),
                 mark=region.mark.name if region.mark else None,
                 body=key,
                 flops=self._flops(region),
-                source=source_of(region.units[0].first),
+                source=source_of(region.units[0].nodes[0]),
             )
         )
         if kind not in ("row-wise", "batch-free"):
@@ -216,28 +215,17 @@ class Assembly:
                 name = op.makes[number]
                 self.values[name] = replace(self.values[name], placeable=True)
 
-    def _phases(self, region: Region, code: fx.GraphModule) -> Phases:
-        if region.collective is None:
-            return None, None
-        mine = self.owners.is_dead(region)
-        if (code, mine) not in self.phases:
-            self.phases[code, mine] = two_phases(code, mine=mine)
-        return self.phases[code, mine]
-
     def _alias(self, region: Region, reads: list[fx.Node], made: dict[fx.Node, Value]) -> None:
         """Name the value whose bytes each make shares, where that could be noticed."""
         for node in made:
             number = next(iter(storages(self.rows.value(node))), None)
-            if number is None:
-                continue
             twice = sum(number in storages(self.rows.value(out)) for out in self.outputs) > 1
-            if number not in self.written and number not in self.given and not twice:
+            if number is None or not (number in self.written | self.given or twice):
                 continue
             earlier = [*reads, *list(made)[: list(made).index(node)]]
-            for other in earlier:
-                if number in storages(self.rows.value(other)):
-                    made[node] = replace(made[node], alias_of=value_name(other))
-                    break
+            shown = [other for other in earlier if number in storages(self.rows.value(other))]
+            if shown:
+                made[node] = replace(made[node], alias_of=value_name(shown[0]))
 
     def _kind(
         self,
@@ -267,8 +255,9 @@ class Assembly:
                 value.name in outputs or value.alias_of not in self.inputs
             ):
                 return "mixing", f"{value.name} shares bytes with {value.alias_of}"
-        for name in mutates:
-            if not _is_leading(self.values[name]):
+        for name in mutates:  # a part must be a view of the whole
+            batch, shape = self.values[name].batch, self.values[name].shape
+            if batch is None or batch.outer != ONE or set(shape[: batch.dim]) - {ONE}:
                 return "mixing", f"it writes into {name}, whose rows do not lie one after another"
         return "row-wise", ""
 
@@ -276,16 +265,15 @@ class Assembly:
         unit = region.reason
         others = sum(other.kind == region.kind for other in region.units) - 1
         more = f" (and {others} more)" if others else ""
-        where = source_of(unit.named)
-        text = f"{target_name(unit.named)}: {unit.reason}{more}"
+        where = source_of(unit.cause)
+        text = f"{target_name(unit.cause)}: {unit.reason}{more}"
         return f"{text}, at {where}" if where else text
 
     def _flops(self, region: Region) -> Size:
         total: Any = sum(self.rows.calls[node].flops for node in region.calls)
-        try:
+        with contextlib.suppress(SizeError):
             return size_of(total) if total != 0 else ZERO
-        except SizeError:
-            return ZERO
+        return ZERO
 
     def _name(self, region: Region) -> str:
         if region.mark is not None and region.collective is None:
@@ -295,7 +283,7 @@ class Assembly:
         elif region.kind == "batch-free" and region.collective is None:
             base = "once"
         else:
-            call = region.collective or region.reason.named
+            call = region.collective or region.reason.cause
             target = target_name(call).removesuffix(".default")
             if isinstance(call.target, OpOverload):
                 target = str(call.target.overloadpacket)
@@ -347,10 +335,3 @@ def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:
         plain = isinstance(value, torch.Tensor) and node.op != "output"
         canonical[node] = first.setdefault(id(value), node) if plain else node
     return canonical
-
-
-def _is_leading(value: Value) -> bool:
-    """Whether the rows lie one after another, so that a part is a view of the whole."""
-    if value.batch is None or value.batch.outer != ONE:
-        return False
-    return all(size == ONE for size in value.shape[: value.batch.dim])

@@ -6,7 +6,7 @@
                  issue(x) reduces x itself, complete waits for it: no copy
 
 Between issue and complete the tensor and its aliases belong to the collective. How c10d is talked
-to says `flights`. `Owners` finds inputs that may be reduced where they are, `drop_buffers` takes
+to says `flights`. `dead_inputs` may be reduced where they are, `drop_buffers` takes
 out buffers that only a collective fills, `reduce_by_torch` turns a host's collectives into these.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ MAKERS = (
     "linear matmul mm bmm addmm baddbmm einsum embedding add sub mul div truediv relu gelu silu "
     "tanh sigmoid softmax layer_norm rms_norm sum"
 )
-NEW = frozenset(MAKERS.split())
+NEW = frozenset(MAKERS.split())  # they make new bytes, however many rows there are
 BARE = ("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros")
 PIECES = (operator.getitem, aten.slice.Tensor, aten.select.int)
 
@@ -77,8 +76,8 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
     before = [node for node in nodes[: nodes.index(start)] if not state_name(node)]
     behind = [node for node in nodes[nodes.index(start) + 1 :] if not state_name(node)]
     place = _places(start, behind)
-    output = next(node for node in code.graph.nodes if node.op == "output")
-    if place is None or any(made not in place for made in output.args[0]):
+    makes: Any = code.graph.output_node().args[0]
+    if place is None or any(made not in place for made in makes):
         return None, None
     options: dict[str, Any] = {}
     copies = [node for node in behind if is_copy(node)]
@@ -86,7 +85,7 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
         options["out"] = copies[0].args[0]
     elif mine and kind_of(start) in IN_PLACE:
         options["mine"] = True
-    return _issue(code, before, start, options), _complete([place[n] for n in output.args[0]])
+    return _issue(code, before, start, options), _complete([place[made] for made in makes])
 
 
 def _places(start: fx.Node, behind: list[fx.Node]) -> dict[fx.Node, int] | None:
@@ -126,8 +125,10 @@ def _complete(places: list[int]) -> Function:
     return complete
 
 
-class Owners:
-    """Calls by the bytes that they touch, and so which collective may reduce in place.
+def dead_inputs(
+    graph: fx.Graph, rows: Rows, regions: Sequence[Region], cheap: set[fx.Node]
+) -> set[int]:
+    """The ids of the collectives whose input nobody wants behind them: they may work in place.
 
         y = linear(x);  z = all_reduce(y)          nobody else touches y: reduced where it is
         y = linear(x);  z = all_reduce(y) + y      y is still wanted: a copy is reduced
@@ -137,40 +138,25 @@ class Owners:
     in the op of that call, or are views that only the collective takes. So they pass from one op to
     the collective and nowhere else. A part may be a slice of them: other parts have their own.
     """
-
-    def __init__(
-        self, graph: fx.Graph, rows: Rows, regions: Iterable[Region], cheap: set[fx.Node]
-    ) -> None:
-        self.graph, self.rows, self.cheap = graph, rows, cheap
-        self.home = {node: region for region in regions for node in region.nodes}
-
-    @cached_property
-    def touching(self) -> dict[int, list[fx.Node]]:
-        """The calls that have some bytes, or are given them, in program order."""
-        touching: dict[int, list[fx.Node]] = {}
-        for node in self.graph.nodes:
-            for number in storages([self.rows.value(n) for n in (node, *node.all_input_nodes)]):
-                touching.setdefault(number, []).append(node)
-        return touching
-
-    def is_dead(self, region: Region) -> bool:
-        """Whether the input of a collective is wanted by nobody behind it."""
+    talks = [region for region in regions if region.collective is not None]
+    home = {node: region for region in regions for node in region.nodes}
+    touching: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes if talks else ():
+        for number in storages([rows.value(n) for n in (node, *node.all_input_nodes)]):
+            touching.setdefault(number, []).append(node)
+    dead: set[int] = set()
+    for region in talks:
         given = region.calls[0].args[0]
-        numbers = storages(self.rows.value(given)) if isinstance(given, fx.Node) else set()
-        if len(numbers) != 1:
-            return False
-        touching = self.touching[numbers.pop()]
-        maker = self.home.get(touching[0])
-        if maker is None or maker.collective is not None or not _is_new(touching[0]):
-            return False
-        homes = [self.home.get(node) for node in touching if node not in self.cheap]
-        return all(home is maker or home is region for home in homes)
-
-
-def _is_new(node: fx.Node) -> bool:
-    """Whether a call makes new bytes, however many rows there are."""
-    names = target_name(node).split(".")
-    return bool({names[-1], *names[-2:-1]} & NEW)
+        numbers = storages(rows.value(given)) if isinstance(given, fx.Node) else set()
+        users = touching[numbers.pop()] if len(numbers) == 1 else []
+        maker = home.get(users[0]) if users else None
+        if maker is None or maker.collective is not None:
+            continue
+        names = target_name(users[0]).split(".")
+        homes = [home.get(node) for node in users if node not in cheap]
+        if NEW & {names[-1], *names[-2:-1]} and all(h is maker or h is region for h in homes):
+            dead.add(id(region))
+    return dead
 
 
 def drop_buffers(gm: fx.GraphModule) -> None:

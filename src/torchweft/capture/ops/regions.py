@@ -11,6 +11,13 @@ What waits for a slow op (a collective, a read from disk) is not joined to what 
 can run beside it.
 
     slow  row  row  row(slow)  row             ->      [slow] [row row] [row row]
+
+A last call that cannot write where it is told (a layer norm, a convolution) is peeled off, if its
+result is wanted whole: the parts write its *input* where that belongs, and it makes the whole
+result at once. Nothing is copied.
+
+    row  row  add  norm -> output              ->      [row row add]  [norm]
+                                                        part by part   once
 """
 
 from __future__ import annotations
@@ -18,10 +25,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
+from torchweft.capture.bodies.outs import Makers, Unfit
 from torchweft.capture.marks import Mark
-from torchweft.capture.ops.units import Unit, mark_cheap, storages
+from torchweft.capture.ops.units import Unit, handed_out, mark_cheap, only_views, storages
 from torchweft.capture.rows.rows import ORDER, Rows, id_of
 
 WHOLE = ("batch-free", "random", "mixing")
@@ -80,7 +89,8 @@ def cut(units: list[Unit], rows: Rows) -> list[Region]:
         if regions and _joins(regions[-1], unit, awaits):
             regions[-1].add(unit)
             continue
-        if regions and _passes(unit, regions[-1], cheap, rows):
+        free = unit.key is None and unit.kind in WHOLE  # marked units stay together
+        if regions and free and not needs(unit, regions[-1], cheap, rows):
             at -= 1  # before the open region, as part of the one there if that is alike
             before = regions[at - 1] if at else None
             if before and before.kind == unit.kind and _joins(before, unit, awaits):
@@ -119,11 +129,6 @@ def _joins(region: Region, unit: Unit, awaits: frozenset[int]) -> bool:
         return True
     alike = region.kind == unit.kind and region.units[0].block == unit.block
     return alike and unit.kind != "random" and region.awaits == awaits
-
-
-def _passes(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
-    """Whether a unit may go before a region that it does not need; marked units stay together."""
-    return unit.key is None and unit.kind in WHOLE and not needs(unit, region, cheap, rows)
 
 
 def needs(unit: Unit, region: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
@@ -185,7 +190,7 @@ def _unmark_views(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
     views = []
     for unit in units:
         shown = storages([rows.value(node) for node in unit.nodes])
-        if all(rows.calls[node].only_views for node in unit.nodes) and shown and shown <= noticed:
+        if only_views(unit, rows) and shown and shown <= noticed:
             views.append(unit)
         else:
             working.add(unit.key)
@@ -225,65 +230,139 @@ def sink(units: list[Unit], rows: Rows) -> list[Unit]:
     """
     if not any(unit.kind == "additive" for unit in units):
         return units
-    return _Sinker(units, rows).sorted()
-
-
-class _Sinker:
-    """`stretch`: the row-wise units since the last cut. `waiting`: what shall come behind them."""
-
-    def __init__(self, units: list[Unit], rows: Rows) -> None:
-        self.units, self.rows = units, rows
-        self.cheap: dict[fx.Node, Unit] = {
-            node: unit for unit in units if unit.cheap for node in unit.nodes
-        }
-        self.done: list[Unit] = []
-        self.num_groups = 0
-        self._restart()
-
-    def sorted(self) -> list[Unit]:
-        for unit in self.units:
-            if unit.cheap:
-                self.done.append(unit)
-                continue
-            waits = needs(unit, self.waiting, self.cheap, self.rows)
-            plain = unit.kind == "batch-free" and unit.key is None and not unit.writes
-            if plain if waits else unit.kind == "additive":
-                self.waiting.add(unit)
-                continue
-            if unit.collective is not None and not waits:
-                self.done.append(unit)  # the sums run while it is under way
-                self._flush()
-                continue
-            if waits or self._cuts(unit):
-                self._flush()
-            if unit.kind == "additive":
-                self.waiting.add(unit)
-                continue
+    cheap = {node: unit for unit in units if unit.cheap for node in unit.nodes}
+    done: list[Unit] = []
+    stretch, waiting = _empty(), _empty()  # row-wise since the last cut, and what comes behind
+    for unit in units:
+        if unit.cheap:
+            done.append(unit)
+            continue
+        waits = needs(unit, waiting, cheap, rows)
+        plain = unit.kind == "batch-free" and unit.key is None and not unit.writes
+        if plain if waits else unit.kind == "additive":
+            waiting.add(unit)
+            continue
+        talks = unit.collective is not None and not waits
+        if talks:
+            done.append(unit)  # the sums run while it is under way
+        if talks or waits or _cuts(unit, stretch, cheap, rows):
+            done += _sums_first(waiting.units, len(done))
+            stretch, waiting = _empty(), _empty()
+        if unit.kind == "additive":
+            waiting.add(unit)
+        elif not talks:
             if unit.kind == "row-wise":
-                self.stretch.add(unit)
-            self.done.append(unit)
-        self._flush()
-        return self.done
+                stretch.add(unit)
+            done.append(unit)
+    return done + _sums_first(waiting.units, len(done))
 
-    def _cuts(self, unit: Unit) -> bool:
-        """Whether a unit ends the stretch, wherever the sums are."""
-        if not self.stretch.units or unit.kind == "batch-free":
-            return False
-        if unit.kind == "row-wise" and unit.collective is None:
-            return unit.key != self.stretch.units[-1].key
-        return needs(unit, self.stretch, self.cheap, self.rows)
 
-    def _restart(self) -> None:
-        self.stretch = Region([], "batch-free")
-        self.waiting = Region([], "batch-free")
+def _empty() -> Region:
+    return Region([], "batch-free")
 
-    def _flush(self) -> None:
-        """Put what waits behind the stretch, the sums of one mark as one op."""
-        sums = [unit for unit in self.waiting.units if unit.kind == "additive"]
-        for unit in sums:
-            unit.key = ("sums", self.num_groups, unit.key)
-        self.num_groups += 1
-        groups = dict.fromkeys(unit.key for unit in sums)
-        self.done += [unit for key in groups for unit in sums if unit.key == key]
-        self.done += [unit for unit in self.waiting.units if unit.kind != "additive"]
-        self._restart()
+
+def _cuts(unit: Unit, stretch: Region, cheap: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether a unit ends the stretch, wherever the sums are."""
+    if not stretch.units or unit.kind == "batch-free":
+        return False
+    if unit.kind == "row-wise" and unit.collective is None:
+        return unit.key != stretch.units[-1].key
+    return needs(unit, stretch, cheap, rows)
+
+
+def _sums_first(waiting: list[Unit], number: int) -> list[Unit]:
+    """What has waited, the sums of one mark side by side, to be one op; `number` is the place."""
+    groups: dict[object, list[Unit]] = {}
+    for unit in waiting:
+        if unit.kind == "additive":
+            groups.setdefault(unit.key, []).append(unit)
+            unit.key = ("sums", number, unit.key)
+    others = [unit for unit in waiting if unit.kind != "additive"]
+    return [unit for group in groups.values() for unit in group] + others
+
+
+def peel(units: list[Unit], rows: Rows, graph: fx.Graph) -> None:
+    """Make units mixing that would only make parts to be copied together.
+
+    Those who read such a result row by row wait for it, so nothing slow (a collective, a read from
+    disk) may stand behind them: parts overlap there. A view that only calls over all parts read is
+    taken by each of them, of the whole. A second call that counts (a product, a convolution) is
+    never peeled off behind the first: then a copy costs less than what is no longer done in parts.
+    """
+    if torch.is_grad_enabled() and rows.level == "torch":
+        return  # nothing is written in place then, so everything is copied anyway
+    home = {node: unit for unit in units for node in unit.nodes}
+    makers, handed = Makers(graph, rows, units), handed_out(rows)
+    heavy: dict[int, int] = {}
+    slow: set[int] = set()
+    for unit in reversed(units):
+        users = [user for node in unit.nodes for user in _users(node, home)]
+        if is_slow(unit) or any(id(user) in slow for user in users):
+            slow.add(id(unit))
+        plain = unit.kind == "row-wise" and unit.collective is unit.key is None
+        if not plain or unit.cheap or unit.writes or unit.draws:
+            continue
+        whole = list(map(_is_whole, users))
+        shown = any(id(rows.value(node)) in handed for node in unit.nodes)  # to the caller
+        inside = users and None not in users and not shown
+        if only_views(unit, rows) and all(whole) and inside:
+            unit.cheap = True  # whoever needs it takes the view of the whole itself
+            continue
+        if not _works_before(unit, home, rows):
+            continue  # nothing would be left in parts
+        if not any(whole) or (id(unit) in slow and not all(whole)):
+            continue
+        needed = [node for node in unit.nodes if any(map(_is_whole, _users(node, home)))]
+        reasons = [_reason(node, makers, home) for node in needed]
+        if not any(reasons):
+            continue
+        counts = any(rows.calls[node].flops != 0 for node in unit.nodes)
+        weight = counts + max((heavy.get(id(user), 0) for user in users), default=0)
+        if weight > 1:
+            continue
+        heavy[id(unit)] = weight
+        why = next(filter(None, reasons))
+        unit.kind, unit.reason = "mixing", f"its result is needed whole, and {why}"
+
+
+def _works_before(unit: Unit, home: dict[fx.Node, Unit], rows: Rows) -> bool:
+    """Whether row-wise work, and not only views, leads to a unit."""
+    seen, waiting = {id(unit)}, [unit]
+    while waiting:
+        used = [used for node in waiting.pop().nodes for used in node.all_input_nodes]
+        for other in (home[node] for node in used if node in home):
+            if id(other) in seen or other.kind != "row-wise":
+                continue
+            if not only_views(other, rows):
+                return True
+            seen.add(id(other))
+            waiting.append(other)
+    return False
+
+
+def _is_whole(user: Unit | None) -> bool:
+    return user is None or user.kind in WHOLE
+
+
+def _reason(node: fx.Node, makers: Makers, home: dict[fx.Node, Unit]) -> str:
+    """Why a result cannot be written by parts where it belongs; empty if it can."""
+    try:
+        maker = makers.maker(node)
+    except Unfit as unfit:
+        return str(unfit)
+    unit = home.get(maker.node)
+    return "" if unit is not None and unit.kind == "row-wise" else "what it shows is whole already"
+
+
+def _users(node: fx.Node, home: dict[fx.Node, Unit]) -> list[Unit | None]:
+    """The units that read a result; None stands for the caller. Cheap ones pass it on."""
+    readers: list[Unit | None] = []
+    for user in node.users:
+        unit = home.get(user)
+        if user.op == "output":
+            readers.append(None)
+        elif unit is not None and unit.cheap:
+            readers += _users(user, home)
+        elif unit is not None and unit is not home.get(node):
+            readers.append(unit)
+    return readers

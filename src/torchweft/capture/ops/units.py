@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ import torch
 from torch import fx
 
 from torchweft.capture.marks import FRAME, Mark, MarkRule, target_name, told_of
-from torchweft.capture.rows.aten_call import bind, overload_of, tensors_in
-from torchweft.capture.rows.axes import SYMBOLIC
-from torchweft.capture.rows.network import NAMESPACES
+from torchweft.capture.rows.axes import SYMBOLIC, bind, overload_of, tensors_in
 from torchweft.capture.rows.rows import ORDER, SWITCHES, Rows, id_of, is_getitem, is_size
+from torchweft.capture.rows.table import NAMESPACES
 from torchweft.capture.splitters import STATE
 from torchweft.private.core import tree_leaves
 
@@ -40,14 +40,14 @@ TORCH = str(Path(torch.__file__).parent)
 class Unit:
     """Calls that stay together; `reads` and `writes` are storages, by number.
 
-    `block` is the call of a block that it stands in, if ops end at the borders of that. `states` is
-    the side state that its calls touch.
+    `cause` is the call that a message about it names, `block` the call of a block that it stands
+    in, if ops end at the borders of that, `states` the side state that its calls touch.
     """
 
     nodes: list[fx.Node]
     kind: str
-    reason: str = ""
-    cause: fx.Node | None = None
+    reason: str
+    cause: fx.Node
     mark: Mark | None = None
     key: object = None
     reads: set[int] = field(default_factory=set)
@@ -57,16 +57,6 @@ class Unit:
     draws: bool = False
     block: str | None = None
     states: SideState = field(default_factory=dict)
-
-    @property
-    def named(self) -> fx.Node:
-        """The call that a message about the unit names."""
-        return self.cause or self.nodes[0]
-
-    @property
-    def first(self) -> fx.Node:
-        """The call that the unit is about."""
-        return self.nodes[0]
 
 
 def find_units(
@@ -81,7 +71,8 @@ def find_units(
     nested: list[fx.Node] = []
     depth = 0
     for node in graph.nodes:
-        depth += _nesting(node)
+        name = target_name(node)  # a transform of torch.func (vmap, grad, jvp) begins or ends
+        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
         if depth or nested:
             nested.append(node)
             if depth:
@@ -106,7 +97,8 @@ def _alive(units: list[Unit]) -> list[Unit]:
     dead: set[fx.Node] = set()
     alive: list[Unit] = []
     for unit in reversed(units):
-        acts = unit.writes or unit.draws or unit.collective or any(map(_acts, unit.nodes))
+        acts = unit.writes or unit.draws or unit.collective or is_nested(unit)
+        acts = acts or any(map(asserts, unit.nodes))
         users = {user for node in unit.nodes for user in node.users} - set(unit.nodes) - dead
         if acts or users:
             alive.append(unit)
@@ -115,14 +107,9 @@ def _alive(units: list[Unit]) -> list[Unit]:
     return alive[::-1]
 
 
-def _acts(node: fx.Node) -> bool:
-    return asserts(node) or "nesting" in target_name(node)
-
-
-def _nesting(node: fx.Node) -> int:
-    """+1 where a transform of torch.func (vmap, grad, jvp) begins, -1 where it ends."""
-    name = target_name(node)
-    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+def is_nested(unit: Unit) -> bool:
+    """Whether a unit is a transform of torch.func, whose tensors are not what they seem."""
+    return any("nesting" in target_name(node) for node in unit.nodes)
 
 
 def is_work(rows: Rows, node: fx.Node) -> bool:
@@ -208,11 +195,10 @@ def is_collective(node: fx.Node) -> bool:
 def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, object]]) -> Unit:
     calls = [rows.calls[node] for node in nodes]
     worst = max(calls, key=lambda call: ORDER.index(call.kind))
-    draws = any(call.draws for call in calls)
-    cause = worst.node if worst.reason else None
+    cause = worst.node if worst.reason else nodes[0]
     mark, key = marks.get(nodes[0], (None, None))
-    unit = Unit(nodes, worst.kind, worst.reason, cause, mark, key, draws=draws)
-    unit.block = nodes[0].meta.get(BLOCK)
+    unit = Unit(nodes, worst.kind, worst.reason, cause, mark, key)
+    unit.draws, unit.block = any(call.draws for call in calls), nodes[0].meta.get(BLOCK)
     for call in calls:
         unit.writes |= {id_of(tensor) for tensor in call.written}
         for used in call.node.all_input_nodes:
@@ -256,7 +242,7 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             alone = len(readers[id(unit)]) == 1
-            unit.cheap = alone and _bytes(rows.value(unit.first)) <= SMALL_BYTES
+            unit.cheap = alone and _bytes(rows.value(unit.nodes[0])) <= SMALL_BYTES
 
 
 def handed_out(rows: Rows) -> set[int]:
@@ -267,24 +253,28 @@ def handed_out(rows: Rows) -> set[int]:
 
 def _is_view(unit: Unit, rows: Rows, noticed: set[int]) -> bool:
     """Whether a unit only gives another look at bytes that are there, wherever it is run."""
-    calls = [rows.calls[node] for node in unit.nodes]
     if unit.kind not in ("batch-free", "row-wise") or unit.mark is not None or unit.draws:
         return False
-    if not all(call.only_views for call in calls) or any(asserts(node) for node in unit.nodes):
+    if not only_views(unit, rows) or any(map(asserts, unit.nodes)):
         return False
-    shown = storages([call.value for call in calls])
+    shown = storages([rows.value(node) for node in unit.nodes])
     return bool(shown) and (unit.kind == "batch-free" or shown <= noticed)
+
+
+def only_views(unit: Unit, rows: Rows) -> bool:
+    """Whether no call of a unit makes bytes of its own."""
+    return all(rows.calls[node].only_views for node in unit.nodes)
 
 
 def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
     """Whether computing a call again, elsewhere, gives the same and does no harm."""
     if unit.kind != "batch-free" or unit.mark is not None or unit.collective is not None:
         return False
-    if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.first):
+    if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.nodes[0]):
         return False
-    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.first].atens):
+    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.nodes[0]].atens):
         return False  # what copies is not done once more for each part
-    return not (unit.reads | storages(rows.value(unit.first))) & written
+    return not (unit.reads | storages(rows.value(unit.nodes[0]))) & written
 
 
 def _bytes(value: Any) -> int:
@@ -292,11 +282,9 @@ def _bytes(value: Any) -> int:
     for leaf in tree_leaves(value):
         if not isinstance(leaf, torch.Tensor):
             return SMALL_BYTES + 1
-        count = 1
-        for size in leaf.shape:
-            hint = size.node.hint if isinstance(size, SYMBOLIC) else size
-            count *= SMALL_BYTES + 1 if hint is None else int(hint)
-        total += count * leaf.element_size()
+        hints = [size.node.hint if isinstance(size, SYMBOLIC) else size for size in leaf.shape]
+        counts = [SMALL_BYTES + 1 if hint is None else int(hint) for hint in hints]
+        total += prod(counts) * leaf.element_size()
     return total
 
 
@@ -337,16 +325,12 @@ def states_of(graph: fx.Graph, rules: Sequence[MarkRule]) -> dict[fx.Node, SideS
     for node in graph.nodes:
         names: dict[str, bool] = {}
         for rule in told_of(node, rules, "state"):
-            name, key = rule.mark.name, _argument(node, rule.by)
+            name, func = rule.mark.name, overload_of(node.target)
+            given = bind(func, node.args, node.kwargs) if rule.by and func is not None else {}
+            key = given.get(rule.by)
             number = sum(other == name for other, _ in known)
             plain = f"{STATE}{name}"
             names[known.setdefault((name, key), f"{plain}.{number}" if key else plain)] = bool(key)
         if names:
             touched[node] = names
     return touched
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """The argument of a call by its name in the schema; None if it has no such argument."""
-    func = overload_of(node.target)
-    return bind(func, node.args, node.kwargs).get(name) if name and func is not None else None

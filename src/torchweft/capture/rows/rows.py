@@ -17,19 +17,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.capture.blocks.blocks import BlockError
-from torchweft.capture.rows.aten_call import (
+from torchweft.capture.rows.axes import (
+    FREE,
+    SYMBOLIC,
     AtenCall,
+    Axis,
+    Mixing,
     RowRule,
+    Symbols,
     bind,
     decomposition_of,
     flops_of,
@@ -37,10 +43,8 @@ from torchweft.capture.rows.aten_call import (
     tensors_in,
     written_by,
 )
-from torchweft.capture.rows.axes import FREE, SYMBOLIC, Axis, Mixing, Symbols
-from torchweft.capture.rows.backward import is_sum
-from torchweft.capture.rows.higher import RULES
-from torchweft.capture.rows.table import rule_for
+from torchweft.capture.rows.math import is_sum
+from torchweft.capture.rows.table import HIGHER, rule_for
 from torchweft.private.core import (
     FakeTensor,
     FakeTensorMode,
@@ -101,7 +105,7 @@ class Rows:
 
     symbols: Symbols
     calls: dict[fx.Node, CallRows]
-    axes: Any
+    axes: MutableMapping[torch.Tensor, Axis]
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
 
@@ -116,8 +120,7 @@ class Rows:
 
     def axis(self, tensor: torch.Tensor) -> Axis | None:
         """Where the rows of a tensor are; None if it has no batch."""
-        axis: Axis | None = self.axes.get(tensor)
-        return axis
+        return self.axes.get(tensor)
 
     def value(self, node: fx.Node) -> Any:
         """The fake result of a node."""
@@ -145,7 +148,7 @@ def find_rows(
     twins: fills in an inlined block that is like an earlier one.
     """
     rows = Rows(symbols, {}, WeakIdKeyDictionary(), level)
-    fake_mode = _fake_mode(gm)
+    fake_mode = fake_mode_of(gm)
     watcher = _Watcher(rows)
     with contextlib.ExitStack() as stack:
         if (env := fake_mode.shape_env) is not None:
@@ -157,7 +160,8 @@ def find_rows(
     return rows
 
 
-def _fake_mode(gm: fx.GraphModule) -> Any:
+def fake_mode_of(gm: fx.GraphModule) -> Any:
+    """The mode of the fake tensors of a graph."""
     for node in gm.graph.nodes:
         for tensor in tensors_in(node.meta.get("example_value")):
             if hasattr(tensor, "fake_mode"):
@@ -172,12 +176,8 @@ def _unguarded(mode: Any) -> Iterator[None]:
     if env is None:
         yield
         return
-    log, env.log = env.log, SILENT
-    try:
-        with env.error_on_new_guards():
-            yield
-    finally:
-        env.log = log
+    with patch.object(env, "log", SILENT), env.error_on_new_guards():
+        yield
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.kind == "additive":
             call.worsen("mixing", "it goes on with a sum over rows")
         try:
-            kind, axes = _judge(aten, self._apart)
+            kind, axes = self._judge(aten)
         except Mixing as mixes:
             adds = self.rows.level == "aten" and is_sum(aten, self.rows.zeros)
             call.worsen(*(("additive", "a sum over rows") if adds else ("mixing", str(mixes))))
@@ -242,6 +242,37 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, axis in zip(aten.results, axes, strict=True):
             if axis is not None and id(tensor) not in old:
                 self.rows.axes[tensor] = axis
+
+    def _judge(self, aten: AtenCall) -> tuple[str, list[Axis | None]]:
+        """The kind of one operator and the axes of its results. Raises `Mixing`."""
+        symbols = aten.symbols
+        if _draws(aten):
+            return "random", [_guess(aten, tensor) for tensor in aten.results]
+        scalars = {name: arg for name, arg in aten.args.items() if symbols.inside(arg)}
+        everything = aten.tensors + aten.results
+        shaped = any(symbols.dims(tensor) for tensor in everything)
+        if not shaped and not scalars and not any(aten.axis_of(tensor) for tensor in aten.tensors):
+            return "batch-free", [None] * len(aten.results)
+        if _by_data(aten):
+            raise Mixing("what it makes depends on the data of the whole batch")
+        if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
+            raise Mixing("it reads a value whose rows cannot be told apart")
+        rule = rule_for(aten.func) or RowRule(self._apart, frozenset(scalars))
+        if set(scalars) - rule.sizes:
+            raise Mixing("its result depends on the batch size")
+        if not rule.counts and any(axis and axis.step for axis in map(aten.axis_of, aten.tensors)):
+            raise Mixing(f"{aten.name} reads the numbers of the rows")
+        try:
+            place = rule.find(aten)
+        except (LookupError, *FAILURES) as error:
+            raise Mixing(f"its row rule failed ({type(error).__name__}: {error})") from error
+        axes = place if isinstance(place, list) else [place] * len(aten.results)
+        for tensor, axis in zip(aten.results, axes, strict=True):
+            if axis is FREE or (axis is None and tensor.numel() == 0):
+                continue
+            if axis is None or not symbols.fits(axis, tensor):
+                raise Mixing("its result has no clear rows")
+        return "row-wise", [None if axis is FREE else axis for axis in axes]
 
     def _apart(self, aten: AtenCall) -> list[Axis | None]:
         """The axes of the results of an operator without a rule, by what it is made of in PyTorch's
@@ -263,41 +294,6 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.kind not in ("row-wise", "batch-free") or len(results) != len(aten.results):
             raise Mixing(f"inside of {aten.name}: {call.reason or 'it makes something else'}")
         return [self.rows.axis(result) for result in results]
-
-
-def _judge(
-    aten: AtenCall, apart: Callable[[AtenCall], list[Axis | None]]
-) -> tuple[str, list[Axis | None]]:
-    """The kind of one operator and the axes of its results; `apart` is asked where no rule is
-    known. Raises `Mixing`."""
-    symbols = aten.symbols
-    if _draws(aten):
-        return "random", [_guess(aten, tensor) for tensor in aten.results]
-    scalars = {name: arg for name, arg in aten.args.items() if symbols.inside(arg)}
-    everything = aten.tensors + aten.results
-    shaped = any(symbols.dims(tensor) for tensor in everything)
-    if not shaped and not scalars and not any(aten.axis_of(tensor) for tensor in aten.tensors):
-        return "batch-free", [None] * len(aten.results)
-    if _by_data(aten):
-        raise Mixing("what it makes depends on the data of the whole batch")
-    if any(symbols.dims(tensor) and aten.axis_of(tensor) is None for tensor in aten.tensors):
-        raise Mixing("it reads a value whose rows cannot be told apart")
-    rule = rule_for(aten.func) or RowRule(apart, frozenset(scalars))
-    if set(scalars) - rule.sizes:
-        raise Mixing("its result depends on the batch size")
-    if not rule.counts and any(axis and axis.step for axis in map(aten.axis_of, aten.tensors)):
-        raise Mixing(f"{aten.name} reads the numbers of the rows")
-    try:
-        place = rule.find(aten)
-    except (LookupError, *FAILURES) as error:
-        raise Mixing(f"its row rule failed ({type(error).__name__}: {error})") from error
-    axes = place if isinstance(place, list) else [place] * len(aten.results)
-    for tensor, axis in zip(aten.results, axes, strict=True):
-        if axis is FREE or (axis is None and tensor.numel() == 0):
-            continue
-        if axis is None or not symbols.fits(axis, tensor):
-            raise Mixing("its result has no clear rows")
-    return "row-wise", [None if axis is FREE else axis for axis in axes]
 
 
 def _by_data(aten: AtenCall) -> bool:
@@ -448,9 +444,9 @@ class _Walker:
             operands = [arg for arg in args if not isinstance(arg, fx.GraphModule | str)]
             return fx.Interpreter(graphs[0]).run(*operands)
         made = call.node.meta.get("example_value")
-        if name not in RULES or self.rows.level == "aten" or call.node.kwargs or made is None:
+        if name not in HIGHER or self.rows.level == "aten" or call.node.kwargs or made is None:
             raise Mixing(f"{name} is run as one op over all rows")
-        axes = RULES[name](args, self.rows.axis, self.rows.symbols, made)
+        axes = HIGHER[name](args, self.rows.axis, self.rows.symbols, made)
         for tensor, axis in zip(tree_leaves(made), axes, strict=True):
             if axis is not None and self.rows.symbols.fits(axis, tensor):
                 self.rows.axes[tensor] = axis

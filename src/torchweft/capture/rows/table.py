@@ -3,18 +3,46 @@
 An operator that stands in no family and carries no `pointwise` tag is taken apart into operators
 that do (`stack`, `diag_embed`); it mixes rows where PyTorch has no other words for it. In-place
 forms (`add_`) and forms with `out=` follow their plain form.
+
+Every rank cuts its batch alike. Collectives work on dim 0 and put ranks outermost; a batch on
+another dim stays where it is. Coalesced forms do the same, tensor by tensor:
+
+    all_reduce            rows stay
+    all_gather_into_tensor   [n, ...] -> [ranks * n, ...]    outer * ranks
+    reduce_scatter_tensor    [ranks * n, ...] -> [n, ...]    outer / ranks
+    all_to_all_single        [ranks * n, ...], equal pieces  rows stay, if outer / ranks is whole
+
+Operators that take a graph have rules of their own (`HIGHER`): they give the axes of all results.
+
+    map(f, [s0, ...])            each row by itself: f sees one row and no other
+    scan(f, [s0, H], [T, s0, H]) row-wise if f is, and gives back the carry with its rows in place
+    flex_attention(q, k, v, ..)  row-wise unless a score or a mask looks at the number of the row
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
-from torchweft.capture.rows import backward, index, math, network, shape
-from torchweft.capture.rows.aten_call import AtenCall, Axes, RowRule
+from torchweft.capture.rows import math, shape
+from torchweft.capture.rows.axes import (
+    AtenCall,
+    Axes,
+    Axis,
+    Mixing,
+    RowRule,
+    Symbols,
+    exact,
+    refuse,
+    same,
+)
+from torchweft.private.core import tree_leaves
+
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")  # of collectives
 
 POINTWISE = """
     copy copy_ clone lift_fresh_copy _to_copy contiguous zeros_like ones_like full_like empty_like
@@ -131,27 +159,25 @@ FAMILIES: tuple[tuple[Callable[[AtenCall], Axes], str, str], ...] = (
     (math.attention, ATTENTION, ""),
     (math.encoder_layer, "_transformer_encoder_layer_fwd _native_multi_head_attention", ""),
     (math.loss, LOSSES, ""),
-    (index.embedding, "embedding", ""),
-    (index.embedding_bag, "_embedding_bag _embedding_bag_forward_only", ""),
-    (index.take, "take bucketize searchsorted isin", ""),
-    (index.index, "index _unsafe_index", ""),
-    (index.index_put, "index_put _unsafe_index_put _index_put_impl", ""),
-    (index.gather, "gather scatter scatter_add scatter_reduce", ""),
-    (index.index_select, "index_select", ""),
-    (index.index_write, "index_add index_copy index_fill index_reduce", ""),
-    (index.slice_scatter, "slice_scatter select_scatter", ""),
-    (index.grid_sample, "grid_sampler_2d grid_sampler_3d", ""),
-    (backward.of_input, backward.WEIGHTED, "N"),
-    (backward.scatter, "slice_backward select_backward", "input_sizes end"),
-    (backward.attention, ATTENTION_BACKWARD, ""),
-    (backward.loss, LOSSES_BACKWARD, ""),
-    (backward.nll_loss, "nll_loss_backward nll_loss2d_backward", ""),
-    *((index.windows(num_dims), names, "input_size") for num_dims, names in WINDOWS.items()),
+    (shape.embedding, "embedding", ""),
+    (shape.embedding_bag, "_embedding_bag _embedding_bag_forward_only", ""),
+    (shape.take, "take bucketize searchsorted isin", ""),
+    (shape.index, "index _unsafe_index", ""),
+    (shape.index_put, "index_put _unsafe_index_put _index_put_impl", ""),
+    (shape.gather, "gather scatter scatter_add scatter_reduce", ""),
+    (shape.index_select, "index_select", ""),
+    (shape.index_write, "index_add index_copy index_fill index_reduce", ""),
+    (shape.slice_scatter, "slice_scatter select_scatter", ""),
+    (shape.grid_sample, "grid_sampler_2d grid_sampler_3d", ""),
+    (math.of_input, math.WEIGHTED, "N"),
+    (math.scatter_backward, "slice_backward select_backward", "input_sizes end"),
+    (math.attention_backward, ATTENTION_BACKWARD, ""),
+    (math.loss_backward, LOSSES_BACKWARD, ""),
+    (math.nll_loss_backward, "nll_loss_backward nll_loss2d_backward", ""),
+    *((shape.windows(num_dims), names, "input_size") for num_dims, names in WINDOWS.items()),
 )
-COUNTING = (
-    *(index.index, index.index_put, index.embedding_bag),
-    *(shape.unmoved, shape.unsqueeze, shape.slice_),
-)
+READS_NUMBERS = (shape.index, shape.index_put, shape.embedding_bag)
+COUNTING = (*READS_NUMBERS, shape.unmoved, shape.unsqueeze, shape.slice_)
 TABLE: Mapping[str, RowRule] = MappingProxyType(
     {
         name: RowRule(find, frozenset(sizes.split()), counts=find in COUNTING)
@@ -161,11 +187,139 @@ TABLE: Mapping[str, RowRule] = MappingProxyType(
 )
 
 
+# Collectives.
+
+STAY = """
+    all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_ broadcast broadcast_
+    wait_tensor
+"""
+GATHER = "all_gather_into_tensor all_gather_into_tensor_coalesced"
+SCATTER = "reduce_scatter_tensor reduce_scatter_tensor_coalesced"
+Move = Callable[[Axis, AtenCall], Axis]
+
+
+def stay(axis: Axis, call: AtenCall) -> Axis:
+    return axis
+
+
+def all_gather(axis: Axis, call: AtenCall) -> Axis:
+    return Axis(0, axis.outer * call.args["group_size"], axis.inner) if axis.dim == 0 else axis
+
+
+def reduce_scatter(axis: Axis, call: AtenCall) -> Axis:
+    num_ranks = call.args["group_size"]
+    return Axis(0, _dealt(axis, num_ranks), axis.inner) if axis.dim == 0 else axis
+
+
+def all_to_all(axis: Axis, call: AtenCall) -> Axis:
+    given = [call.args["input_split_sizes"], call.args["output_split_sizes"]]
+    if axis.dim != 0:
+        refuse(call.symbols.inside(given), "its result depends on the batch size")
+        return axis
+    piece = _dealt(axis, len(given[0])) * call.symbols.batch * axis.inner
+    sizes = [call.symbols.expr(size) for split in given for size in split]
+    whole = all(same(size, piece) for size in sizes)
+    refuse(not whole, "the pieces that it deals out cut through the batch")
+    return axis
+
+
+def _dealt(axis: Axis, num_ranks: int) -> Any:
+    """How many copies of the batch each rank gets."""
+    outer = exact(axis.outer, num_ranks)
+    refuse(outer is None, "it deals out the rows of the batch to the ranks")
+    return outer
+
+
+def talk_to_one(axis: Axis, call: AtenCall) -> Axis:
+    raise Mixing("it talks to one rank, which may cut its batch otherwise")
+
+
+def _rule(move: Move, sizes: str = "") -> RowRule:
+    """A rule for one tensor or for a list of them, each by itself."""
+
+    def find(call: AtenCall) -> Axes:
+        axes = [call.axis_of(tensor) for tensor in call.tensors]
+        moved: list[Axis | None] = [axis and move(axis, call) for axis in axes]
+        return moved if len(call.results) == len(moved) else moved[0]
+
+    return RowRule(find, frozenset(sizes.split()))
+
+
+COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
+    {
+        **dict.fromkeys(STAY.split(), _rule(stay)),
+        **dict.fromkeys(GATHER.split(), _rule(all_gather)),
+        **dict.fromkeys(SCATTER.split(), _rule(reduce_scatter)),
+        "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),
+        **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _rule(talk_to_one)),
+    }
+)
+
+
+# Operators that take a graph.
+
+AxisOf = Callable[[torch.Tensor], Axis | None]
+ROWS = Axis(0)
+
+
+def map_rows(args: Sequence[Any], axis_of: AxisOf, symbols: Symbols, made: Any) -> list[Any]:
+    """map_impl(f, xs, others)"""
+    _, given, others = args
+    elsewhere = any(axis_of(tensor) != ROWS for tensor in given)
+    refuse(elsewhere, "it maps over something else than the rows")
+    _require_free(others, axis_of, symbols)
+    return [ROWS] * len(tree_leaves(made))
+
+
+def scan(args: Sequence[Any], axis_of: AxisOf, symbols: Symbols, made: Any) -> list[Any]:
+    """scan(f, carry, xs, others): the rows of what f makes, seen on the first step."""
+    body, carry, given, others = args
+    if any((axis := axis_of(tensor)) is None or axis.dim == 0 for tensor in given):
+        raise Mixing("it scans along the batch, or over what has no rows")
+    first = [tensor.select(0, 0) for tensor in given]
+    axes = list(map(axis_of, fx.Interpreter(body).run(*carry, *first, *others)))
+    carried, steps = axes[: len(carry)], axes[len(carry) :]
+    if carried != [axis_of(tensor) for tensor in carry] or None in axes:
+        raise Mixing("what it carries on has no clear rows")
+    return carried + [axis and axis.at(axis.dim + 1) for axis in steps]
+
+
+def flex_attention(args: Sequence[Any], axis_of: AxisOf, symbols: Symbols, made: Any) -> list[Any]:
+    """flex_attention(query, key, value, score, block mask, scale, options, buffers, buffers)"""
+    *tensors, score, mask = args[:5]
+    elsewhere = any(axis_of(tensor) != ROWS for tensor in tensors)
+    refuse(elsewhere, "its keys and values have their rows elsewhere")
+    numbered = _reads(score, 1) or _reads(mask[-1], 0)
+    refuse(numbered, "a score or a mask looks at the number of the row")
+    shared = [b for b in mask[:-1] if isinstance(b, torch.Tensor) and axis_of(b) != ROWS]
+    refuse(any(symbols.expr(b.shape[0]) != 1 for b in shared), "its mask has rows elsewhere")
+    _require_free(args[7:], axis_of, symbols)
+    return [ROWS if symbols.fits(ROWS, leaf) else None for leaf in tree_leaves(made)]
+
+
+def _reads(graph: Any, number: int) -> bool:
+    """Whether a graph uses an input for more than its dtype and device."""
+    place = graph.graph.find_nodes(op="placeholder")[number]
+    return any(user.target != "new_ones" for user in place.users)
+
+
+def _require_free(others: Any, axis_of: AxisOf, symbols: Symbols) -> None:
+    """Raise `Mixing` if something that all rows share has the batch in it."""
+    for leaf in tree_leaves(others):
+        batched = isinstance(leaf, torch.Tensor) and (axis_of(leaf) or symbols.dims(leaf))
+        refuse(batched or symbols.inside(leaf), "what all rows share has the batch in it")
+
+
+HIGHER: Mapping[str, Any] = MappingProxyType(
+    {"map_impl": map_rows, "scan": scan, "flex_attention": flex_attention}
+)
+
+
 def rule_for(func: Any) -> RowRule | None:
     """The rule of an operator overload; None if nobody knows how it treats rows."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace in network.NAMESPACES:
-        return network.TABLE.get(name)
+    if namespace in NAMESPACES:
+        return COLLECTIVES.get(name)
     if namespace not in ("aten", "prims", "prim") or name.startswith("_foreach"):
         return None
     for key in (f"{name}.{func._overloadname}", name, name.removesuffix("_")):

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 
 from torchweft.capture.bodies.inductor import Structure
-from torchweft.capture.bodies.inner import InnerBody
 from torchweft.serve.session import Session
 
 KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", re.M | re.S)
@@ -75,7 +74,6 @@ def _sources(session: Session, *, in_place: bool) -> list[tuple[tuple[int, str],
         ((number, name), form, form.variants[0].source)
         for number, piece in enumerate(session.pieces)
         for name, body in piece.bodies.items()
-        if isinstance(body, InnerBody)
         for form in body.by
         if form.variants and bool(form.rooms) is in_place
     ]
