@@ -10,45 +10,45 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-HOUSE = "torchweft"
 MOVED = {
-    "plan": "blueprint bucket context cost cut graph graph_file machine precedence sizes "
-    "strategies trace verify runtimes.simulator",
-    "plan.write": "scheduler strategy write",
-    "plan.lower": "conflicts lower memory",
-    "placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
+    "torchweft.plan": "blueprint context cost graph machine precedence sizes strategies trace "
+    "verify runtimes.simulator",
+    "torchweft.plan.write": "scheduler strategy write",
+    "torchweft.plan.lower": "lower",
+    "torchweft.placement.planners": "placement.annealing placement.cp_sat placement.exhaustive "
     "placement.lists placement.portfolio placement.stages placement.tree_dp",
-    "placement.learn": "placement.learned placement.learner placement.policy placement.served",
-    "ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
-    "capture": "marks splitters",
-    "run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
-    "run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs runtimes.streams",
-    "run.eager": "boundary",
-    "run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
+    "torchweft.placement.learn": "placement.learned placement.learner placement.policy "
+    "placement.served",
+    "torchweft.ranks": "runtimes.ranks runtimes.speakers runtimes.talk capture.flights",
+    "torchweft.capture": "marks splitters",
+    "torchweft.run": "runtimes.cpu runtimes.kernels runtimes.program runtimes.writer",
+    "torchweft.run.accelerator": "runtimes.accelerator runtimes.cuda runtimes.graphs "
+    "runtimes.streams",
+    "torchweft.run.eager": "boundary",
+    "torchweft.run.workers": "dynamic.cell dynamic.channel dynamic.graphing dynamic.grouping "
     "dynamic.operators dynamic.pool dynamic.program dynamic.recorded dynamic.store dynamic.worker",
-    "run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning dynamic.placing "
-    "dynamic.prices dynamic.traffic",
-    "serve": "gate piece reporting session trials",
+    "torchweft.run.driver": "dynamic.drift dynamic.executor dynamic.feed dynamic.learning "
+    "dynamic.placing dynamic.prices dynamic.traffic",
+    "torchweft.serve": "gate piece reporting session trials",
+    "torchweft_tools.formats": "placement.read_any placement.read_dnn placement.read_stg "
+    "placement.read_trees placement.work",
+    "torchweft_tools.train": "placement.cases placement.environment placement.training",
+    "torchweft_tools.cli": "doctor subject",
 }
+JOINED = {
+    "torchweft.plan.context": "bucket cut",
+    "torchweft.plan.graph": "graph_file",
+    "torchweft.plan.precedence": "conflicts",
+    "torchweft.plan.lower.lower": "memory",
+    "torchweft.placement.planners.lists": "placement.simple",
+    "torchweft_tools.cli.app": "cli",
+}
+"""Rooms that modules have moved to, and modules that others have become a part of."""
 NEW = {
-    f"{HOUSE}.{old}": f"{HOUSE}.{room}.{old.rpartition('.')[2]}"
+    f"torchweft.{old}": f"{room}.{old.rpartition('.')[2]}"
     for room, names in MOVED.items()
     for old in names.split()
-}
-NEW |= {
-    f"{HOUSE}.placement.{name}": f"{HOUSE}_tools.{room}.{name}"
-    for room, names in {
-        "formats": "read_any read_dnn read_stg read_trees work",
-        "train": "cases environment training",
-    }.items()
-    for name in names.split()
-}
-NEW |= {
-    f"{HOUSE}.placement.simple": f"{HOUSE}.placement.planners.lists",
-    f"{HOUSE}.cli": f"{HOUSE}_tools.cli.app",
-    f"{HOUSE}.doctor": f"{HOUSE}_tools.cli.doctor",
-    f"{HOUSE}.subject": f"{HOUSE}_tools.cli.subject",
-}
+} | {f"torchweft.{old}": module for module, names in JOINED.items() for old in names.split()}
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The place of a module that has moved; None for any other name."""
-        if name == f"{HOUSE}.runtimes":  # a package that is gone; its modules are asked for next
+        if name == "torchweft.runtimes":  # a package that is gone; its modules are asked for next
             return ModuleSpec(name, self, is_package=True)
         if name not in NEW:
             return None

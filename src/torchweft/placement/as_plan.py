@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Problem
+from torchweft.plan.context import Cut
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine

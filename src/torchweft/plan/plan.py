@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchweft.errors import PlanError, WeftError, clip, excerpt
 from torchweft.files import check_length, read_text, write_text
-from torchweft.plan.cut import Cut
+from torchweft.plan.context import Cut
 from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.plan.sizes import Size

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from torchweft.errors import PlanError
 from torchweft.plan.plan import Plan
-from torchweft.plan.verify.coverage import static_findings
-from torchweft.plan.verify.finding import Finding
+from torchweft.plan.verify.coverage import Finding, static_findings
 from torchweft.plan.verify.walk import Walk
 
 __all__ = ["Finding", "findings", "findings_ranks", "verify", "verify_ranks"]

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
-from torchweft.plan.context import Context
+from torchweft.plan.context import Context, Cut
 from torchweft.plan.cost import Costs
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import NAME, Graph, Op
 from torchweft.plan.machine import Lane, Machine
 from torchweft.plan.plan import Plan, Range, Step, bracket, one_line

@@ -29,12 +29,9 @@ from torchweft.ranks.ranks import EagerError
 from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
-from torchweft.run.eager.arguments import Arguments, Nest, RowSpan
-from torchweft.run.eager.build import EagerRecord, build
-from torchweft.run.eager.collectives import Eager, catch_collectives
-from torchweft.run.eager.parts import EagerPart, cancel
-from torchweft.run.eager.recorder import Recorder
-from torchweft.run.eager.watch_marks import MarkWatch
+from torchweft.run.eager.build import Arguments, EagerRecord, Nest, RowSpan, build
+from torchweft.run.eager.parts import Eager, EagerPart, cancel, catch_collectives
+from torchweft.run.eager.recorder import MarkWatch, Recorder
 from torchweft.run.modes import Modes
 from torchweft.run.service import Service
 
