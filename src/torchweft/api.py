@@ -33,7 +33,7 @@ from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
 from torchweft.serve.gate import first_difference, run_copy, wrong_kernel
-from torchweft.serve.reporting import Report, report_of
+from torchweft.serve.reporting import Report
 from torchweft.serve.session import Session
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def report(model: Any) -> Any:
     """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
     if not isinstance(model, nn.Module) and hasattr(type(model), "report"):  # a `Dynamic`
         return model.report()
-    return report_of(session_of(model))
+    return Report(session_of(model))
 
 
 def plans(model: Callable[..., Any]) -> list[Plan]:

@@ -22,14 +22,13 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from torchweft.errors import GraphError, SizeError, WeftError, clip, unknown
-from torchweft.files import Reader, Take, read_item, read_json, write_json
+from torchweft.errors import GraphError, WeftError, clip, unknown
+from torchweft.files import read_item, read_json, write_json
 from torchweft.plan.sizes import ONE, ZERO, Size
 
 USES = ("compute", "memory", "network", "io")
@@ -376,36 +375,19 @@ VERSION = 1
 
 def graph_data(graph: Graph) -> dict[str, object]:
     """The graph as plain data; fields that have their default value are left out."""
-    return {
-        "weft_graph": VERSION,
-        "name": graph.name,
-        "batch": graph.batch,
-        "level": graph.level,
-        "inputs": list(graph.inputs),
-        "outputs": list(graph.outputs),
-        "communicators": {name: list(ranks) for name, ranks in graph.communicators},
-        "values": [_plain(value) for value in graph.values],
-        "ops": [_plain(op) for op in graph.ops],
-    }
+    groups = {name: list(ranks) for name, ranks in graph.communicators}
+    return {"weft_graph": VERSION, **_plain(graph), "communicators": groups}
 
 
-def _plain(item: Any) -> dict[str, object]:
-    data: dict[str, object] = {}
-    for spec in fields(item):
-        value = getattr(item, spec.name)
-        if spec.name == "name" or value != spec.default:
-            data[spec.name] = _plain_field(value)
-    return data
-
-
-def _plain_field(value: Any) -> object:
-    if isinstance(value, Size):
-        return str(value)
-    if isinstance(value, tuple):
-        return [_plain_field(item) for item in value]
-    if isinstance(value, Batch | Collective):
-        return {spec.name: _plain_field(getattr(value, spec.name)) for spec in fields(value)}
-    return value
+def _plain(item: Any) -> Any:
+    if isinstance(item, Size):
+        return str(item)
+    if isinstance(item, tuple):
+        return [_plain(each) for each in item]
+    if not is_dataclass(item):
+        return item
+    facts = [(spec, getattr(item, spec.name)) for spec in fields(item)]
+    return {spec.name: _plain(fact) for spec, fact in facts if fact != spec.default}
 
 
 def save_graph(graph: Graph, path: str | Path) -> None:
@@ -426,18 +408,8 @@ def read_graph(data: object) -> Graph:
         raise GraphError(
             f"version: graph format {clip(data['weft_graph'])}; this torchweft reads {VERSION}."
         )
-    read = Reader(data, GraphError, "graph")
-    graph = Graph(
-        name=read.take("name", str),
-        batch=read.take("batch", str, None),
-        level=read.take("level", str, "none"),
-        inputs=read.names("inputs"),
-        outputs=read.names("outputs"),
-        communicators=_read_communicators(read.take("communicators", dict, {})),
-        values=tuple(_item(Value, item) for item in read.take("values", list)),
-        ops=tuple(_item(Op, item) for item in read.take("ops", list)),
-    )
-    read.done("weft_graph")
+    plain = {name: value for name, value in data.items() if name != "weft_graph"}
+    graph: Graph = read_item(Graph, plain, GraphError, communicators=_read_communicators)
     return graph
 
 
@@ -449,42 +421,3 @@ def _read_communicators(data: Mapping[str, object]) -> tuple[tuple[str, tuple[in
             raise GraphError(f"file: {text}; got {clip(ranks)}.")
         groups.append((check_name(name, "communicator"), tuple(ranks)))
     return tuple(groups)
-
-
-def _size(read: Reader, name: str, default: Size) -> Size:
-    value = read.take(name, (str, int), None)
-    return default if value is None else _as_size(read, value)
-
-
-def _sizes(read: Reader, name: str, default: tuple[Size, ...]) -> tuple[Size, ...]:
-    return tuple(_as_size(read, dim) for dim in read.take(name, list, list(default)))
-
-
-def _as_size(read: Reader, value: object) -> Size:
-    try:
-        if isinstance(value, str | int):
-            return Size.of(value)
-    except SizeError as error:
-        raise read.fail(str(error)) from None
-    raise read.fail(f"{clip(value)} is not a size.")
-
-
-def _nested(kind: type, read: Reader, name: str, default: None) -> Any:
-    data = read.take(name, dict, default)
-    return None if data is None else _item(kind, data)
-
-
-def _item(kind: type, data: object) -> Any:
-    """A value or op, or what is nested in one."""
-    return read_item(kind, data, GraphError, TAKES)
-
-
-TAKES: Mapping[str, Take] = MappingProxyType(
-    {
-        "Size": _size,
-        "tuple[Size, ...]": _sizes,
-        "Batch | None": partial(_nested, Batch),
-        "Collective | None": partial(_nested, Collective),
-    }
-)
-"""How the fields of a graph's items are taken that are not plain, by their types."""
