@@ -195,7 +195,7 @@ def session_of(model: Callable[..., Any]) -> Session:
     if (session := _session(model)) is not None:
         return session
     why = "was not compiled by weft.compile (or WEFT_DISABLE=1 is set)."
-    raise WeftError(f"compile: {_name_of(model)!r} {why}", rule="compile")
+    raise WeftError(f"compile: {_name_of(model)!r} {why}")
 
 
 @overload

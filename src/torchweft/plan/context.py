@@ -22,12 +22,13 @@ were compared with (`if s.context.num_tokens < 4096` cuts at 4096).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchweft.errors import StrategyError, clip, unknown
 
@@ -156,35 +157,26 @@ EXACT_BELOW = 4
 """Smaller batches have a bucket each: one row more or less decides whether they can be split."""
 
 
+def _noting(compare: Callable[[Any, Any], bool], *borders: int) -> Any:
+    """A comparison that notes the numbers at which it changes its answer."""
+
+    def method(number: WatchedNumber, other: Any) -> bool:
+        if isinstance(other, int | float) and abs(other) < 2**62:
+            number.seen |= {math.floor(other) + 1 if at else math.ceil(other) for at in borders}
+        return compare(int(number), other)
+
+    return method
+
+
 class WatchedNumber(int):
     """A number that remembers what it was compared with."""
 
     seen: set[int]
 
-    def __lt__(self, other: object) -> bool:
-        return self._look(other, 0) and int(self) < other  # type: ignore[operator]
-
-    def __ge__(self, other: object) -> bool:
-        return self._look(other, 0) and int(self) >= other  # type: ignore[operator]
-
-    def __le__(self, other: object) -> bool:
-        return self._look(other, 1) and int(self) <= other  # type: ignore[operator]
-
-    def __gt__(self, other: object) -> bool:
-        return self._look(other, 1) and int(self) > other  # type: ignore[operator]
-
-    def __eq__(self, other: object) -> bool:
-        return self._look(other, 0, 1) and int(self) == other
-
+    __lt__, __ge__ = _noting(operator.lt, 0), _noting(operator.ge, 0)
+    __le__, __gt__ = _noting(operator.le, 1), _noting(operator.gt, 1)
+    __eq__ = _noting(operator.eq, 0, 1)
     __hash__ = int.__hash__
-
-    def _look(self, other: object, *borders: int) -> bool:
-        """Note the numbers at which this comparison changes its answer."""
-        if isinstance(other, int | float) and abs(other) < 2**62:
-            self.seen |= {
-                math.floor(other) + 1 if border else math.ceil(other) for border in borders
-            }
-        return True
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -158,15 +158,6 @@ class Graph:
         return {name: op for op in self.ops for name in op.makes}
 
     @cached_property
-    def readers(self) -> Mapping[str, tuple[Op, ...]]:
-        """The ops that read or mutate a value by this name."""
-        readers: dict[str, list[Op]] = {value.name: [] for value in self.values}
-        for op in self.ops:
-            for name in op.touched:
-                readers[name].append(op)
-        return {name: tuple(ops) for name, ops in readers.items()}
-
-    @cached_property
     def root(self) -> Mapping[str, str]:
         """The value whose bytes a value shares; its own name if it is not an alias."""
         roots = {value.name: value.name for value in self.values if value.alias_of is None}
@@ -220,11 +211,7 @@ def _structure_key(graph: Graph, op: Op) -> object:
         value = graph.value[name]
         return value.shape, value.dtype, value.batch
 
-    collective = op.collective and (
-        op.collective.kind,
-        op.collective.communicator,
-        op.collective.peer,
-    )
+    collective = op.collective and replace(op.collective, tag="")
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.

@@ -161,8 +161,7 @@ class Plan:
         if self.bound is None:
             raise PlanError(
                 f"unbound: this plan is text only; join it to its graph {self.graph_name!r} "
-                "with plan.bind(graph) or Plan.load(path, graph).",
-                rule="unbound",
+                "with plan.bind(graph) or Plan.load(path, graph)."
             )
         return self.bound
 
@@ -171,8 +170,7 @@ class Plan:
         if graph.digest != self.digest:
             raise PlanError(
                 f"graph: the plan was made for graph {self.graph_name!r} ({self.digest}), "
-                f"not for {graph.name!r} ({graph.digest}). Write a new plan for it.",
-                rule="graph",
+                f"not for {graph.name!r} ({graph.digest}). Write a new plan for it."
             )
         return replace(self, bound=graph)
 

@@ -160,25 +160,26 @@ def place_wholes(plan: Plan) -> Plan:
     steps: list[Step] = []
     for step in plan.steps:
         steps.append(step)
-        if step.kind in ("run", "complete"):
-            for op in step.names:
-                for name in graph.op[op].makes:
-                    if name in moved:
-                        steps.append(Step("copy", step.lane, (name,), step.parts))
+        made = _made(plan, step, "run", "complete")
+        steps += [Step("copy", step.lane, (n,), step.parts) for n in made if n in moved]
     places = (*plan.places, *(Place(name) for name in needed))
     note = f"place: {len(needed)} values whole, {len(moved)} of them by copies"
     return plan.then(note, steps=tuple(steps), places=places) if needed else plan
+
+
+def _made(plan: Plan, step: Step, *kinds: str) -> list[str]:
+    """What the ops of a step make, if it is of these kinds (by default one that starts ops)."""
+    ops = step.names if step.kind in (kinds or ("run", "issue")) else ()
+    return [name for op in ops for name in plan.graph.op[op].makes]
 
 
 def _torn(plan: Plan, graph: Graph) -> set[str]:
     """Roots that are made piece by piece and touched by a step across pieces."""
     pieces: dict[str, set[Range | None]] = {}
     for step in plan.steps:
-        if step.kind in ("run", "issue") and step.parts is not None:
-            for op in step.names:
-                for name in graph.op[op].makes:
-                    if graph.value[name].batch is not None and graph.value[name].alias_of is None:
-                        pieces.setdefault(name, set()).add(step.parts)
+        for name in _made(plan, step) if step.parts is not None else ():
+            if graph.value[name].batch is not None and graph.value[name].alias_of is None:
+                pieces.setdefault(name, set()).add(step.parts)
     torn = set()
     for step in plan.steps:
         if step.kind in ("run", "issue"):
@@ -288,8 +289,7 @@ def lives(plan: Plan) -> list[Life]:
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
             continue
-        ops = step.names if step.kind in ("run", "issue") else ()
-        makes = {name for op in ops for name in graph.op[op].makes}
+        makes = set(_made(plan, step))
         opened: dict[str, Life] = {}
         for name, part, _ in ledger.touched(step):
             life = where.get((name, part))
@@ -355,8 +355,11 @@ def share_buffers(plan: Plan) -> Plan:
     """
     graph = plan.graph
     kept = {graph.root[name] for name in graph.outputs} | {place.value for place in plan.places}
-    torn = _writers(plan)
     ends, at = clocks(plan)
+    writers: dict[str, list[Clock]] = {}  # when the steps that make each root end
+    for end, step in zip(ends, plan.steps, strict=True):
+        for name in _made(plan, step):
+            writers.setdefault(name, []).append(end)
     devices = {lane.name: lane.device for lane in plan.lanes}
     shelves: dict[tuple[str, Size], _Shelf] = {}
     places: list[Place] = []
@@ -370,8 +373,7 @@ def share_buffers(plan: Plan) -> Plan:
             if len({devices[plan.steps[use].lane] for use in life.uses}) > 1:
                 continue
             shelf = shelves.setdefault((devices[step.lane], unit[1]), _Shelf(f"b{len(shelves)}"))
-            writers = [ends[writer] for writer in torn[life.root]]
-            block = shelf.take(unit[0], writers)
+            block = shelf.take(unit[0], writers[life.root])
             places.append(Place(life.root, shelf.name, block.offset))
             block.needs = _over(plan, life, at)
             lent.setdefault(max(life.uses), []).append((shelf, block))
@@ -380,17 +382,6 @@ def share_buffers(plan: Plan) -> Plan:
     buffers = tuple(Buffer(shelf.name, device, unit) for (device, unit), shelf in shelves.items())
     note = f"reuse: {len(places)} values in {len(buffers)} buffers"
     return plan.then(note, buffers=plan.buffers + buffers, places=plan.places + tuple(places))
-
-
-def _writers(plan: Plan) -> dict[str, list[int]]:
-    """The steps that make each root."""
-    writers: dict[str, list[int]] = {}
-    for index, step in enumerate(plan.steps):
-        if step.kind in ("run", "issue"):
-            for op in step.names:
-                for name in plan.graph.op[op].makes:
-                    writers.setdefault(name, []).append(index)
-    return writers
 
 
 def _wholes(pieces: list[Life]) -> dict[int, list[Life]]:

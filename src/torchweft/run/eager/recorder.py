@@ -53,8 +53,7 @@ class MarkWatch:
             if rule.form not in FORMS + SILENT:
                 raise CaptureError(
                     f"mark: boundary mode captures no calls, so {rule} has nothing to match. "
-                    "Use mark, mark_module, mark_path or mark_function.",
-                    rule="mark",
+                    "Use mark, mark_module, mark_path or mark_function."
                 )
             if rule.form == "function":
                 self.codes.setdefault(id(getattr(rule.wanted, "__code__", rule.wanted)), rule)
