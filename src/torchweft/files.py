@@ -147,9 +147,9 @@ class Reader:
             raise self.fail(f"{name!r} holds {clip(wrong[0])}, not a name.")
         return tuple(values)
 
-    def done(self, *more: str) -> None:
+    def done(self) -> None:
         """All fields have been taken; another one is an error."""
-        if extra := set(self.data) - self.taken - set(more):
+        if extra := set(self.data) - self.taken:
             raise self.fail(f"unknown field {clip(min(extra, key=str))}.")
 
 

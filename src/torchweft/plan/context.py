@@ -92,17 +92,13 @@ class Cut:
                 raise StrategyError(
                     f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
                 )
-            borders = list(accumulate(requests))[:-1]
-            inner = [_nearest(borders, want) for want in inner]
+            borders = list(accumulate(requests))[:-1] or [0]
+            inner = [min(borders, key=lambda at: abs(at - want)) for want in inner]
         bounds = (0, *inner, num_rows)
         if any(end <= start for start, end in pairwise(bounds)):
             what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"
             raise StrategyError(f"split: {what} cannot make {self.num_parts} parts ({self}).")
         return bounds
-
-
-def _nearest(borders: Sequence[int], want: int) -> int:
-    return min(borders, key=lambda border: abs(border - want), default=0)
 
 
 @dataclass(frozen=True)

@@ -119,14 +119,12 @@ def _piece_lines(piece: PieceReport) -> list[str]:
     lines += [f"    note: {note}" for note in piece.notes]
     if piece.additive_ops:
         lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
-    told = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
-    lines += [f"    {text}" for text in told[:MAX_TOLD]]
-    if len(told) > MAX_TOLD:
-        lines.append(f"    ... and {len(told) - MAX_TOLD} more values are copied together")
-    for name, rows, reason in piece.whole_ops[:MAX_TOLD]:
-        lines.append(f"    {name} runs whole ({rows}): {reason}")
-    if len(piece.whole_ops) > MAX_TOLD:
-        lines.append(f"    ... and {len(piece.whole_ops) - MAX_TOLD} more ops run whole")
+    copied = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
+    whole = [f"{name} runs whole ({rows}): {reason}" for name, rows, reason in piece.whole_ops]
+    for told, what in ((copied, "values are copied together"), (whole, "ops run whole")):
+        lines += [f"    {text}" for text in told[:MAX_TOLD]]
+        if (num_more := len(told) - MAX_TOLD) > 0:
+            lines.append(f"    ... and {num_more} more {what}")
     return lines
 
 

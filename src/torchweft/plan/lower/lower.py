@@ -127,7 +127,8 @@ class _Sender:
                 self.written |= {graph.root[name]: index for name in op.makes}
             for name in op.mutates:
                 self.written[graph.root[name]] = index
-                if any(name == other for other, *_ in self.sent) or self._foreign(name, device):
+                elsewhere = any(where != device for _, where, _ in self.pieces.get(name, ()))
+                if elsewhere or any(name == other for other, *_ in self.sent):
                     where = f"op {op.name!r} on {device!r}"
                     raise MemoryPlanError(f"send: {where} changes {name!r}, which others hold too.")
 
@@ -141,9 +142,6 @@ class _Sender:
             self.links.setdefault(link, Lane(link, source, ("io",), to=device))
             after = max(made_at, self.written.get(self.graph.root[name], AHEAD))
             self.behind.setdefault(after, []).append(Step("copy", link, (name,), parts, on=device))
-
-    def _foreign(self, name: str, device: str) -> bool:
-        return any(where != device for _, where, _ in self.pieces.get(name, ()))
 
 
 def _meet(left: Range | None, right: Range | None) -> bool:

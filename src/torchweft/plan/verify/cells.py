@@ -231,13 +231,11 @@ class CellStore:
         assert place.buffer is not None, "only places in a buffer have a region"
         units = num_units(self.plan, self.graph, name, place.buffer)
         assert units is not None, "the static rules refuse such a place"
-        rows = range(self.num_parts)
-        leading = value.batch is not None and self.num_parts > 1
-        if leading and value.batch is not None:
-            ahead = value.shape[: value.batch.dim]
-            symbol = self.graph.batch or ""
-            leading = value.batch.outer.constant == 1 and all(dim.constant == 1 for dim in ahead)
-            leading = leading and value.bytes.terms[0][0].count(symbol) == 1
+        rows, leading = range(self.num_parts), False
+        if value.batch is not None and self.num_parts > 1:
+            ahead = (value.batch.outer, *value.shape[: value.batch.dim])
+            once = value.bytes.terms[0][0].count(self.graph.batch or "") == 1
+            leading = once and all(dim.constant == 1 for dim in ahead)
         if not leading:
             return tuple(place.offset for _ in rows), tuple(place.offset + units for _ in rows)
         start = tuple(place.offset + (units if row < part else 0) for row in rows)

@@ -30,8 +30,14 @@ from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
 from torchweft.run.eager.build import Arguments, EagerRecord, Nest, RowSpan, build
-from torchweft.run.eager.parts import Eager, EagerPart, cancel, catch_collectives
-from torchweft.run.eager.recorder import MarkWatch, Recorder
+from torchweft.run.eager.listeners import (
+    Eager,
+    EagerPart,
+    MarkWatch,
+    Recorder,
+    cancel,
+    catch_collectives,
+)
 from torchweft.run.modes import Modes
 from torchweft.run.service import Service
 

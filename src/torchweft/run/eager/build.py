@@ -36,8 +36,7 @@ from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
 from torchweft.private.core import tree_flatten, tree_unflatten
-from torchweft.run.eager.parts import Stop
-from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
+from torchweft.run.eager.listeners import Halt, Recorder, Stop, Stretch, storages_of
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type, slice, enum.Enum,
