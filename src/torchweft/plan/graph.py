@@ -158,6 +158,15 @@ class Graph:
         return {name: op for op in self.ops for name in op.makes}
 
     @cached_property
+    def readers(self) -> Mapping[str, tuple[Op, ...]]:
+        """The ops that read or mutate a value by this name."""
+        readers: dict[str, list[Op]] = {value.name: [] for value in self.values}
+        for op in self.ops:
+            for name in op.touched:
+                readers[name].append(op)
+        return {name: tuple(ops) for name, ops in readers.items()}
+
+    @cached_property
     def root(self) -> Mapping[str, str]:
         """The value whose bytes a value shares; its own name if it is not an alias."""
         roots = {value.name: value.name for value in self.values if value.alias_of is None}

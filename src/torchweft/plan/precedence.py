@@ -88,8 +88,8 @@ Touch = tuple[str, int, bool]
 class Ledger:
     """Who wrote and who read each cell last."""
 
-    def __init__(self, plan: Plan, graph: Graph) -> None:
-        self.graph, self.num_parts = graph, plan.num_parts
+    def __init__(self, plan: Plan) -> None:
+        self.graph, self.num_parts = plan.graph, plan.num_parts
         self.device = {lane.name: lane.device for lane in plan.lanes}
         self.writer: dict[tuple[str, int], int] = {}
         self.readers: dict[tuple[str, int], list[int]] = {}
@@ -160,12 +160,3 @@ class Ledger:
         if self.graph.value[name].batch is None:
             return range(1)
         return range(*((step and step.parts) or (0, self.num_parts)))
-
-
-def conflicts(plan: Plan) -> list[list[int]]:
-    """For each step the earlier steps that it must come behind (not only the nearest)."""
-    ledger, before = Ledger(plan, plan.graph), []
-    for index, step in enumerate(plan.steps):
-        before.append(ledger.before(step))
-        ledger.note(index, step)
-    return before

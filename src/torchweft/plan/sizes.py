@@ -151,8 +151,8 @@ def _build(node: ast.expr, text: str) -> Size:
             return Size((((name,), 1),))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _build(operand, text) * -1
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as sign, right=right):
-            made: Size = _SIGNS[type(sign)](_build(left, text), _build(right, text))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as kind, right=right):
+            made: Size = _SIGNS[type(kind)](_build(left, text), _build(right, text))
             return made
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))):
             if not 0 <= power <= 8:

@@ -31,15 +31,14 @@ log = logging.getLogger("torchweft")
 
 def preserved(inputs: Any) -> Any:
     """A copy of a nest of inputs; tensors that share bytes share them in the copy too."""
-    try:
-        return copy.deepcopy(inputs)
-    except RuntimeError:  # a tensor with a gradient history: cloned one by one
-        pass
 
     def one(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
-    return tree_map(one, inputs)
+    try:
+        return copy.deepcopy(inputs)
+    except RuntimeError:  # a tensor with a gradient history: cloned one by one
+        return tree_map(one, inputs)
 
 
 Kept = Mapping[Piece, Sequence[Any]]

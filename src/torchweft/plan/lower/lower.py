@@ -24,7 +24,7 @@ from torchweft.errors import MemoryPlanError
 from torchweft.plan.graph import Graph
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Buffer, Place, Plan, Range, Step, holds
-from torchweft.plan.precedence import Ledger, conflicts
+from torchweft.plan.precedence import Ledger
 from torchweft.plan.sizes import Size
 
 
@@ -46,10 +46,12 @@ def issue_early(plan: Plan) -> Plan:
     hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
         return plan
-    before = conflicts(plan)
+    ledger, before = Ledger(plan), list[list[int]]()  # of each step, all that it comes behind
     users: dict[int, list[int]] = {index: [] for index in hosted}
-    for index, earlier in enumerate(before):
-        for other in set(earlier) & hosted:
+    for index, step in enumerate(plan.steps):
+        before.append(ledger.before(step))
+        ledger.note(index, step)
+        for other in set(before[-1]) & hosted:
             users[other].append(index)
     # Sort keys: (step, 0) where it was recorded, (step, 1, i) right behind a step.
     keys: list[tuple[tuple[float, ...], Step]] = []
@@ -201,7 +203,7 @@ def add_waits(plan: Plan) -> Plan:
     step it needs of each other lane, unless its clock or another of its waits implies it. Copies of
     a link may be under way at once: the arrival of one says nothing about those before it.
     """
-    ledger = Ledger(plan, plan.graph)
+    ledger = Ledger(plan)
     talked: dict[object, int] = {}
     clocks: dict[str, dict[str, int]] = {lane.name: {} for lane in plan.lanes}
     ends: list[dict[str, int]] = []
@@ -280,7 +282,7 @@ class Life:
 
 def lives(plan: Plan) -> list[Life]:
     """Every location that an op makes, with all its uses, in the order of making."""
-    graph, ledger = plan.graph, Ledger(plan, plan.graph)
+    graph, ledger = plan.graph, Ledger(plan)
     placed = {place.value for place in plan.places}
     locations: list[Life] = []
     where: dict[tuple[str, int], Life] = {}

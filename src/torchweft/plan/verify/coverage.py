@@ -46,10 +46,10 @@ class Finding:
 MAX_FINDINGS = 1000
 
 
-def static_findings(plan: Plan, graph: Graph) -> list[Finding]:
+def static_findings(plan: Plan) -> list[Finding]:
     """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
-    illegal = list(islice(_illegal(plan, graph), MAX_FINDINGS))
-    return illegal or list(islice(_coverage(plan, graph), MAX_FINDINGS))
+    illegal = list(islice(_illegal(plan, plan.graph), MAX_FINDINGS))
+    return illegal or list(islice(_coverage(plan, plan.graph), MAX_FINDINGS))
 
 
 def _illegal(plan: Plan, graph: Graph) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -169,13 +169,22 @@ class ChangedBytes:
         return getattr(model.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
-class EagerRecord(NamedTuple):
-    """What was built of a recorded call. unsplit: why it must run whole; empty if it need not."""
+@dataclass
+class EagerForm:
+    """Calls of one form: what was built of the first, and what has become of the others.
+
+    unsplit: why they must run whole; empty if they need not. piece: what runs them by plans.
+    tried: whether a split was compared with the whole call.
+    fallen: why they run as they are from now on; empty while plans run them.
+    """
 
     captured: Capture
     stops: tuple[Stop, ...]
     changed: tuple[ChangedBytes, ...]
     unsplit: str
+    piece: Any = None
+    tried: bool = False
+    fallen: str = ""
 
 
 def build(
@@ -187,7 +196,7 @@ def build(
     name: str,
     dim: int,
     states: Sequence[str] = (),
-) -> EagerRecord:
+) -> EagerForm:
     """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so.
 
     states: the names of the side state that is to be in force wherever a part goes on.
@@ -220,7 +229,7 @@ def build(
         matched=frozenset(recorder.rules),
         assumed=(f"{name}, which changes {', '.join(unknown)}",) if unknown else (),
     )
-    return EagerRecord(captured, tuple(builder.stops), changed, unsplit)
+    return EagerForm(captured, tuple(builder.stops), changed, unsplit)
 
 
 def check_steps(plan: Plan) -> None:
