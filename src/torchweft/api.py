@@ -33,7 +33,7 @@ from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
 from torchweft.serve.gate import first_difference, run_copy, wrong_kernel
-from torchweft.serve.reporting import Report, report_of
+from torchweft.serve.reporting import Report
 from torchweft.serve.session import Session
 
 if TYPE_CHECKING:
@@ -55,32 +55,29 @@ class Compile(Protocol[P]):
         ...
 
 
-def _takes(options: Callable[P, Options]) -> Callable[[Callable[[Any, Options], Any]], Compile[P]]:
-    """Let a function of a model and its `Options` take the options one by one."""
+def _takes(options: Callable[P, Options]) -> Callable[[Callable[..., Any]], Compile[P]]:
+    """Show a function of a model as one that takes the options one by one."""
 
-    def wrap(function: Callable[[Any, Options], Any]) -> Compile[P]:
-        @functools.wraps(function)
-        def door(model: Any, *strategy: Any, **given: Any) -> Any:
-            if _is_disabled():
-                return model
-            return function(model, Options.of(*strategy, **given))
-
+    def wrap(function: Callable[..., Any]) -> Compile[P]:
         first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = inspect.Signature([first, *inspect.signature(options).parameters.values()])
-        door.__signature__ = signature  # type: ignore[attr-defined]
+        function.__signature__ = signature  # type: ignore[attr-defined]
         listed = inspect.getdoc(options).partition("\n\n")[2]  # type: ignore[union-attr]
-        door.__doc__ = f"{inspect.getdoc(function)}\n\n{listed}"
-        return door
+        function.__doc__ = f"{inspect.getdoc(function)}\n\n{listed}"
+        return function
 
     return wrap
 
 
 @_takes(Options)
-def compile(model: Any, options: Options) -> Any:
+def compile(model: Any, *strategy: Any, **given: Any) -> Any:
     """Run a model (in place) or a function (wrapped) by plans of a strategy.
 
     With WEFT_DISABLE=1 the model comes back untouched, whatever the options say.
     """
+    if _is_disabled():
+        return model
+    options = Options.of(*strategy, **given)
     if not callable(model):
         raise WeftError(f"compile: {clip(model)} is neither a model nor a function.")
     return _compile(model, options)
@@ -195,7 +192,7 @@ def session_of(model: Callable[..., Any]) -> Session:
     if (session := _session(model)) is not None:
         return session
     why = "was not compiled by weft.compile (or WEFT_DISABLE=1 is set)."
-    raise WeftError(f"compile: {_name_of(model)!r} {why}", rule="compile")
+    raise WeftError(f"compile: {_name_of(model)!r} {why}")
 
 
 @overload
@@ -206,7 +203,7 @@ def report(model: Any) -> Any:
     """What became of a compiled or dynamic model: plans, shares, fallbacks with reasons."""
     if not isinstance(model, nn.Module) and hasattr(type(model), "report"):  # a `Dynamic`
         return model.report()
-    return report_of(session_of(model))
+    return Report(session_of(model))
 
 
 def plans(model: Callable[..., Any]) -> list[Plan]:

@@ -16,17 +16,16 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torchweft.errors import WeftError, clip
 
 MAX_BYTES, MAX_TEXT = 32 * 1024 * 1024, 8 * 1024 * 1024
 MAX_LISTS, MAX_ITEMS, MAX_DIGITS = 500_000, 4_000_000, 40
-PLAIN: Mapping[str, Any] = MappingProxyType(
-    {"str": str, "int": int, "float": (int, float), "bool": bool}
-)
+PLAIN: Mapping[Any, Any] = MappingProxyType({str: str, int: int, float: (int, float), bool: bool})
 
 
 def read_bytes(path: str | Path, error: type[WeftError], what: str) -> bytes:
@@ -148,36 +147,49 @@ class Reader:
             raise self.fail(f"{name!r} holds {clip(wrong[0])}, not a name.")
         return tuple(values)
 
-    def done(self, *more: str) -> None:
+    def done(self) -> None:
         """All fields have been taken; another one is an error."""
-        if extra := set(self.data) - self.taken - set(more):
+        if extra := set(self.data) - self.taken:
             raise self.fail(f"unknown field {clip(min(extra, key=str))}.")
 
 
-Take = Callable[[Reader, str, Any], Any]
-"""(reader, name of a field, its default) -> the value of the field."""
+_hints = cache(get_type_hints)
 
 
 def read_item(
-    kind: Any,
-    data: object,
-    error: type[WeftError],
-    takes: Mapping[str, Take] = MappingProxyType({}),
+    kind: Any, data: object, error: type[WeftError], **takes: Callable[[Any], Any]
 ) -> Any:
     """A dataclass from an object that has its fields. Raises `error`, which names what is wrong.
 
-    takes: by their types as written in the class, how to take fields that are not plain.
+    A field is plain, a class with `of` (from text or a number), another dataclass, or a list of
+    one of these; takes: how those are made that are none of it, by their names.
     """
-    read = Reader(data, error, kind.__name__.lower())
+    read, hints = Reader(data, error, kind.__name__.lower()), _hints(kind)
     items: dict[str, Any] = {}
     for spec in fields(kind):
-        name, written = spec.name, str(spec.type)
-        default = ... if spec.default is MISSING else spec.default
-        if written in takes:
-            items[name] = takes[written](read, name, default)
-        elif written == "tuple[str, ...]":
-            items[name] = read.names(name) or default
+        name, default = spec.name, ... if spec.default is MISSING else spec.default
+        inside = get_args(hints[name]) or (hints[name],)
+        if name in takes:
+            items[name] = takes[name](read.take(name, dict, {}))
+        elif hints[name] == tuple[str, ...]:
+            items[name] = read.names(name) or (() if default is ... else default)
+        elif get_origin(hints[name]) is tuple:
+            items[name] = tuple(_made(read, inside[0], i) for i in read.take(name, list, default))
+        elif inside[0] in PLAIN:
+            items[name] = read.take(name, PLAIN[inside[0]], default)
         else:
-            items[name] = read.take(name, PLAIN[written.removesuffix(" | None")], default)
+            value = read.take(name, (str, int) if hasattr(inside[0], "of") else dict, default)
+            items[name] = value if value is default else _made(read, inside[0], value)
     read.done()
     return kind(**items)
+
+
+def _made(read: Reader, kind: Any, value: object) -> Any:
+    if not hasattr(kind, "of"):
+        return read_item(kind, value, read.error)
+    try:
+        if isinstance(value, str | int):
+            return kind.of(value)
+    except WeftError as error:
+        raise read.fail(str(error)) from None
+    raise read.fail(f"{clip(value)} is not a {kind.__name__.lower()}.")

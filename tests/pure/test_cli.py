@@ -15,7 +15,7 @@ import pytest
 from torchweft.errors import WeftError
 from torchweft.files import write_json
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph_file import save_graph
+from torchweft.plan.graph import save_graph
 from torchweft.plan.machine import cpu, to_data
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import overlap

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from torchweft.errors import GraphError
 from torchweft.files import MAX_BYTES
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
-from torchweft.plan.graph_file import graph_data, load_graph, read_graph, save_graph
+from torchweft.plan.graph import (
+    Batch,
+    Collective,
+    Graph,
+    Op,
+    Value,
+    graph_data,
+    load_graph,
+    read_graph,
+    save_graph,
+)
 from torchweft.plan.sizes import Size
 
 GRAPH = transformer(2, kv_cache=True)

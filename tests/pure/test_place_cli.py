@@ -12,7 +12,7 @@ from torchweft.files import write_json
 from torchweft.placement import Placement, planner_names
 from torchweft.placement.learn.learned import POLICIES
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph_file import load_graph, save_graph
+from torchweft.plan.graph import load_graph, save_graph
 from torchweft.plan.machine import Device, Lane, Link, Machine, to_data
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace

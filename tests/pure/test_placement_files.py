@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import plan
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph_file import graph_data
+from torchweft.plan.graph import graph_data
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem

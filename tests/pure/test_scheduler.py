@@ -9,8 +9,7 @@ import pytest
 
 from torchweft.errors import StrategyError
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.context import Context
-from torchweft.plan.cut import Cut
+from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Lane, cpu

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from torchweft.errors import MachineError, PlanError, StrategyError
 from torchweft.plan.blueprint import transformer
-from torchweft.plan.context import Context
+from torchweft.plan.context import Context, Cut
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Device, Lane, Link, Machine, cpu

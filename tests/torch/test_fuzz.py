@@ -15,8 +15,7 @@ from torchweft.placement import Placement
 from torchweft.placement.learn.policy import Policy
 from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.cost import CostTable
-from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.graph_file import load_graph
+from torchweft.plan.graph import Graph, Op, Value, load_graph
 from torchweft.plan.machine import load_machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace

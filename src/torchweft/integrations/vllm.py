@@ -34,7 +34,7 @@ from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.options import Options, check_names
 from torchweft.plan.strategies import overlap
-from torchweft.serve.reporting import report_of
+from torchweft.serve.reporting import Report
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Phases, wanted_by
 
@@ -214,7 +214,7 @@ class Reports:
         """What became of this rank's steps: the report, reasons by count, what was chosen."""
         weft = weft_of(self.vllm_config)  # type: ignore[attr-defined]
         facts = {"fallbacks": dict(weft.session.fallbacks), "chosen": weft.phases.chosen}
-        return {"report": str(report_of(weft.session)), **facts}
+        return {"report": str(Report(weft.session)), **facts}
 
 
 class WovenWorker(Reports):

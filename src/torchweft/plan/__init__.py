@@ -6,7 +6,3 @@ lower/                       issue order, copies, places, waits, frees
 verify/                      safe, or an error with the step marked
 simulator, cost, trace       how long it takes, on a virtual clock; what each lane did when
 """
-
-from torchweft.plan.plan import Plan, Step
-
-__all__ = ["Plan", "Step"]

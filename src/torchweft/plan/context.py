@@ -1,23 +1,104 @@
-"""The `Context`: what is known when a call arrives, and the only thing a strategy may decide by.
+"""The `Context` of a call, the `Cut` of its batch, and the `Bucket` of batches that share a plan.
 
-batch             rows of this call (the size of the graph's batch symbol)
-num_tokens        tokens of this call; equal to the batch unless the host knows better
-tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
-sizes             values of the other symbols, e.g. {"s1": 128}
-strategy          the strategy that the host wants for this call, instead of the model's own
+A context is what is known when a call arrives, and the only thing a strategy may decide by:
+
+    batch             rows of this call (the size of the graph's batch symbol)
+    num_tokens        tokens of this call; equal to the batch unless the host knows better
+    tokens_per_request, phase   what a serving host adds: [512, 17, 1], "prefill" | "decode"
+    sizes             values of the other symbols, e.g. {"s1": 128}
+    strategy          the strategy that the host wants for this call, instead of the model's own
+
+A plan holds a cut, fractions and not sizes, so one plan serves a whole bucket of batches:
+
+    1/2 1/2               two parts of equal size, whatever the batch
+    1/4 1/4 1/2           uneven parts are normal
+    1/2 1/2 at requests   each border moves to the nearest border between two requests
+
+A strategy runs once a bucket, not on every call. By default a bucket is a power of two of tokens,
+cut where the strategy itself looked: while it writes, the numbers of its context remember what they
+were compared with (`if s.context.num_tokens < 4096` cuts at 4096).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
-from torchweft.errors import StrategyError
+from torchweft.errors import StrategyError, clip, unknown
 
 if TYPE_CHECKING:
     from torchweft.plan.write.strategy import Strategy
+
+
+RULES = ("requests",)
+MAX_PARTS = 1024
+POSSIBLE = f"the number of parts must be whole, from 1 to {MAX_PARTS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Fractions of the batch, one a part, that add up to one; `rule` moves the borders."""
+
+    fractions: tuple[Fraction, ...] = (Fraction(1),)
+    rule: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.fractions) <= MAX_PARTS:
+            raise StrategyError(f"split: {POSSIBLE}; got {len(self.fractions)}.")
+        if any(fraction <= 0 for fraction in self.fractions) or sum(self.fractions) != 1:
+            raise StrategyError(f"split: parts must be positive and add up to 1; got {clip(self)}.")
+        if self.rule is not None and self.rule not in RULES:
+            raise StrategyError(f"split: {unknown('rule', self.rule, RULES)}")
+
+    @staticmethod
+    def even(num_parts: int, rule: str | None = None) -> Cut:
+        """Parts of equal size."""
+        if not isinstance(num_parts, int) or not 1 <= num_parts <= MAX_PARTS:
+            raise StrategyError(f"split: {POSSIBLE}; got {clip(num_parts)}.")
+        return Cut((Fraction(1, num_parts),) * num_parts, rule)
+
+    @staticmethod
+    def sizes(sizes: Sequence[int]) -> Cut:
+        """Parts in the proportion of `sizes`."""
+        if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+            got = clip(list(sizes))
+            raise StrategyError(f"split: sizes must be whole numbers, from 1 on; got {got}.")
+        return Cut(tuple(Fraction(size, sum(sizes)) for size in sizes))
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return len(self.fractions)
+
+    def __str__(self) -> str:
+        rule = f" at {self.rule}" if self.rule else ""
+        return " ".join(map(str, self.fractions)) + rule
+
+    def bounds(self, num_rows: int, requests: Sequence[int] = ()) -> tuple[int, ...]:
+        """Row borders 0 = b0 < b1 < ... = num_rows; `requests` are the rows of each request.
+
+        Raises `StrategyError` where there are fewer rows (or requests) than parts.
+        """
+        ends = list(accumulate(self.fractions))[:-1]
+        inner = [round(end * num_rows) for end in ends]
+        if self.rule == "requests":
+            if sum(requests) != num_rows:
+                raise StrategyError(
+                    f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
+                )
+            borders = list(accumulate(requests))[:-1] or [0]
+            inner = [min(borders, key=lambda at: abs(at - want)) for want in inner]
+        bounds = (0, *inner, num_rows)
+        if any(end <= start for start, end in pairwise(bounds)):
+            what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"
+            raise StrategyError(f"split: {what} cannot make {self.num_parts} parts ({self}).")
+        return bounds
 
 
 @dataclass(frozen=True)
@@ -66,3 +147,67 @@ class Context:
         if symbol is not None:
             env[symbol] = self.batch if rows is None else rows
         return env
+
+
+EXACT_BELOW = 4
+"""Smaller batches have a bucket each: one row more or less decides whether they can be split."""
+
+
+def _noting(compare: Callable[[Any, Any], bool], *borders: int) -> Any:
+    """A comparison that notes the numbers at which it changes its answer."""
+
+    def method(number: WatchedNumber, other: Any) -> bool:
+        if isinstance(other, int | float) and abs(other) < 2**62:
+            number.seen |= {math.floor(other) + 1 if at else math.ceil(other) for at in borders}
+        return compare(int(number), other)
+
+    return method
+
+
+class WatchedNumber(int):
+    """A number that remembers what it was compared with."""
+
+    seen: set[int]
+
+    __lt__, __ge__ = _noting(operator.lt, 0), _noting(operator.ge, 0)
+    __le__, __gt__ = _noting(operator.le, 1), _noting(operator.gt, 1)
+    __eq__ = _noting(operator.eq, 0, 1)
+    __hash__ = int.__hash__
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Batches from `first` up to, not including, `end`."""
+
+    first: int
+    end: int
+
+    def __contains__(self, batch: int) -> bool:
+        return self.first <= batch < self.end
+
+    def __str__(self) -> str:
+        return f"{self.first}..{self.end - 1}" if self.end > self.first + 1 else str(self.first)
+
+
+def watch(context: Context) -> tuple[Context, set[int]]:
+    """The same context with numbers that remember, and what they will have seen."""
+    seen: set[int] = set()
+
+    def watched(number: int) -> WatchedNumber:
+        watching = WatchedNumber(number)
+        watching.seen = seen
+        return watching
+
+    return replace(
+        context, batch=watched(context.batch), num_tokens=watched(context.num_tokens)
+    ), seen
+
+
+def bucket_of(context: Context, seen: set[int]) -> Bucket:
+    """The batches for which a strategy that saw these numbers does the same."""
+    batch = int(context.batch)
+    if batch < EXACT_BELOW or int(context.num_tokens) != batch:
+        return Bucket(batch, batch + 1)
+    first = 1 << (batch.bit_length() - 1)
+    lower = max([first, *(cut for cut in seen if cut <= batch)])
+    return Bucket(lower, min([2 * first, *(cut for cut in seen if cut > batch)]))

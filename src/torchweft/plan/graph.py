@@ -22,10 +22,13 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from torchweft.errors import GraphError, WeftError, clip, unknown
+from torchweft.files import read_item, read_json, write_json
 from torchweft.plan.sizes import ONE, ZERO, Size
 
 USES = ("compute", "memory", "network", "io")
@@ -217,11 +220,7 @@ def _structure_key(graph: Graph, op: Op) -> object:
         value = graph.value[name]
         return value.shape, value.dtype, value.batch
 
-    collective = op.collective and (
-        op.collective.kind,
-        op.collective.communicator,
-        op.collective.peer,
-    )
+    collective = op.collective and replace(op.collective, tag="")
     body = op.body or op.name
     touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
     # Which read is mutated or aliased counts too: the same code with another effect is another op.
@@ -365,3 +364,56 @@ def _value_text(graph: Graph, name: str) -> str:
         dims.append(f"{dim}{'*' if starred else ''}")
     alias = f" alias of {value.alias_of}" if value.alias_of else ""
     return f"{name}: {value.dtype}[{', '.join(dims)}]{alias}"
+
+
+VERSION = 1
+
+
+def graph_data(graph: Graph) -> dict[str, object]:
+    """The graph as plain data; fields that have their default value are left out."""
+    groups = {name: list(ranks) for name, ranks in graph.communicators}
+    return {"weft_graph": VERSION, **_plain(graph), "communicators": groups}
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, Size):
+        return str(item)
+    if isinstance(item, tuple):
+        return [_plain(each) for each in item]
+    if not is_dataclass(item):
+        return item
+    facts = [(spec, getattr(item, spec.name)) for spec in fields(item)]
+    return {spec.name: _plain(fact) for spec, fact in facts if fact != spec.default}
+
+
+def save_graph(graph: Graph, path: str | Path) -> None:
+    """Write the graph as a JSON file."""
+    write_json(path, graph_data(graph))
+
+
+def load_graph(path: str | Path) -> Graph:
+    """Read a graph file. Raises `GraphError` for a file that is not one."""
+    return read_graph(read_json(path, GraphError, "graph"))
+
+
+def read_graph(data: object) -> Graph:
+    """A graph from plain data. Raises `GraphError` naming the field that is wrong."""
+    if not isinstance(data, dict) or "weft_graph" not in data:
+        raise GraphError("file: this is not a graph: the field 'weft_graph' is missing.")
+    if data["weft_graph"] != VERSION:
+        raise GraphError(
+            f"version: graph format {clip(data['weft_graph'])}; this torchweft reads {VERSION}."
+        )
+    plain = {name: value for name, value in data.items() if name != "weft_graph"}
+    graph: Graph = read_item(Graph, plain, GraphError, communicators=_read_communicators)
+    return graph
+
+
+def _read_communicators(data: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    groups = []
+    for name, ranks in data.items():
+        if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
+            text = f"communicator {clip(name)}: ranks must be whole numbers, from 0 on"
+            raise GraphError(f"file: {text}; got {clip(ranks)}.")
+        groups.append((check_name(name, "communicator"), tuple(ranks)))
+    return tuple(groups)

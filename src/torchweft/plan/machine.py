@@ -253,11 +253,7 @@ def from_data(data: object) -> Machine:
     read = Reader(data, MachineError, "machine")
     if read.take("weft_machine", int, None) != VERSION:
         raise read.fail(f"this is not a machine file of version {VERSION}.")
-    name = read.take("name", str, "machine")
-    items = [
-        tuple(read_item(kind, item, MachineError) for item in read.take(several, list, []))
-        for several, kind in (("devices", Device), ("lanes", Lane), ("links", Link))
-    ]
-    machine = Machine(name, *items)
-    read.done()
+    items = {"name": "machine", "devices": [], "lanes": [], **read.data}
+    del items["weft_machine"]
+    machine: Machine = read_item(Machine, items, MachineError)
     return machine

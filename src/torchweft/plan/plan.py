@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchweft.errors import PlanError, WeftError, clip, excerpt
 from torchweft.files import check_length, read_text, write_text
-from torchweft.plan.cut import Cut
+from torchweft.plan.context import Cut
 from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.plan.sizes import Size
@@ -161,8 +161,7 @@ class Plan:
         if self.bound is None:
             raise PlanError(
                 f"unbound: this plan is text only; join it to its graph {self.graph_name!r} "
-                "with plan.bind(graph) or Plan.load(path, graph).",
-                rule="unbound",
+                "with plan.bind(graph) or Plan.load(path, graph)."
             )
         return self.bound
 
@@ -171,8 +170,7 @@ class Plan:
         if graph.digest != self.digest:
             raise PlanError(
                 f"graph: the plan was made for graph {self.graph_name!r} ({self.digest}), "
-                f"not for {graph.name!r} ({graph.digest}). Write a new plan for it.",
-                rule="graph",
+                f"not for {graph.name!r} ({graph.digest}). Write a new plan for it."
             )
         return replace(self, bound=graph)
 

@@ -15,6 +15,8 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add, mul, sub
+from typing import Any
 
 from torchweft.errors import SizeError, clip
 
@@ -149,12 +151,9 @@ def _build(node: ast.expr, text: str) -> Size:
             return Size((((name,), 1),))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _build(operand, text) * -1
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _build(left, text) + _build(right, text)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _build(left, text) - _build(right, text)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _build(left, text) * _build(right, text)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as kind, right=right):
+            made: Size = _SIGNS[type(kind)](_build(left, text), _build(right, text))
+            return made
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))):
             if not 0 <= power <= 8:
                 raise SizeError(f"size: a power in {clip(text)} is not from 0 to 8.")
@@ -179,6 +178,7 @@ def _divide(left: int, right: int) -> tuple[int, int]:
     return divmod(left, right)
 
 
+_SIGNS: dict[type, Callable[..., Any]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 _CALLS: dict[str, Callable[..., int]] = {
     "max": lambda *items: max(items),
     "min": lambda *items: min(items),
@@ -212,11 +212,9 @@ def _evaluate(node: ast.expr, env: Mapping[str, int]) -> int:
             return -_evaluate(operand, env)
         case ast.Call(func=ast.Name(id=name), args=args):
             return int(_CALLS[name](*(_evaluate(arg, env) for arg in args)))
-        case ast.BinOp(left=left, op=operator, right=right):
+        case ast.BinOp(left=left, op=sign, right=right):
             a, b = _evaluate(left, env), _evaluate(right, env)
-            if isinstance(operator, ast.FloorDiv | ast.Mod):
-                return _divide(a, b)[isinstance(operator, ast.Mod)]
-            if isinstance(operator, ast.Mult):
-                return a * b
-            return a - b if isinstance(operator, ast.Sub) else a + b
+            if isinstance(sign, ast.FloorDiv | ast.Mod):
+                return _divide(a, b)[isinstance(sign, ast.Mod)]
+            return int(_SIGNS[type(sign)](a, b))
     raise SizeError("size: not integer arithmetic.")

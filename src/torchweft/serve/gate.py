@@ -31,15 +31,14 @@ log = logging.getLogger("torchweft")
 
 def preserved(inputs: Any) -> Any:
     """A copy of a nest of inputs; tensors that share bytes share them in the copy too."""
-    try:
-        return copy.deepcopy(inputs)
-    except RuntimeError:  # a tensor with a gradient history: cloned one by one
-        pass
 
     def one(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
-    return tree_map(one, inputs)
+    try:
+        return copy.deepcopy(inputs)
+    except RuntimeError:  # a tensor with a gradient history: cloned one by one
+        return tree_map(one, inputs)
 
 
 Kept = Mapping[Piece, Sequence[Any]]
@@ -78,8 +77,19 @@ class _Repeat:
     def record(self, plan: Plan, bounds: Sequence[int]) -> dict[str, list[tuple[Any, ...]]]:
         """Run the call by a plan and keep a copy of everything each op made, run by run."""
         made: dict[str, list[tuple[Any, ...]]] = {}
+
+        def recorded(name: str, body: Any) -> Any:
+            def run(*arguments: Any) -> Any:
+                results = getattr(body, "function", body)(*arguments)
+                copied = tuple(r.clone() if isinstance(r, torch.Tensor) else r for r in results)
+                made.setdefault(name, []).append(copied)
+                return results
+
+            run.sizes = body.sizes  # type: ignore[attr-defined]
+            return run
+
         bodies = self.piece.captured.bodies.items()
-        self.run(plan, {name: _Recorder(name, body, made) for name, body in bodies}, bounds)
+        self.run(plan, {name: recorded(name, body) for name, body in bodies}, bounds)
         return made
 
 
@@ -168,20 +178,6 @@ class _Judge:
         if not verdict and all(op.rows != "random" for op in ops):
             self.wrong.append(f"kernel {self.step.by!r} in place of {self.step.label}: {verdict}")
         return made
-
-
-class _Recorder:
-    """A body that leaves a copy of its results."""
-
-    def __init__(self, name: str, body: Any, made: dict[str, list[tuple[Any, ...]]]) -> None:
-        self.name, self.sizes, self.made = name, body.sizes, made
-        self.inside: Callable[..., Any] = getattr(body, "function", body)
-
-    def __call__(self, *arguments: Any) -> Any:
-        results = self.inside(*arguments)
-        copied = tuple(r.clone() if isinstance(r, torch.Tensor) else r for r in results)
-        self.made.setdefault(self.name, []).append(copied)
-        return results
 
 
 def run_copy(

@@ -19,8 +19,7 @@ from torchweft.capture.failures import as_own, first_line
 from torchweft.capture.guards import Guards
 from torchweft.errors import StrategyError, WeftError
 from torchweft.options import Options
-from torchweft.plan.bucket import Bucket, bucket_of, watch
-from torchweft.plan.context import TOLD, Context
+from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, watch
 from torchweft.plan.cost import Costs
 from torchweft.plan.graph import Graph
 from torchweft.plan.lower.lower import lower

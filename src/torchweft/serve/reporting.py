@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchweft.capture.bodies.inner import compiled
 from torchweft.plan.graph import Op
-from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Span
-from torchweft.run.compare import Check
 from torchweft.serve.piece import Piece
 from torchweft.serve.plans import PlanEntry
 from torchweft.serve.session import Session
@@ -16,44 +12,47 @@ from torchweft.serve.session import Session
 MAX_TOLD = 8
 
 
-@dataclass(frozen=True)
 class PieceReport:
-    """One captured graph: its ops, what keeps some of them whole, and its plans."""
+    """One captured graph as it stands: its ops, what keeps some of them whole, and its plans."""
 
-    name: str
-    frame: int | None
-    num_ops: int
-    num_split_ops: int
-    whole_ops: tuple[tuple[str, str, str], ...]
-    plans: tuple[Plan, ...]
-    buckets: tuple[str, ...]
-    num_calls: int
-    strategy_runs: int
-    split_share: float | None
-    measured_s: float
-    head_room: float | None
-    num_copies: int
-    level: str = "torch"
-    additive_ops: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    broken: str = ""
-    num_compiled: int = 0
-    copied: tuple[tuple[str, str], ...] = ()
+    def __init__(self, piece: Piece) -> None:
+        graph, captured, entries = piece.graph, piece.captured, piece.plans.all_entries()
+        reasons = captured.reasons
+        spans = _spans(entries)
+        in_parts_s = sum(span.busy_s for span in spans if span.parts)
+        whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
+        self.name, self.level, self.frame = graph.name, graph.level, piece.frame
+        self.num_ops = len(graph.ops)
+        self.num_split_ops = sum(not op.whole for op in graph.ops)
+        self.whole_ops = tuple((op.name, op.rows, reasons.get(op.name, "")) for op in whole)
+        self.additive_ops = tuple(op.name for op in graph.ops if op.rows == "additive")
+        self.plans = tuple(entry.plan for entry in entries)
+        self.buckets = tuple(str(entry.bucket) for entry in entries)
+        self.num_calls = sum(entry.num_calls for entry in entries)
+        self.strategy_runs = piece.plans.strategy_runs
+        self.measured_s = sum(span.busy_s for span in spans)
+        self.split_share = in_parts_s / self.measured_s if self.measured_s else None
+        self.head_room = _head_room(entries)
+        self.num_copies = sum(step.kind == "copy" for plan in self.plans for step in plan.steps)
+        self.num_compiled, refused = compiled(piece.bodies.values())
+        self.notes, self.broken = captured.notes + refused, captured.broken
+        self.copied = copied_values(piece)
 
 
-@dataclass(frozen=True)
 class Report:
-    """What became of a compiled model. `str(report)` is the readable form."""
+    """What became of a compiled model, as it stands. `str(report)` is the readable form."""
 
-    strategy: str
-    pieces: tuple[PieceReport, ...]
-    fallbacks: tuple[tuple[str, int], ...]
-    assumed: tuple[str, ...]
-    num_uncaptured: int
-    num_shadowed: int = 0
-    shadow_failures: tuple[Check, ...] = ()
-    seen_breaks: tuple[str, ...] = ()
-    unblocked: str = ""
+    def __init__(self, session: Session) -> None:
+        blocks, shadow = session.blocks, session.shadow
+        self.strategy = str(session.options.resolved_strategy)
+        self.pieces = tuple(map(PieceReport, session.pieces))
+        self.fallbacks = tuple(session.fallbacks.most_common())
+        self.assumed = tuple(n for piece in session.pieces for n in piece.captured.assumed)
+        self.num_uncaptured = session.num_uncaptured
+        self.num_shadowed = shadow.num_compared if shadow else 0
+        self.shadow_failures = tuple(shadow.failures) if shadow else ()
+        self.seen_breaks = tuple(session.breaks)
+        self.unblocked = (blocks.refused or blocks.skipped) if blocks else ""
 
     @property
     def split_share(self) -> float | None:
@@ -120,61 +119,13 @@ def _piece_lines(piece: PieceReport) -> list[str]:
     lines += [f"    note: {note}" for note in piece.notes]
     if piece.additive_ops:
         lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")
-    told = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
-    lines += [f"    {text}" for text in told[:MAX_TOLD]]
-    if len(told) > MAX_TOLD:
-        lines.append(f"    ... and {len(told) - MAX_TOLD} more values are copied together")
-    for name, rows, reason in piece.whole_ops[:MAX_TOLD]:
-        lines.append(f"    {name} runs whole ({rows}): {reason}")
-    if len(piece.whole_ops) > MAX_TOLD:
-        lines.append(f"    ... and {len(piece.whole_ops) - MAX_TOLD} more ops run whole")
+    copied = [f"{name} is copied together: {reason}" for name, reason in piece.copied]
+    whole = [f"{name} runs whole ({rows}): {reason}" for name, rows, reason in piece.whole_ops]
+    for told, what in ((copied, "values are copied together"), (whole, "ops run whole")):
+        lines += [f"    {text}" for text in told[:MAX_TOLD]]
+        if (num_more := len(told) - MAX_TOLD) > 0:
+            lines.append(f"    ... and {num_more} more {what}")
     return lines
-
-
-def report_of(session: Session) -> Report:
-    """The report of a session as it stands."""
-    return Report(
-        strategy=str(session.options.resolved_strategy),
-        pieces=tuple(_piece(piece) for piece in session.pieces),
-        fallbacks=tuple(session.fallbacks.most_common()),
-        assumed=tuple(name for piece in session.pieces for name in piece.captured.assumed),
-        num_uncaptured=session.num_uncaptured,
-        num_shadowed=session.shadow.num_compared if session.shadow else 0,
-        shadow_failures=tuple(session.shadow.failures) if session.shadow else (),
-        seen_breaks=tuple(session.breaks),
-        unblocked=(blocks.refused or blocks.skipped) if (blocks := session.blocks) else "",
-    )
-
-
-def _piece(piece: Piece) -> PieceReport:
-    graph, reasons = piece.graph, piece.captured.reasons
-    num_compiled, refused = compiled(piece.bodies.values())
-    entries = piece.plans.all_entries()
-    whole = [op for op in graph.ops if op.whole and op.rows != "batch-free"]
-    spans = _spans(entries)
-    total_s = sum(span.busy_s for span in spans)
-    in_parts_s = sum(span.busy_s for span in spans if span.parts)
-    return PieceReport(
-        name=graph.name,
-        frame=piece.frame,
-        num_ops=len(graph.ops),
-        num_split_ops=sum(not op.whole for op in graph.ops),
-        whole_ops=tuple((op.name, op.rows, reasons.get(op.name, "")) for op in whole),
-        plans=tuple(entry.plan for entry in entries),
-        buckets=tuple(str(entry.bucket) for entry in entries),
-        num_calls=sum(entry.num_calls for entry in entries),
-        strategy_runs=piece.plans.strategy_runs,
-        split_share=in_parts_s / total_s if total_s else None,
-        measured_s=total_s,
-        head_room=_head_room(entries),
-        num_copies=sum(step.kind == "copy" for entry in entries for step in entry.plan.steps),
-        level=graph.level,
-        additive_ops=tuple(op.name for op in graph.ops if op.rows == "additive"),
-        notes=piece.captured.notes + refused,
-        broken=piece.captured.broken,
-        num_compiled=num_compiled,
-        copied=copied_values(piece),
-    )
 
 
 def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:

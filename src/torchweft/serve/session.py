@@ -152,12 +152,9 @@ class Session:
     def settle(self, breaks: Sequence[str]) -> None:
         """Checks after a call in which something was captured."""
         self.breaks |= dict.fromkeys(breaks)
-        if self.unmatched:
-            self.unmatched = False
-            self._require_marks()
-
-    def _require_marks(self) -> None:
-        """Raise `CaptureError`, once, if a rule matched nothing in the graphs captured so far."""
+        if not self.unmatched:
+            return
+        self.unmatched = False  # a rule that matched nothing so far raises once
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         names = [op.mark for piece in self.pieces for op in piece.graph.ops if op.mark]
         require_matched(self.options.all_rules, matched, names)

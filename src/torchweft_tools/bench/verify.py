@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from torchweft.plan.graph_file import graph_data
+from torchweft.plan.graph import graph_data
 from torchweft.plan.plan import Plan
 from torchweft_tools.bench.cases.mutations import MUTATIONS, mutate
 from torchweft_tools.bench.cases.random_graphs import random_graph

@@ -27,7 +27,7 @@ import torchweft as weft
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
 from torchweft.plan import blueprint as blueprints
-from torchweft.plan.graph_file import graph_data, load_graph, save_graph
+from torchweft.plan.graph import graph_data, load_graph, save_graph
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate

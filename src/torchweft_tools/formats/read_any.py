@@ -20,7 +20,7 @@ from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import INF, Problem
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph_file import read_graph
+from torchweft.plan.graph import read_graph
 from torchweft.plan.machine import Machine
 from torchweft_tools.formats.read_dnn import MARKS, read_dnn
 from torchweft_tools.formats.read_stg import read_stg

@@ -18,8 +18,7 @@ from torchweft.files import Reader, read_json, write_json
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import Problem
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph import Graph
-from torchweft.plan.graph_file import graph_data, read_graph
+from torchweft.plan.graph import Graph, graph_data, read_graph
 from torchweft.plan.machine import Machine
 from torchweft.plan.machine import from_data as read_machine
 from torchweft.plan.machine import to_data as machine_data

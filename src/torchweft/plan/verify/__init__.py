@@ -9,11 +9,11 @@ safe plan and refuses every other: `torchweft bench verify` compares it with an 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchweft.errors import PlanError
 from torchweft.plan.plan import Plan
-from torchweft.plan.verify.coverage import static_findings
-from torchweft.plan.verify.finding import Finding
+from torchweft.plan.verify.coverage import Finding, static_findings
 from torchweft.plan.verify.walk import Walk
 
 __all__ = ["Finding", "findings", "findings_ranks", "verify", "verify_ranks"]
@@ -29,10 +29,8 @@ def findings_ranks(plans: Sequence[Plan]) -> list[Finding]:
 
     Races come first: what else is found beside one depends on which of its two steps came first.
     """
-    broken: list[Finding] = []
-    for rank, plan in enumerate(plans):
-        for item in static_findings(plan, plan.graph):
-            broken.append(Finding(item.rule, item.message, item.step, item.cure, rank))
+    static = [(rank, item) for rank, plan in enumerate(plans) for item in static_findings(plan)]
+    broken = [replace(item, rank=rank) for rank, item in static]
     if not broken:
         Walk(plans, broken).go()
     return sorted(broken, key=lambda item: item.rule != "race")

@@ -1,6 +1,12 @@
-"""A cell: the bytes of one part of a value in one location, and who touched them last.
+"""What the walk compares: the versions of a graph's values, and the cells that a plan has them in.
 
-    Store (a rank's memory) -> Location (caller's bytes, a loose piece, a place) -> Cell
+The reference (`docs/plans.md`, "The reference"): which version of every value each op sees when ops
+run in program order. Between two ops all cells of a root have one version, so a number a root is
+enough; inside an op that runs part by part, part p sees what parts 0 .. p-1 left.
+
+A cell is the bytes of one part of a value in one location, and who touched them last:
+
+    CellStore (a rank's memory) -> Location (caller's bytes, a loose piece, a place) -> ByteCell
 
 Every access is checked when the walk makes it: it must be ordered behind those it conflicts
 with. The walk takes the steps in an order that lanes and waits allow, so of two accesses that
@@ -10,10 +16,87 @@ nothing orders, the later one is caught here, whichever it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torchweft.plan.graph import Graph
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.plan import Plan, Range
 from torchweft.plan.verify.coverage import num_units
+
+
+class Touch(NamedTuple):
+    """How an op touches a root, by which names, and what versions it meets.
+
+    by_part: a run touches the cells of its own parts, else all cells.
+    before, rise: the version ahead of the op, and what the op adds; per_part: each part adds it.
+    made: the op makes the root.
+    """
+
+    root: str
+    names: tuple[str, ...]
+    by_part: bool
+    before: int
+    rise: int
+    per_part: bool
+    made: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether the op changes the bytes."""
+        return self.made or self.rise > 0
+
+    def versions(self, start: int, stop: int) -> tuple[int | None, int]:
+        """(version it must see, version it leaves) when it runs over parts [start:stop]."""
+        if self.per_part:
+            before = self.before + start
+            return (None if self.made and start == 0 else before), self.before + stop
+        return (None if self.made else self.before), self.before + self.rise
+
+
+class Reference(NamedTuple):
+    """All touches of every op, the names it uses, and the final version of every root."""
+
+    touches: dict[str, tuple[Touch, ...]]
+    final: dict[str, int]
+
+
+def reference(graph: Graph, num_parts: int) -> Reference:
+    """Walk the ops in program order and note the versions."""
+    version = {name: 0 for name, root in graph.root.items() if name == root}
+    touches: dict[str, tuple[Touch, ...]] = {}
+    for op in graph.ops:
+        own = []
+        for root, names in _roots(graph, op).items():
+            touch = _touch(graph, op, root, names, version[root], num_parts)
+            version[root] = touch.before + touch.rise * (num_parts if touch.per_part else 1)
+            own.append(touch)
+        touches[op.name] = tuple(own)
+    return Reference(touches, version)
+
+
+def _roots(graph: Graph, op: Op) -> dict[str, list[str]]:
+    """The roots an op touches, each with the names by which it does."""
+    names: dict[str, list[str]] = {}
+    for name in op.touched:
+        names.setdefault(graph.root[name], []).append(name)
+    for name in op.makes:
+        if graph.value[name].alias_of is None:
+            names.setdefault(name, []).append(name)
+    return names
+
+
+def _touch(
+    graph: Graph, op: Op, root: str, names: list[str], version: int, num_parts: int
+) -> Touch:
+    batched = all(graph.value[name].batch is not None for name in [root, *names])
+    by_part = batched and not op.whole
+    made = root in op.makes
+    mutated = any(graph.root[name] == root for name in op.mutates)
+    if made and op.rows == "additive":
+        return Touch(root, tuple(names), False, -num_parts, 1, True, True)
+    if made or not mutated:
+        return Touch(root, tuple(names), by_part, version, 0, False, made)
+    return Touch(root, tuple(names), by_part, version, 1, not by_part and not op.whole, False)
+
 
 Clock = list[int]
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -148,13 +231,11 @@ class CellStore:
         assert place.buffer is not None, "only places in a buffer have a region"
         units = num_units(self.plan, self.graph, name, place.buffer)
         assert units is not None, "the static rules refuse such a place"
-        rows = range(self.num_parts)
-        leading = value.batch is not None and self.num_parts > 1
-        if leading and value.batch is not None:
-            ahead = value.shape[: value.batch.dim]
-            symbol = self.graph.batch or ""
-            leading = value.batch.outer.constant == 1 and all(dim.constant == 1 for dim in ahead)
-            leading = leading and value.bytes.terms[0][0].count(symbol) == 1
+        rows, leading = range(self.num_parts), False
+        if value.batch is not None and self.num_parts > 1:
+            ahead = (value.batch.outer, *value.shape[: value.batch.dim])
+            once = value.bytes.terms[0][0].count(self.graph.batch or "") == 1
+            leading = once and all(dim.constant == 1 for dim in ahead)
         if not leading:
             return tuple(place.offset for _ in rows), tuple(place.offset + units for _ in rows)
         start = tuple(place.offset + (units if row < part else 0) for row in rows)

@@ -1,26 +1,55 @@
 """The static rules: every op exactly once for every part, on lanes and devices that may run it.
 
-Nothing here looks at order; that is the walk's business. Findings come in step order.
+Nothing here looks at order; that is the walk's business. A broken rule is a `Finding`, with the
+step where it shows and the cure; findings come in step order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
-from torchweft.errors import unknown
+from torchweft.errors import PlanError, unknown
 from torchweft.plan.graph import USES, Graph
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan, Step, bracket
-from torchweft.plan.verify.finding import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken rule. `step` is an index into the plan's steps, None if no step is at fault."""
+
+    rule: str
+    message: str
+    step: int | None = None
+    cure: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.message}"
+
+    def error(self, plan: Plan, num_others: int = 0, num_ranks: int = 1) -> PlanError:
+        """The error to raise: rule, excerpt with an arrow, cure."""
+        where = f"rank {self.rank}: " if num_ranks > 1 else ""
+        shown = [f"{self.rule}: {where}{self.message}"]
+        if self.step is not None:
+            shown.append(plan.excerpt(self.step))
+        if self.cure:
+            shown.append(f"  {self.cure}")
+        if num_others:
+            shown.append(f"  (and {num_others} more; findings(plan) lists all)")
+        lane = plan.steps[self.step].lane if self.step is not None else None
+        return PlanError("\n".join(shown), rule=self.rule, step=self.step, lane=lane)
+
 
 MAX_FINDINGS = 1000
 
 
-def static_findings(plan: Plan, graph: Graph) -> list[Finding]:
+def static_findings(plan: Plan) -> list[Finding]:
     """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
-    illegal = list(islice(_illegal(plan, graph), MAX_FINDINGS))
-    return illegal or list(islice(_coverage(plan, graph), MAX_FINDINGS))
+    illegal = list(islice(_illegal(plan, plan.graph), MAX_FINDINGS))
+    return illegal or list(islice(_coverage(plan, plan.graph), MAX_FINDINGS))
 
 
 def _illegal(plan: Plan, graph: Graph) -> Iterator[Finding]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.plan import Plan, Range, Step, bracket
-from torchweft.plan.verify.cells import Access, ByteCell, CellStore, Clock, Location
-from torchweft.plan.verify.finding import Finding
-from torchweft.plan.verify.reference import Touch, reference
+from torchweft.plan.verify.cells import (
+    Access,
+    ByteCell,
+    CellStore,
+    Clock,
+    Location,
+    Touch,
+    reference,
+)
+from torchweft.plan.verify.coverage import Finding
 
 MIXED = -(10**9)
 """The version of a copy whose sources had different versions: no reader expects it."""

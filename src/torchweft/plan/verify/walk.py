@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torchweft.plan.graph import Collective, Graph
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.plan.verify.cells import Access, Clock
-from torchweft.plan.verify.finding import Finding
+from torchweft.plan.verify.coverage import Finding
 from torchweft.plan.verify.touch import Toucher
 
 Channel = tuple[object, ...]

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
-from torchweft.plan.context import Context
+from torchweft.plan.context import Context, Cut
 from torchweft.plan.cost import Costs
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import NAME, Graph, Op
 from torchweft.plan.machine import Lane, Machine
 from torchweft.plan.plan import Plan, Range, Step, bracket, one_line
@@ -164,14 +163,11 @@ class Scheduler:
         if self.num_parts > 1 and self._closed != "merge()":
             self._fail("merge", "the batch was split and never merged: call s.merge() at the end.")
         graph, lane = self.graph, self.machine.lanes[0].name
-        heads: list[Step] = []
-        tails: list[Step] = []
-        if self.num_parts > 1:
-            ops = [graph.op[name] for step in self.steps if step.parts for name in step.names]
-            ranged = {name for op in ops for name in op.touched if graph.value[name].batch}
-            heads = [Step("split", lane, (name,)) for name in graph.inputs if name in ranged]
-            outputs = [name for name in dict.fromkeys(graph.outputs) if graph.value[name].batch]
-            tails = [Step("merge", lane, (name,)) for name in outputs]
+        ops = [graph.op[name] for step in self.steps if step.parts for name in step.names]
+        ranged = {name for op in ops for name in op.touched if graph.value[name].batch}
+        heads = [Step("split", lane, (name,)) for name in graph.inputs if name in ranged]
+        outputs = dict.fromkeys(graph.outputs) if self.num_parts > 1 else ()
+        tails = [Step("merge", lane, (name,)) for name in outputs if graph.value[name].batch]
         steps = (*heads, *self.steps, *tails)
         history = (f"write {note}", *self.notes)
         return Plan(

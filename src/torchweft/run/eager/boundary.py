@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,31 +28,20 @@ from torchweft.ranks.ranks import EagerError
 from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
-from torchweft.run.eager.arguments import Arguments, Nest, RowSpan
-from torchweft.run.eager.build import EagerRecord, build
-from torchweft.run.eager.collectives import Eager, catch_collectives
-from torchweft.run.eager.parts import EagerPart, cancel
-from torchweft.run.eager.recorder import Recorder
-from torchweft.run.eager.watch_marks import MarkWatch
+from torchweft.run.eager.build import Arguments, EagerForm, Nest, RowSpan, build
+from torchweft.run.eager.listeners import (
+    Eager,
+    EagerPart,
+    MarkWatch,
+    Recorder,
+    cancel,
+    catch_collectives,
+)
 from torchweft.run.modes import Modes
 from torchweft.run.service import Service
 
 log = logging.getLogger("torchweft")
 MAX_FORMS = 256
-
-
-@dataclass
-class EagerForm:
-    """Calls of one form: what was recorded of the first, and what has become of the others.
-
-    piece: what runs them by plans. tried: whether a split was compared with the whole call.
-    fallen: why they run as they are from now on; empty while plans run them.
-    """
-
-    recorded: EagerRecord
-    piece: Any
-    tried: bool = False
-    fallen: str = ""
 
 
 class Boundary:
@@ -132,17 +120,16 @@ class Boundary:
     def _form(self, recorder: Recorder, given: Arguments, outputs: Any) -> EagerForm:
         """What was recorded, with a piece of it."""
         options = self.service.options
-        recorded = build(
+        form = build(
             recorder, given, outputs,
             model=self.model, name=f"boundary{len(self.forms)}", dim=options.batch_dim,
             states=[splitter.name for splitter in options.splitters],
         )  # fmt: skip
-        unsplit, assumed = recorded.unsplit, recorded.captured.assumed
-        if options.strict and assumed and not unsplit:
-            unsplit = (
-                f"strict: {assumed[0]}, cannot be tried on rows; strict=False splits it untried"
-            )
-        return EagerForm(recorded, self.make_piece(recorded.captured, unsplit=unsplit))
+        if options.strict and form.captured.assumed and not form.unsplit:
+            what = f"{form.captured.assumed[0]}, cannot be tried on rows"
+            form.unsplit = f"strict: {what}; strict=False splits it untried"
+        form.piece = self.make_piece(form.captured, unsplit=form.unsplit)
+        return form
 
     def _fall_back(self, reason: str, args: Any, kwargs: Any, where: str = "a graph") -> Any:
         """The model as it is, counted."""
@@ -188,7 +175,7 @@ class Boundary:
             form.fallen = f"parts: {first_line(error)}"
         else:
             return False
-        return not talks and (is_trial or not form.recorded.changed)
+        return not talks and (is_trial or not form.changed)
 
     def _compare(self, form: EagerForm, run: Run, outputs: Any) -> Any:
         """Compare the first split with the model as it is. What the latter gives stands."""
@@ -221,10 +208,10 @@ class Run:
         """Start the part of these rows and let it run up to its first stop."""
         boundary, form = self.boundary, self.form
         splits = rows.shape[0] < self.given.rows
-        known = all(changed.known for changed in form.recorded.changed)
+        known = all(changed.known for changed in form.changed)
         if splits and known and not self.parts and not form.tried:
-            held = form.recorded.changed
-            self.changed = [each.tensor(boundary.model, self.given.tensors) for each in held]
+            tensors_of = (boundary.model, self.given.tensors)
+            self.changed = [each.tensor(*tensors_of) for each in form.changed]
             self.before = [tensor.clone() for tensor in self.changed]
         # The whole call gets the caller's own arguments: it may change a dict that it is given.
         args, kwargs = self.given.nest.with_tensors(tensors) if splits else self.whole
@@ -233,7 +220,7 @@ class Run:
             with boundary.watch:
                 return boundary.call(*args, **kwargs)
 
-        part = EagerPart(run, form.recorded.stops, rows.start, self.modes)
+        part = EagerPart(run, form.stops, rows.start, self.modes)
         self.parts.append(part)
         part.start(boundary.threads)
         return part

@@ -8,18 +8,24 @@ Each stretch between two boundaries is an op. What stands between them is not th
 but the part itself (`at0`: it has come to stop 0), for only the model knows those. A body resumes
 the part at hand up to its next stop; a collective is a two-phase op of what the part called there.
 Outputs are values with rows, so a plan merges them as it does everywhere.
+
+`Arguments` tell where the rows are among what a call was given, as a `Nest` of leaves. Torch's
+pytrees know tuples, lists, dicts and what hosts register; dataclasses are taken apart here.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchweft.capture.bodies.bodies import Body, Function
 from torchweft.capture.dynamo import Capture, Slot
@@ -29,9 +35,113 @@ from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
-from torchweft.run.eager.arguments import Arguments, Nest, is_plain, rows_at
-from torchweft.run.eager.parts import Stop
-from torchweft.run.eager.recorder import Halt, Recorder, Stretch, storages_of
+from torchweft.private.core import tree_flatten, tree_unflatten
+from torchweft.run.eager.listeners import Halt, Recorder, Stop, Stretch, storages_of
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type, slice, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
+)  # fmt: skip
+"""Leaves that hold no rows."""
+
+
+class Nest:
+    """Leaves in a form. `key` is equal for nests of one form."""
+
+    def __init__(self, nest: Any) -> None:
+        self.leaves: list[Any] = []
+        self._records: list[tuple[Any, tuple[str, ...]]] = []
+        self.key = self._take(nest)
+
+    def _take(self, nest: Any) -> tuple[Any, ...]:
+        leaves, spec = tree_flatten(nest)
+        return (spec, *(self._leaf(leaf) for leaf in leaves))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = tuple(item.name for item in dataclasses.fields(leaf))
+            self._records.append((leaf, names))
+            return type(leaf), self._take([getattr(leaf, name) for name in names])
+        self.leaves.append(leaf)
+        return None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def with_tensors(self, tensors: Iterable[Any]) -> Any:
+        """The same form and leaves, with other tensors in place of its own."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._build(self.key, iter(leaves), iter(self._records))
+
+    def _build(self, key: Any, leaves: Iterator[Any], records: Iterator[Any]) -> Any:
+        spec, *inside = key
+        items = []
+        for form in inside:
+            if form is None:
+                items.append(next(leaves))
+                continue
+            record, names = next(records)
+            items.append(copy.copy(record))
+            for name, value in zip(names, self._build(form[1], leaves, records), strict=True):
+                object.__setattr__(items[-1], name, value)
+        return tree_unflatten(items, spec)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf other than a tensor surely holds no rows."""
+    return isinstance(leaf, PLAIN) or (callable(leaf) and hasattr(leaf, "__code__"))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, how many rows they have, and which of their tensors have them."""
+
+    nest: Nest
+    tensors: tuple[Tensor, ...]
+    batched: tuple[bool, ...]
+    rows: int
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Arguments:
+        """The commonest size of dim `dim` of the tensors is the batch."""
+        nest = Nest((args, kwargs))
+        tensors = tuple(nest.tensors)
+        sizes = [each.shape[dim] if each.dim() > dim else None for each in tensors]
+        counts = Counter(size for size in sizes if size is not None)
+        rows = counts.most_common(1)[0][0] if counts else 0
+        return Arguments(nest, tensors, tuple(rows > 0 and size == rows for size in sizes), rows)
+
+    def holds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether arguments are still the same: nothing was put into a list or taken out."""
+        now = Nest((args, kwargs))
+        same = zip(self.nest.leaves, now.leaves, strict=False)
+        return now.key == self.nest.key and all(before is after for before, after in same)
+
+
+class RowSpan:
+    """The rows of a part, in a form that a plan can split."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.shape = (stop - start,)
+
+    def narrow(self, dim: int, start: int, length: int) -> RowSpan:
+        """Some of these rows."""
+        return RowSpan(self.start + start, self.start + start + length)
+
+
+def rows_at(shape: Sequence[int], rows: int, dim: int) -> int | None:
+    """The dim of a shape where the rows are: `dim` itself, the only such one, or a multiple."""
+    if len(shape) > dim and shape[dim] == rows:
+        return dim
+    equal = [at for at, size in enumerate(shape) if size == rows]
+    if equal:
+        return equal[0] if len(equal) == 1 else None
+    return next((at for at, size in enumerate(shape) if size and size % rows == 0), None)
+
 
 BATCH = "s0"
 CALL, ROWS = "weft.call", "weft.rows"
@@ -59,13 +169,22 @@ class ChangedBytes:
         return getattr(model.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
-class EagerRecord(NamedTuple):
-    """What was built of a recorded call. unsplit: why it must run whole; empty if it need not."""
+@dataclass
+class EagerForm:
+    """Calls of one form: what was built of the first, and what has become of the others.
+
+    unsplit: why they must run whole; empty if they need not. piece: what runs them by plans.
+    tried: whether a split was compared with the whole call.
+    fallen: why they run as they are from now on; empty while plans run them.
+    """
 
     captured: Capture
     stops: tuple[Stop, ...]
     changed: tuple[ChangedBytes, ...]
     unsplit: str
+    piece: Any = None
+    tried: bool = False
+    fallen: str = ""
 
 
 def build(
@@ -77,7 +196,7 @@ def build(
     name: str,
     dim: int,
     states: Sequence[str] = (),
-) -> EagerRecord:
+) -> EagerForm:
     """The graph of a recorded call with its bodies and stops, and why it cannot be cut if so.
 
     states: the names of the side state that is to be in force wherever a part goes on.
@@ -110,7 +229,7 @@ def build(
         matched=frozenset(recorder.rules),
         assumed=(f"{name}, which changes {', '.join(unknown)}",) if unknown else (),
     )
-    return EagerRecord(captured, tuple(builder.stops), changed, unsplit)
+    return EagerForm(captured, tuple(builder.stops), changed, unsplit)
 
 
 def check_steps(plan: Plan) -> None:

@@ -18,8 +18,7 @@ from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.graph_file import graph_data, load_graph, read_graph
+from torchweft.plan.graph import Graph, Op, Value, graph_data, load_graph, read_graph
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Device, Lane, Link, Machine, cpu, load_machine
 from torchweft.plan.machine import from_data as read_machine

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from torchweft.plan.cut import Cut
+from torchweft.plan.context import Cut
 from torchweft.plan.graph import USES, Graph, Op
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Buffer, Place, Plan, Range, Step
