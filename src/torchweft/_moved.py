@@ -1,4 +1,4 @@
-"""Old import paths, kept for one release (`moved.txt`): each gives its new module, and a warning."""
+"""Old import paths, kept for one release (`moved.txt`): each gives its new module and a warning."""
 
 from __future__ import annotations
 

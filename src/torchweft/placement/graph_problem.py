@@ -15,9 +15,8 @@ from collections.abc import Collection, Mapping
 from torchweft.errors import MachineError, PlacementError, unknown
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
-from torchweft.plan.context import Context
+from torchweft.plan.context import Context, Cut
 from torchweft.plan.cost import Costs
-from torchweft.plan.cut import Cut
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Lane, Machine

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchweft.placement.problem import INF, Problem
-from torchweft.plan.context import Cut
 from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine
