@@ -366,6 +366,7 @@ def test_every_option_of_a_bench_has_a_help(name: str) -> None:
     options = {item.name: item for item in command.params if item.name != "as_json"}
     arguments = inspect.signature(module.run).parameters
     assert set(options) == set(arguments) - {"progress"}
+    assert "quick" in options, "a minute or two, to see that it runs"
     assert all(item.help for item in options.values())
     assert {item.name: item.default for item in options.values()} == {
         name: arguments[name].default for name in options

@@ -65,6 +65,7 @@ def run(
     layers: str = "4,16,64",
     inners: str = "eager,inductor",
     num_pairs: int = MIN_PAIRS,
+    quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows by inner compiler and depth, and what one more layer costs.
@@ -72,7 +73,10 @@ def run(
     layers: depths of the model, separated by commas.
     inners: inner compilers, separated by commas: eager, inductor.
     num_pairs: timed pairs; the programs run in turn.
+    quick: small depths, no Inductor and three pairs, to see that everything runs.
     """
+    if quick:
+        layers, inners, num_pairs = "2,4", "eager", 3
     depths = sorted(int(word) for word in layers.split(",") if word.strip().isdigit())
     if len(depths) < 2 or depths[0] < 2:
         text = f"--layers must be two or more depths of at least 2 layers; got {layers!r}"

@@ -79,19 +79,25 @@ class Chain(nn.Module):
 
 
 def run(
-    *, num_pairs: int = MIN_PAIRS, seed: int = 0, progress: Progress | None = None
+    *,
+    num_pairs: int = MIN_PAIRS,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each size of model, and the summary: the worst median of each ratio.
 
     num_pairs: timed pairs; the programs run in turn.
     seed: the random seed.
+    quick: the smallest model and three pairs, to see that everything runs.
     """
-    require_pairs("dispatch", num_pairs)
+    require_pairs("dispatch", num_pairs, quick=quick)
+    sizes, num_pairs = (NUM_OPS[:1], 3) if quick else (NUM_OPS, num_pairs)
     rows: list[Row] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for number, num_ops in enumerate(NUM_OPS):
+        for number, num_ops in enumerate(sizes):
             times: dict[str, list[float]] = {}
             for backwards in (False, True):
                 torch._dynamo.reset()  # the chains share code, and Dynamo bounds its cache
@@ -102,7 +108,7 @@ def run(
                         times.setdefault(name, []).extend(seconds)
             rows.append(row(num_ops, times))
             if progress is not None:
-                progress(number + 1, len(NUM_OPS))
+                progress(number + 1, len(sizes))
     finally:
         torch.set_num_threads(threads)
     return rows, summary(rows)

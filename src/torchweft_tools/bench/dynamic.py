@@ -299,6 +299,7 @@ def run(
     only: str = "",
     dynet: str = "",
     policy: str = "",
+    quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of the bench.
@@ -307,7 +308,9 @@ def run(
     only: names of rows, separated by commas; all by default.
     dynet: a Python that has DyNet, to race against its autobatching.
     policy: the file of the policy that learns; by default the one that comes with the package.
+    quick: the row `batched` alone unless others are named, to see that everything runs.
     """
+    only = only or ("batched" if quick else "")
     folder = data or os.environ.get("WEFT_DATA", "")
     where = Path(folder) if folder else None
 

@@ -83,16 +83,18 @@ def run(
     *,
     models: str = "",
     inner: str = "eager",
+    quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and summary of all models, or of those named.
 
     models: names of models, separated by commas; all by default.
     inner: the compiler inside of ops: eager or inductor.
+    quick: the first two models of those, to see that everything runs.
     """
     Options(inner=inner)  # raises if there is no such compiler
     zoo = {model.name: model for model in MODELS}
-    wanted = chosen("memory", "model", models, (*zoo, *RANKED))
+    wanted = chosen("memory", "model", models, (*zoo, *RANKED))[: 2 if quick else None]
     ranked = [name for name in wanted if name in RANKED]
     rows: list[MemoryRow] = []
     for number, name in enumerate(name for name in wanted if name in zoo):

@@ -87,6 +87,7 @@ def run(
     solver_s: float = 2.0,
     seed: int = 0,
     no_workers: bool = False,
+    quick: bool = False,
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each family, machine, ratio and planner, and the summary.
@@ -99,7 +100,11 @@ def run(
     solver_s: seconds that the solver has for a case.
     seed: the random seed.
     no_workers: leave out the measurements on real workers.
+    quick: one small graph of each family and no workers, to see that everything runs.
     """
+    if quick:
+        num_cases = num_stg = 1
+        num_ops, search_ms, solver_s, no_workers = 12, 20.0, 0.3, True
     data = data or os.environ.get("WEFT_DATA", "")
     folder = _folder(data)
     cases = list(_drawn(folder, num_cases, num_ops, seed))

@@ -49,6 +49,7 @@ def run(
     num_calls: int = 2000,
     num_counts: int = 1000,
     seed: int = 0,
+    quick: bool = False,
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each power of two of tokens, and the summary.
@@ -56,7 +57,9 @@ def run(
     num_calls: calls in all.
     num_counts: different token counts among them.
     seed: the random seed.
+    quick: 100 calls, to see that everything runs.
     """
+    num_calls, num_counts = (100, 50) if quick else (num_calls, num_counts)
     if not 1 <= num_counts <= min(num_calls, MAX_TOKENS):
         raise WeftError(
             f"bench stream: --counts must be from 1 to {min(num_calls, MAX_TOKENS)}, the calls "

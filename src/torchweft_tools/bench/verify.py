@@ -76,6 +76,7 @@ def run(
     num_plans: int = 20_000,
     seed: int = 0,
     workers: int | None = None,
+    quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Row], Row]:
     """Rows (by kind of plan, by mutation, disagreements, times) and their summary.
@@ -83,7 +84,9 @@ def run(
     num_plans: random plans to judge.
     seed: the random seed.
     workers: processes that judge; by default one for each core.
+    quick: 200 plans, to see that everything runs.
     """
+    num_plans = 200 if quick else num_plans
     began = time.perf_counter()
     rows: list[Row] = []
     for number, row in enumerate(_judged(num_plans, seed, workers), 1):
