@@ -32,7 +32,7 @@ from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
-from torchweft.serve.gate import first_difference, run_copy, wrong_kernel
+from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
 from torchweft.serve.reporting import Report
 from torchweft.serve.session import Session
 
@@ -231,7 +231,8 @@ def check(
     changed. `options` are those of `compile`; those that are not given are the ones that the model
     was compiled with. The verdict is true unless something differs by more than the tolerance
     (relative to the largest number; default 1e-4 for float32); then it names the first op that
-    differs.
+    differs. Outputs of low precision (bfloat16, float16, float8) may differ from those of the plain
+    model by no more than these differ from themselves in batches of other sizes; that is measured.
     """
     args, kwargs = arguments_of(inputs)
     known = _session(model) if "strategy" in options else session_of(model)
@@ -250,7 +251,11 @@ def check(
             run_copy(subject, args, kwargs, state)
         with session.service.keep_inputs() as kept:
             got = run_copy(subject, args, kwargs, state)
-        verdict = compare(wanted, got, tolerance)
+        own: dict[int, float] = {}
+        if tolerance is None:
+            own = own_differences(plain, args, kwargs, state, chosen.batch_dim)
+        verdict = compare(wanted, got, tolerance, own)
+        verdict = replace(verdict, own_diff=max(own.values())) if own else verdict
         if wrong := wrong_kernel(kept, tolerance):
             return replace(verdict, equal="different", first_op=wrong)
         if verdict:

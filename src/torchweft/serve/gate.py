@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from torchweft.plan.plan import Plan, Range, Step
-from torchweft.private.core import tree_map
-from torchweft.run.compare import Check, compare
+from torchweft.private.core import tree_leaves, tree_map
+from torchweft.run.compare import Check, compare, difference
 from torchweft.run.cpu import run
+from torchweft.run.eager.build import Arguments, rows_at
 from torchweft.run.program import makes_of, reads_of
 from torchweft.run.rows import taker
 from torchweft.run.writer import compile_program
@@ -27,6 +28,8 @@ from torchweft.serve.piece import Piece
 from torchweft.serve.plans import context_of
 
 log = logging.getLogger("torchweft")
+LOW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types in which a sum depends on how many rows are summed beside it: libraries choose by sizes."""
 
 
 def preserved(inputs: Any) -> Any:
@@ -189,6 +192,44 @@ def run_copy(
     outputs = model(*held, **named)
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     return outputs, (held, named, buffers)
+
+
+def own_differences(
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    random_state: Any,
+    dim: int,
+) -> dict[int, float]:
+    """By how much a model's outputs of low precision, by number, differ in batches of other sizes.
+
+    None of them where it draws numbers, cannot be cut, or has no rows.
+    """
+    whole = tree_leaves(run_copy(plain, args, kwargs, random_state)[0])
+    given = Arguments.of(args, kwargs, dim)
+    rows = given.rows
+    low = [n for n, leaf in enumerate(whole) if getattr(leaf, "dtype", None) in LOW]
+    if not low or rows < 2 or not torch.equal(random_state, torch.get_rng_state()):
+        return {}
+    worst: dict[int, float] = {}
+    for cut in sorted({1, rows // 3 or 1, rows // 2, rows - 1}):
+        parts = []
+        for start, count in ((0, cut), (cut, rows - cut)):
+            pairs = zip(given.tensors, given.batched, strict=True)
+            tensors = [t.narrow(dim, start, count) if has_rows else t for t, has_rows in pairs]
+            part_args, part_kwargs = given.nest.with_tensors(tensors)
+            try:
+                made, _ = run_copy(plain, part_args, part_kwargs, random_state)
+            except Exception:  # a model for batches of one size only
+                return {}
+            parts.append(tree_leaves(made))
+        for number in low:
+            at = rows_at(whole[number].shape, rows, dim)
+            pieces = [part[number] for part in parts] if at is not None else []
+            if pieces and sum(each.shape[at] for each in pieces) == whole[number].shape[at]:
+                diff, _ = difference(whole[number], torch.cat(pieces, at or 0))
+                worst[number] = max(worst.get(number, 0.0), diff)
+    return worst
 
 
 class Shadow:
