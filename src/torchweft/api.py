@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
@@ -26,7 +25,7 @@ from torch import nn
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
-from torchweft.options import Options
+from torchweft.options import Options, is_disabled
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
-
-
-def _is_disabled() -> bool:
-    return os.environ.get("WEFT_DISABLE") == "1"
 
 
 class Compile(Protocol[P]):
@@ -75,7 +70,7 @@ def compile(model: Any, *strategy: Any, **given: Any) -> Any:
 
     With WEFT_DISABLE=1 the model comes back untouched, whatever the options say.
     """
-    if _is_disabled():
+    if is_disabled():
         return model
     options = Options.of(*strategy, **given)
     if not callable(model):
@@ -116,7 +111,7 @@ def restore(model: Model) -> Model:
         return model
     # A module that was restored has the attribute of its own, and nothing in it.
     was_restored = is_module and vars(model).get("_compiled_call_impl", model) is None
-    if was_restored or _is_disabled():
+    if was_restored or is_disabled():
         return model
     raise WeftError(f"restore: {_name_of(model)!r} was not compiled by weft.compile.")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from torchweft.errors import StrategyError
-from torchweft.options import Options
+from torchweft.options import Options, is_disabled
 from torchweft.serve.session import Session
 
 
@@ -25,7 +25,12 @@ def weft(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each graph. Raises `StrategyError` for an option we do not have."""
+    """What Dynamo calls with each graph. Raises `StrategyError` for an option we do not have.
+
+    With WEFT_DISABLE=1 the graph runs as it is.
+    """
+    if is_disabled():
+        return gm.forward
     if mode not in (None, "default"):
         raise StrategyError(f"mode: the backend 'weft' has no modes; got {mode!r}.", rule="option")
     wanted = Options.of(**(options or {}))

@@ -11,6 +11,7 @@ the doors take their parameters from the fields.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
@@ -139,6 +140,11 @@ class Options:
     def graph_sizes(self) -> tuple[int, ...]:
         """The sizes of the batch that device graphs are captured for, ascending, if some are."""
         return () if isinstance(self.graphs, bool) else tuple(sorted(set(self.graphs)))
+
+
+def is_disabled() -> bool:
+    """Whether the environment says that every model stays as it is."""
+    return os.environ.get("WEFT_DISABLE") == "1"
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:

@@ -176,7 +176,7 @@ def test_the_plugin_is_inert_until_it_is_asked_for(facts: Any) -> None:
     assert facts["found"], "the plugin was not found"
     assert facts["environment"], "a variable was set"
     assert facts["functions"] > 1000 and facts["replaced"] == []
-    for found in (*facts["unasked"], facts["still"]):
+    for found in (*facts["unasked"], facts["still"], facts["disabled"]):
         assert found == {
             "mode": "DYNAMO_TRACE_ONCE", "backend": "inductor", "extension": "", "aot": None,
             "worker": "vllm.v1.worker.cpu_worker.CPUWorker",

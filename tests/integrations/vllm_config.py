@@ -97,6 +97,9 @@ def main(model: str) -> None:
     facts["wrong"]["ranks"] = refused(model, boundary)
     facts["wrong"]["worker"] = refused(model, boundary, worker_cls="my.Worker", **ranks)
     facts["still"] = settings(model, {})
+    os.environ["WEFT_DISABLE"] = "1"
+    facts["disabled"] = settings(model, {"weft": dict.fromkeys(PHASES, "auto")})
+    del os.environ["WEFT_DISABLE"]
     facts["graph"] = settings(model, {"weft": dict.fromkeys(PHASES, "auto")})
     facts["boundary"] = settings(model, {"weft": boundary}, **ranks)
     sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")

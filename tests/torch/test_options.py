@@ -15,7 +15,7 @@ from torch import nn
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.backend import weft as backend
-from torchweft.integrations.transformers import weave
+from torchweft.integrations.transformers import warm, weave
 from torchweft.options import Options
 from torchweft.run.cpu import Lanes
 from torchweft.serve.session import Session
@@ -106,6 +106,10 @@ def test_disabled_means_that_nothing_is_looked_at(given, monkeypatch):
     assert weave(model, **given) is model
     assert model._compiled_call_impl is None
     assert weft.compile(torch.relu, **given) is torch.relu
+    warm(model, [(1, 4)])
+    x = torch.randn(2, 4)
+    compiled = torch.compile(torch.relu, backend="weft", options=given)
+    assert torch.equal(compiled(x), torch.relu(x))
 
 
 WRONG = {

@@ -3,10 +3,10 @@
     vllm serve MODEL --tensor-parallel-size 2 --additional-config '{"weft": {}}'
     LLM(MODEL, tensor_parallel_size=2, additional_config={"weft": {"decode": "stock"}})
 
-Nothing happens without "weft" there. With it, the one graph that vLLM captures of the model comes
-to us, and its all_reduces become collectives in two phases; with "capture": "boundary" there is no
-graph, and the eager model runs once a part. Prefill, decode and mixed steps, by powers of two of
-tokens, are kinds of calls with a strategy each. Options, none of them needed:
+Nothing happens without "weft" there, or with WEFT_DISABLE=1. Else the one graph that vLLM captures
+of the model comes to us, and its all_reduces become collectives in two phases; with "capture":
+"boundary" there is no graph, and the eager model runs once a part. Prefill, decode and mixed steps,
+by powers of two of tokens, are kinds of calls with a strategy each. Options, none of them needed:
 
     "prefill", "decode", "mixed"    "auto" (vLLM's own way and parts are tried, the fastest stays),
                                     "stock", a strategy, or several: {"overlap": {"parts": 4}}
@@ -32,7 +32,7 @@ from torchweft.capture.marks import row_wise
 from torchweft.capture.ops.collectives import reduce_by_torch
 from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
-from torchweft.options import Options, check_names
+from torchweft.options import Options, check_names, is_disabled
 from torchweft.plan.strategies import overlap
 from torchweft.serve.reporting import Report
 from torchweft.serve.session import Session
@@ -74,7 +74,7 @@ def adopt(config: Any) -> None:
     from vllm.config import CompilationMode
 
     extra, compilation = config.additional_config, config.compilation_config
-    if not isinstance(extra, dict) or KEY not in extra:
+    if not isinstance(extra, dict) or KEY not in extra or is_disabled():
         return
     parallel, wanted = config.parallel_config, phases_of(extra[KEY])
     if wanted.session.options.capture == "boundary":
