@@ -248,7 +248,7 @@ def check(
             got = run_copy(subject, args, kwargs, state)
         own: dict[int, float] = {}
         if tolerance is None:
-            own = own_differences(plain, args, kwargs, state, chosen.batch_dim)
+            own = own_differences(plain, args, kwargs, wanted[0], chosen.batch_dim)
         verdict = compare(wanted, got, tolerance, own)
         verdict = replace(verdict, own_diff=max(own.values())) if own else verdict
         if wrong := wrong_kernel(kept, tolerance):

@@ -198,19 +198,19 @@ def own_differences(
     plain: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    random_state: Any,
+    outputs: Any,
     dim: int,
 ) -> dict[int, float]:
     """By how much a model's outputs of low precision, by number, differ in batches of other sizes.
 
-    None of them where it draws numbers, cannot be cut, or has no rows.
+    None of them if the model draws numbers, cannot be called so, or has no rows.
     """
-    whole = tree_leaves(run_copy(plain, args, kwargs, random_state)[0])
-    given = Arguments.of(args, kwargs, dim)
+    whole, given = tree_leaves(outputs), Arguments.of(args, kwargs, dim)
     rows = given.rows
     low = [n for n, leaf in enumerate(whole) if getattr(leaf, "dtype", None) in LOW]
-    if not low or rows < 2 or not torch.equal(random_state, torch.get_rng_state()):
+    if not low or rows < 2:
         return {}
+    random_state = torch.get_rng_state()
     worst: dict[int, float] = {}
     for cut in sorted({1, rows // 3 or 1, rows // 2, rows - 1}):
         parts = []
@@ -221,6 +221,8 @@ def own_differences(
             try:
                 made, _ = run_copy(plain, part_args, part_kwargs, random_state)
             except Exception:  # a model for batches of one size only
+                return {}
+            if not torch.equal(random_state, torch.get_rng_state()):
                 return {}
             parts.append(tree_leaves(made))
         for number in low:
