@@ -4,7 +4,8 @@
 
 A small transformer takes flat tokens; 2,000 calls have 1,000 different token counts. The bench
 counts the runs of the strategy, Dynamo's compilations after warm-up, and what a call costs beyond
-the model: the caller's CPU time with Weft minus that of the plain model, on the same tokens.
+the model: the caller's CPU time with Weft minus that of the plain model, on the same tokens. The
+control is the plain model against itself.
 """
 
 from __future__ import annotations
@@ -90,10 +91,12 @@ def _run(num_calls: int, num_counts: int, seed: int, progress: Progress) -> tupl
     calls = counts + order.choices(counts, k=num_calls - num_counts)
     order.shuffle(calls)
     seen: dict[int, list[tuple[float, float]]] = {}
+    control: list[float] = []
     for number, count in enumerate(calls):
         x = tokens[:count]
         wanted, plain_s = _timed(plain, x)
         made, weft_s = _timed(model, x)
+        control.append(_timed(plain, x)[1] - plain_s)
         seen.setdefault(count.bit_length(), []).append((plain_s, weft_s))
         if not torch.allclose(made, wanted, atol=1e-5):
             raise WeftError(f"bench stream: the outputs of {count} tokens differ from the model's.")
@@ -107,6 +110,7 @@ def _run(num_calls: int, num_counts: int, seed: int, progress: Progress) -> tupl
         "recompiles": counters["stats"]["unique_graphs"] - compiled,
         "p99_overhead_ms": 1e3 * over[int(0.99 * len(over))],
         "median_overhead_ms": 1e3 * statistics.median(over),
+        "control_p99_ms": 1e3 * sorted(control)[int(0.99 * len(control))],
     }
 
 
