@@ -191,6 +191,7 @@ class Channel:
                 )
                 self._take_down(f"the ranks call different models or plans: {calls}")
                 return
+            del pending, work, told  # which would keep the group open
 
     def _take_down(self, why: str) -> None:
         """End the user's group too: its collectives may wait for each other on the devices."""
@@ -498,5 +499,5 @@ def _close_all() -> None:
     for each in [*_channels.values()]:
         each.close()
     for thread in threading.enumerate():
-        if thread.name == "weft close":
+        if thread.name in ("weft close", "weft keeper"):
             thread.join(NOTICE_S)
