@@ -106,7 +106,9 @@ class Channel:
         self._speaker: Speaker | None = None
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
         self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
-        self._open: queue.Queue[Any] = queue.Queue(MAX_AHEAD)  # agreements that are still to come
+        self._pending: queue.Queue[Any] = queue.Queue(
+            MAX_AHEAD
+        )  # agreements that are still to come
         self._keeper: threading.Thread | None = None
 
     @property
@@ -152,7 +154,7 @@ class Channel:
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="weft keeper", daemon=True)
                 self._keeper.start()
-            self._open.put((work, told))
+            self._hand_over(work, told)
             return
         wait(work, self.name)
         rows = told.tolist()
@@ -175,9 +177,16 @@ class Channel:
         if digest not in WITHOUT_PLAN:
             self._agreed.add((digest, claim, self._place))
 
+    def _hand_over(self, work: Any, told: torch.Tensor) -> None:
+        """Leave an agreement to the keeper. Raises `LostError` if others are too far behind."""
+        try:
+            self._pending.put((work, told), timeout=self.watchdog_s)
+        except queue.Full:
+            raise LostError(f"timed out: a rank is {MAX_AHEAD} calls behind", self) from None
+
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""
-        while (pending := self._open.get()) is not None:
+        while (pending := self._pending.get()) is not None:
             work, told = pending
             try:
                 wait(work, self.name)
@@ -303,7 +312,7 @@ class Channel:
         """
         if self._keeper is not None:
             with contextlib.suppress(queue.Full):
-                self._open.put_nowait(None)
+                self._pending.put_nowait(None)
         if self.group is not None:
             held, self.group, self._told = [self.group, self.store], None, None
             self.store = None

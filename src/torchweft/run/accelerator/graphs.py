@@ -124,7 +124,7 @@ class Graphs:
         self.shapes: OrderedDict[object, Shape] = OrderedDict()
         self.num_replays = 0
         self.stream: Any = None
-        self._told: dict[StreamProgram, list[int]] = {}  # the inputs that tell calls apart
+        self._varying: dict[StreamProgram, list[int]] = {}  # the inputs that are no weights
 
     def run(self, call: StreamCall) -> Outputs:
         """Run one call: issued, captured or replayed. What a host captures itself is issued."""
@@ -133,12 +133,14 @@ class Graphs:
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in call.inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
         sizes = tuple(call.bounds), tuple(call.numbers)
-        if (told := self._told.get(call.program)) is None:  # of a weight only the address counts
+        if (
+            varying := self._varying.get(call.program)
+        ) is None:  # of a weight only the address counts
             weights = [isinstance(item, Parameter) for item in call.inputs]
-            told = self._told[call.program] = [
+            varying = self._varying[call.program] = [
                 at for at, is_one in enumerate(weights) if not is_one
             ]
-        key = (call.program, mode, *sizes, *[_facts(call.inputs[at]) for at in told])
+        key = (call.program, mode, *sizes, *[_facts(call.inputs[at]) for at in varying])
         with self.device.replaying:
             shape = self.shapes.get(key)
             if shape is None:
