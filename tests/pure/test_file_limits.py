@@ -16,7 +16,7 @@ from torchweft.plan.trace import MAX_SPANS, from_data
 from torchweft.plan.verify import findings
 from torchweft.plan.verify.coverage import MAX_FINDINGS
 from torchweft.plan.write.write import write
-from torchweft_tools.bench.cases.fuzz_files import CONTEXT, chain
+from torchweft_tools.bench.fuzz.files import CONTEXT, chain
 from torchweft_tools.formats.read_any import read_problem
 from torchweft_tools.formats.read_trees import MAX_BRACKETS
 from torchweft_tools.formats.work import MAX_EDGES

@@ -20,7 +20,7 @@ from torchweft.plan.machine import load_machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft_tools.bench import fuzz
-from torchweft_tools.bench.cases.fuzz_files import PAIR, chain, formats
+from torchweft_tools.bench.fuzz.files import PAIR, chain, formats
 from torchweft_tools.formats.read_any import read_problem
 from torchweft_tools.formats.read_trees import read_trees
 from torchweft_tools.train.checkpoint import POLICY, RUN, load_run

@@ -25,7 +25,7 @@ from typing import Any
 
 from torchweft.errors import WeftError
 from torchweft_tools import need_linux
-from torchweft_tools.bench.cases.fuzz_files import Format, formats
+from torchweft_tools.bench.fuzz.files import Format, formats
 
 MAX_S, MAX_BYTES = 2.0, 500 * 10**6
 GIVEN_UP_S = 20.0
