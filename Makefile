@@ -1,4 +1,4 @@
-# make setup | demo | test | test-cuda | test-integrations | lint | plans | bench-setup.
+# make setup | demo | test | test-cuda | test-torch | test-integrations | lint | plans | bench-setup.
 # Needs Python 3.11 and a package index.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
 # Each host has its tests/integrations/test_NAME*.py, and what they need in requirements/NAME.txt.
 HOSTS := transformers vllm
 
-.PHONY: setup demo test test-cuda cuda-setup test-integrations hosts lint plans bench-setup clean
+.PHONY: setup demo test test-cuda cuda-setup test-torch test-integrations hosts lint plans bench-setup clean
 
 setup: $(STAMP)
 
@@ -42,15 +42,19 @@ lint: setup
 plans: setup
 	$(BIN)/python -m pytest tests/pure/test_strategies.py --write-plans
 
-# $(VENV)-NAME sees all of $(VENV), the one torch too, and adds what requirements/NAME.txt names.
-# It is stamped like $(VENV) itself.
+# $(VENV)-NAME sees all of another venv, its torch too. $(call layer_on,NAME,THAT VENV) makes it.
+define layer_on
+	$(PYTHON) -m venv --without-pip $(VENV)-$(1)
+	echo "import site; site.addsitedir('$$($(2)/bin/python -c 'import site; print(site.getsitepackages()[0])')')" \
+		> "$$($(VENV)-$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/layer.pth"
+endef
+
+# A host's sees $(VENV) and adds what requirements/NAME.txt names. It is stamped like $(VENV) itself.
 layer_stamp = $(VENV)-$(1)/setup-$(shell cat $(SOURCES) requirements/$(1).txt | cksum | cut -d ' ' -f 1)
 
 define layer
 $(call layer_stamp,$(1)): | $(STAMP)
-	$(PYTHON) -m venv --without-pip $(VENV)-$(1)
-	echo "import site; site.addsitedir('$$$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-		> "$$$$($(VENV)-$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/layer.pth"
+	$$(call layer_on,$(1),$(VENV))
 	$(VENV)-$(1)/$(PIP_IN) install --no-deps --no-build-isolation -r requirements/$(1).txt
 	$(VENV)-$(1)/$(PIP_IN) install --no-deps --no-build-isolation -e .
 	rm -f $(VENV)-$(1)/setup-*
@@ -73,7 +77,8 @@ test-integrations-%: hosts
 
 # The CUDA build of torch, 5 GB with its libraries, outside the checkout: all checkouts share it.
 # `===` is this version and no local one of it, such as +cpu.
-CUDA_VENV ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/torchweft/cuda-2.13.0
+CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/torchweft
+CUDA_VENV ?= $(CACHE)/cuda-2.13.0
 CUDA_STAMP := $(CUDA_VENV)/setup-$(shell cat requirements/cuda.txt | cksum | cut -d ' ' -f 1)
 
 cuda-setup: $(CUDA_STAMP)
@@ -87,6 +92,25 @@ $(CUDA_STAMP):
 # No device is needed: PyTorch's CUDA build on a stand-in that records. Needs gcc and g++.
 test-cuda: cuda-setup
 	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest --no-skips tests/cuda
+
+# All tests with another release of torch: `make test-torch VERSION=2.15.0`. The release and what the
+# tests need stand outside the checkout, 5 GB a release; the checkout's layer on it has the project.
+VERSION ?= 2.15.0
+TORCH_VENV = $(CACHE)/torch-$(VERSION)
+TORCH_STAMP = $(TORCH_VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
+
+test-torch: $(TORCH_STAMP)
+	$(call layer_on,torch-$(VERSION),$(TORCH_VENV))
+	$(VENV)-torch-$(VERSION)/$(PIP_IN) install --no-deps --no-build-isolation -e .
+	$(VENV)-torch-$(VERSION)/bin/python -m pytest -n 2 --dist worksteal --ignore tests/integrations --ignore tests/cuda
+
+$(TORCH_STAMP):
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	sed 's/^torch==.*/torch===$(VERSION)/' requirements/constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/$(PIP_IN) install -c $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/$(PIP_IN) install -c $(TORCH_VENV)/constraints.txt -r requirements/dev.txt
+	rm -f $(TORCH_VENV)/setup-*
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,13 +7,13 @@ whole. `by_rows` lets the batch decide. Plans are written, verified and simulate
 """
 
 import torchweft as weft
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.simulator import simulate
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
 
 
 @weft.strategy

@@ -13,7 +13,7 @@ from torchweft.plan.machine import cpu
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import branches, overlap, sequential
 from torchweft.plan.verify import verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
 
 ROWS, WIDE = 24, 16
 

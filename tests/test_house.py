@@ -20,8 +20,11 @@ HOUSE = ROOT / "src" / "torchweft"
 TOOLS = ROOT / "src" / "torchweft_tools"
 OWN = sorted(HOUSE.rglob("*.py"))
 FILES = [*OWN, *sorted(TOOLS.rglob("*.py"))]
-MAX_TOTAL = 28_160
-"""A ratchet: what a user imports. A change lowers it, or says in its message why it cannot."""
+MAX_TOTAL = 27_100
+"""A ratchet: what a user imports. A change lowers it, or says in its message why it cannot.
+
+27,000 and 100: shares of calls that ranks agree on (`weft.enable`), and budgets of checks.
+"""
 MAX_ROOM_FILES, MAX_ROOM_LINES, MAX_FILE, MAX_FUNCTION = 14, 3000, 600, 60
 
 
@@ -195,6 +198,6 @@ def test_pages_of_the_docs_are_linked_from_the_readme() -> None:
 def test_torch_is_pinned_to_one_release_everywhere() -> None:
     names = ("Makefile", "pyproject.toml", "requirements/constraints.txt")
     pins = {
-        pin for name in names for pin in re.findall(r"torch==[\w.+]+", (ROOT / name).read_text())
+        pin for name in names for pin in re.findall(r"torch==\d[\w.+]+", (ROOT / name).read_text())
     }
     assert len(pins) == 1

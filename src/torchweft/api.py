@@ -7,6 +7,7 @@ print(weft.report(model))                           plans, shares, fallbacks wit
 print(weft.plans(model)[0])                         a plan, as text
 weft.trace(model, x).save("run.json")               what really happened
 weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
+weft.disable(model); weft.enable(model, share=0.1)  at run time, all ranks together
 weft.restore(model)                                 as it was
 """
 
@@ -16,11 +17,13 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
+from torch.distributed import is_initialized
 
 from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
@@ -29,17 +32,18 @@ from torchweft.options import Options, is_disabled
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
+from torchweft.ranks.ranks import EVERY
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
 from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
-from torchweft.serve.reporting import Report
-from torchweft.serve.session import Session
+from torchweft.serve.session import Report, Session
 
 if TYPE_CHECKING:
     from torchweft.dynamic.model import Dynamic, DynamicReport
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
+ALONE = nullcontext()  # without process groups there is nobody to talk to
 
 
 class Compile(Protocol[P]):
@@ -116,12 +120,33 @@ def restore(model: Model) -> Model:
     raise WeftError(f"restore: {_name_of(model)!r} was not compiled by weft.compile.")
 
 
+def enable(model: Callable[..., Any], share: float = 1.0) -> None:
+    """Let a compiled model run by plans, all of its calls or a share of them, evenly spread.
+
+    The others run as the user wrote them. Models that talk with other ranks begin together, within
+    some calls: one rank is enough to ask for it. Raises `WeftError` if ranks cannot agree.
+    """
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise WeftError(f"enable: share must be a number from 0 to 1; got {clip(share)}.")
+    session_of(model).set_share(max(round(EVERY * share), 1) if share else 0)
+
+
+def disable(model: Callable[..., Any]) -> None:
+    """Let a compiled model run as the user wrote it from now on; `enable` takes it back.
+
+    Its plans are kept. Models that talk with other ranks go back together, within some calls.
+    """
+    enable(model, share=0)
+
+
 def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The call in boundary mode: the model itself, part by part."""
     boundary = session.boundary(call, model)
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
-        with session.speaker:
+        if session.share != EVERY and not session.is_planned():
+            return call(*args, **kwargs)
+        with session.speaker if is_initialized() else ALONE:
             if session.shadow is None:
                 return boundary(*args, **kwargs)
             return session.shadow(boundary, call, args, kwargs)
@@ -143,8 +168,10 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
     )
 
     def weft_call(*args: Any, **kwargs: Any) -> Any:
+        if session.share != EVERY and not session.is_planned():
+            return call(*args, **kwargs)
         here.ran = False
-        with session.speaker:
+        with session.speaker if is_initialized() else ALONE:
             if session.shadow is None:
                 outputs = watch(args, kwargs)
             else:

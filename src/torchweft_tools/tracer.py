@@ -24,7 +24,7 @@ from torch import fx
 
 from torchweft.capture.dynamo import Capture, capture
 from torchweft.capture.marks import MarkRule, require_matched
-from torchweft.capture.probe import merge, rows_apart
+from torchweft.capture.rows.axes import rows_apart
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.plan.graph import Op
 
@@ -61,8 +61,7 @@ class Tracer:
     def require_matched(self) -> None:
         """Raise `CaptureError` if a rule matched nothing in any captured graph."""
         matched = [rule for captured in self.captures for rule in captured.matched]
-        names = [op.mark for captured in self.captures for op in captured.graph.ops if op.mark]
-        require_matched(self.rules, matched, names)
+        require_matched(self.rules, matched)
 
 
 def run_reference(
@@ -112,7 +111,10 @@ class _ReferenceRun:
         if name in self.parts:
             batch = self.graph.value[name].batch
             assert batch is not None, "only values with a batch are made in parts"
-            self.wholes[name] = merge(self.parts.pop(name), batch, self.env)
+            pairs = zip(self.parts.pop(name), pairwise(self.bounds), strict=True)
+            apart = [rows_apart(part, batch, stop - start) for part, (start, stop) in pairs]
+            whole = torch.cat(apart, batch.dim + 1)
+            self.wholes[name] = whole.flatten(batch.dim, batch.dim + 2)
         return self.wholes[name]
 
     def part(self, name: str, number: int, *, writable: bool) -> Any:
@@ -124,6 +126,6 @@ class _ReferenceRun:
             return self.wholes[name]
         start, stop = self.bounds[number], self.bounds[number + 1]
         whole, dim = self.wholes[name], batch.dim
-        rows = rows_apart(whole, batch, self.env).narrow(dim + 1, start, stop - start)
+        rows = rows_apart(whole, batch, self.bounds[-1]).narrow(dim + 1, start, stop - start)
         piece = rows.flatten(dim, dim + 2)
         return piece.contiguous() if whole.is_contiguous() and not writable else piece

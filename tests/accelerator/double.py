@@ -37,7 +37,7 @@ def torch_like(owner):
             owner, pool
         ),
     )
-    contexts = SimpleNamespace(SUPPORTED=True, GreenContext=SimpleNamespace(create=create))
+    contexts = SimpleNamespace(GreenContext=SimpleNamespace(create=create))
     cuda = SimpleNamespace(
         is_current_stream_capturing=owner.captures_here,
         CUDAGraph=lambda keep_graph=False: Graph(owner),

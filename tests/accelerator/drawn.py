@@ -20,10 +20,11 @@ from torchweft.plan.context import Context
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import accelerator
+from torchweft.plan.plan import Plan, Step
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import branches, overlap
 from torchweft.plan.verify import verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
 from torchweft.run.accelerator.dispatch import Dispatch
 from torchweft.run.writer import compile_program
 from torchweft_tools.bench.cases.random_plans import random_plan
@@ -180,6 +181,27 @@ def scattered(seed: int):
     return strategy
 
 
+def in_host_order(plan: Plan) -> Plan:
+    """The plan as `lower` would leave it: a wait stands behind what it waits for."""
+    ordered: list[Step] = []
+    done: set[str] = set()
+    left = list(plan.steps)
+    while left:
+        later: list[Step] = []
+        stuck: set[str] = set()
+        for step in left:
+            needs = step._replace(kind="issue").label if step.kind == "complete" else step.target
+            if step.lane in stuck or (needs is not None and needs not in done):
+                stuck.add(step.lane)
+                later.append(step)
+            else:
+                ordered.append(step)
+                done.add(step.label)
+        assert len(later) < len(left), "a verified plan has no deadlock"
+        left = later
+    return replace(plan, steps=tuple(ordered))
+
+
 def drawn_plan(graph: Graph, seed: int):
     """A verified plan of a graph: by a strategy, dealt at random, or drawn by the bench."""
     rng = random.Random(seed)
@@ -192,7 +214,7 @@ def drawn_plan(graph: Graph, seed: int):
                 # Some need a piece, or a place for what has no rows, that the writer cannot make.
                 with contextlib.suppress(PlanError, AssertionError):
                     compile_program(plan, drawn_graph(seed)[1])
-                    return verify(plan)
+                    return in_host_order(verify(plan))
     strategies = [overlap(parts=2), branches(handover_s=0.0), scattered(seed), scattered(seed)]
     machine = accelerator(3, network_priority=-1)
     return verify(lower(write(strategies[which], graph, Context(batch=ROWS), machine)))

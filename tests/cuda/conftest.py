@@ -28,7 +28,8 @@ def dry() -> Dry:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests" / "accelerator")))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return run(
             [*command, str(PROGRAMS / name), *words],
             devices=ranks,

@@ -10,6 +10,8 @@ from pathlib import Path
 from planted import PROGRAMS, here
 
 from torchweft_tools.dryrun.calls import load_calls
+from torchweft_tools.selftest.calls import calls as selftest_calls
+from torchweft_tools.selftest.calls import run_dry as selftest_dry
 
 
 def torchweft(*words: str) -> subprocess.CompletedProcess[str]:
@@ -41,3 +43,21 @@ def test_what_is_not_modelled_fails_and_is_named() -> None:
     done = torchweft("--", "env", setting, sys.executable, "-c", code)
     assert done.returncode != 0
     assert "is not modelled" in done.stderr and "unmodelled: cuda" in done.stdout
+
+
+def test_the_self_test_compares_the_calls_of_two_devices() -> None:
+    """The dry run in the place of the node's devices; then with a call too many on one of them."""
+    same = selftest_calls(1, on_device=selftest_dry)
+    assert same["state"] == "passed", same["reason"]
+    assert same["figures"]["overlap"] > same["figures"]["overlap-graphs"] > 0
+
+    def waits(command: list[str], num_ranks: int) -> int:
+        patch = (
+            "import sys; from torchweft_tools.selftest import recorded; "
+            "recorded.NUM_STEADY = 4; recorded.main(*sys.argv[1:])"
+        )
+        return selftest_dry([command[0], "-c", patch, *command[3:]], num_ranks)
+
+    other = selftest_calls(1, on_device=waits)
+    assert other["state"] == "failed"
+    assert "on the device, nothing more in the dry run" in other["reason"]

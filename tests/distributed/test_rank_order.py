@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed import _functional_collectives as funcol
 
 import torchweft as weft
-from torchweft.errors import PlanError
-from torchweft.ranks.ranks import is_carried
+from torchweft.api import session_of
+from torchweft.errors import PlanError, WeftError
+from torchweft.ranks.ranks import MAX_AHEAD, is_carried
 
 X = torch.arange(32.0).reshape(4, 8) / 10
 WATCHDOG_S = 5
@@ -307,6 +308,51 @@ def unlike_kernels(rank):
     assert right(woven(Model(1)))
 
 
+def told_by(model):
+    """In which calls, from now on, a model of ours runs as it is: looked at call by call."""
+    service, flags = session_of(model).service, []
+    for _ in range(MAX_AHEAD + 6):
+        before = service.num_stock
+        assert right(model)
+        flags.append(service.num_stock > before)
+    return flags
+
+
+def disabled_by_one(rank, **options):
+    """One rank asks for it; both go back at one call, and on again, and numbers stay right."""
+    model = woven(Model(1), **options)
+    assert right(model) and right(model)
+    for asking, share in ((1, 0.0), (0, 1.0), (1, 0.5)):
+        if rank == asking:
+            weft.enable(model, share)
+        flags = told_by(model)
+        both = [None, None]
+        dist.all_gather_object(both, flags)
+        assert both[0] == both[1], "at one call"
+        assert flags[0] == (share == 1.0), "not at once"
+        late = flags[-4:]
+        assert late == {0.0: [True] * 4, 1.0: [False] * 4}.get(share, late)
+        assert share != 0.5 or sum(late) == 2
+
+
+def disabled_and_enabled_at_once(rank):
+    """Ranks that want different things do the same: the smaller share first, then what is left."""
+    model = woven(Model(1))
+    assert right(model) and right(model)
+    weft.enable(model, float(rank))
+    flags = told_by(model) + told_by(model)
+    both = [None, None]
+    dist.all_gather_object(both, flags)
+    assert both[0] == both[1] and any(flags)
+
+
+def disabled_too_early(rank):
+    model = woven(Model(1))
+    with pytest.raises(WeftError, match="it was not called yet"):
+        weft.disable(model)
+    assert right(model)
+
+
 CASES = {
     "swapped": functools.partial(swapped, warm=True),
     "swapped at the first call": functools.partial(swapped, warm=False),
@@ -315,12 +361,14 @@ CASES = {
     "boundary swapped at the first call": functools.partial(
         swapped, warm=False, capture="boundary"
     ),
+    "boundary disabled by one": functools.partial(disabled_by_one, capture="boundary"),
     **{
         case.__name__.replace("_", " "): case
         for case in (
             second_is_new, swapped_under_torch_compile, swapped_backward, raises_between_pieces,
             other_branches, extra_local_model, copies_of_one_rank, copy_that_is_never_called,
-            compiled_again, pipeline, two_threads, equal_kernels, unlike_kernels,
+            compiled_again, pipeline, two_threads, equal_kernels, unlike_kernels, disabled_by_one,
+            disabled_and_enabled_at_once, disabled_too_early,
         )
     },
 }  # fmt: skip

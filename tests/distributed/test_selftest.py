@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,34 @@ def two(rig: Rig) -> Rig:
 ALONE = ["lanes", "lifetimes", "collectives", "equality", "noise", "speed"]
 
 
+def steady(rig: Rig, runs: Mapping[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
+    """Races of a node that is well: tests run beside others, and say nothing about seconds."""
+    for run in runs.values():
+        run()
+    return {name: [0.1] * rig.num_pairs for name in runs}
+
+
 @pytest.mark.parametrize("name", ALONE)
-def test_a_check_passes_where_all_is_well(name: str, rig: Rig) -> None:
+def test_a_check_passes_where_all_is_well(
+    name: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_race", steady)
     with torch.no_grad():
         assert checks.TOGETHER[name](rig)
+
+
+def test_programs_are_timed_in_turn(rig: Rig) -> None:
+    order: list[str] = []
+
+    def run(name: str) -> Tensor:
+        order.append(name)
+        return torch.zeros(1)
+
+    times = checks._race(rig, {name: partial(run, name) for name in ("plain", "woven")})
+    assert {name: len(each) for name, each in times.items()} == {"plain": 3, "woven": 3}
+    timed = order[2:]
+    assert sorted(timed) == ["plain"] * 3 + ["woven"] * 3
+    assert all({*timed[start : start + 2]} == {"plain", "woven"} for start in range(0, 6, 2))
 
 
 def broken(kind: str) -> Callable[..., Any]:
@@ -176,3 +201,20 @@ def test_recorded_calls_are_judged() -> None:
     (reason,) = judge(read_calls([rank_of(kernel)]), ["overlap"])
     assert "never came to" in reason
     assert judge((), ["overlap"]) == ["nothing was recorded"]
+
+
+def test_calls_of_a_device_are_compared_with_those_of_the_dry_run() -> None:
+    from torchweft_tools.selftest.calls import differences
+
+    kinds, calls = ["overlap", "train"], ["aten.add on stream 0", "record event 1 on stream 0"]
+    rank = {"overlap": calls, "train": calls}
+    assert differences([rank] * 2, [rank] * 2, kinds, 2) == []
+    short, other = {**rank, "overlap": calls[:1]}, {**rank, "train": ["replay", *calls]}
+    assert differences([rank], [short], kinds, 1) == [
+        "rank 0, overlap, call 1: record event 1 on stream 0 on the device, nothing more in the "
+        "dry run"
+    ]
+    (reason,) = differences([rank, other], [rank, rank], kinds, 2)
+    assert reason.startswith("rank 1, train, call 0: replay on the device")
+    assert "no call at all" in differences([{}], [{}], kinds, 1)[0]
+    assert "1 ranks told" in differences([rank], [], kinds, 1)[0]

@@ -25,16 +25,16 @@ from torchweft.errors import CaptureError, MachineError, PlacementError, RunErro
 from torchweft.placement import Problem, placed
 from torchweft.placement.learn.learner import Learner, Pace
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.verify import verify
 from torchweft.ranks.processes import started_at
-from torchweft.run.driver.prices import Prices
+from torchweft.run.driver.prices import Drift
 from torchweft.run.workers.pool import WorkerPool
 from torchweft_tools.bench.dynamic import drawn_trees
 from torchweft_tools.bench.models.dynamic_models import BinaryTreeLSTM, RoutedExperts
 from torchweft_tools.bench.players.dynamic_placed import ByNodes
 from torchweft_tools.bench.players.rehearsal import WatchedPrices
+from torchweft_tools.formats.weft_files import load_served, served_problem
 
 TOLERANCE = 1e-5
 LOST_S, CALM_S = 8.0, 60.0  # a loaded machine starves workers for seconds
@@ -151,7 +151,7 @@ class Asks(nn.Module):
 def test_equal_groups_with_other_inputs_or_outputs_share_no_plan(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prices, "epoch", 0)  # prices are not what plans differ by here
+    monkeypatch.setattr(Drift, "saw", lambda *seen: None)  # prices are not what plans differ by
     model = kind().eval()
     with weft.dynamic(model, workers=TWO, watchdog_s=CALM_S) as dynamic:
         for flag in (False, True, False, True):
@@ -447,13 +447,13 @@ def test_prices_follow_a_worker_that_slows_down(calm: Calm) -> None:
     dynamic.placer.planner = all_on_one
     dynamic.map(calm.inputs[:6])
     cells = [key for key in prices.seconds if key[0].startswith("composer") and key[1] == "one"]
-    before, epoch = {key: prices.drift[key] for key in cells}, prices.epoch
+    before, epoch = {key: prices.drift[key] for key in cells}, prices.drift.epoch
     dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 60.0})
     for _ in range(6):
         dynamic.map(calm.inputs[:6])
     dynamic.pool.mates["one"].send({"kind": "throttle", "slowness": 1.0})
     assert all(prices.drift[key] > 3 * before[key] for key in cells)
-    assert prices.epoch > epoch
+    assert prices.drift.epoch > epoch
     cell = next(c for c in dynamic.placer.executor.cells if c.name == cells[0][0])
     assert prices.of(cell, 1, "one") > 2 * prices.seconds[cells[0]][1] * before[cells[0]]
 
@@ -503,8 +503,8 @@ def test_a_planner_that_learns_does_so_between_inputs(tmp_path: Path) -> None:
         for _ in range(3):
             assert close(dynamic.map(inputs), wanted)
         assert "1 turns failed" in str(dynamic.report())
-    assert ServedRun.load(tmp_path / "run.json") == run
-    assert run.problem().num_ops == len(run.graph.ops)
+    assert load_served(tmp_path / "run.json") == run
+    assert served_problem(run).num_ops == len(run.graph.ops)
 
 
 def test_mistakes_of_workers_are_named() -> None:
@@ -516,6 +516,8 @@ def test_mistakes_of_workers_are_named() -> None:
         weft.Spot("one", cores=(9999,))
     with pytest.raises(MachineError, match="engine that authenticates"):
         weft.Spot("far", address="localhost:1234")
+    with pytest.raises(MachineError, match=r"a worker is a weft\.Spot\('name'\); got 'cpu'"):
+        weft.dynamic(torch.nn.Linear(2, 2), workers=["cpu", "cpu"])
     with pytest.raises(MachineError, match="needs workers"):
         list(Dynamic(Two()).stream([torch.ones(8)]))
 

@@ -69,7 +69,7 @@ def check_choice(rank, *, folder):
     for number in range(trials.num_calls + 1):
         assert torch.equal(generate(model, *prompts, "static"), wanted)
         for kind in trials.times if number == 3 else ():
-            trials.times[kind][1 + rank] = [1e-9]  # each rank is sure of another one
+            trials.times[kind][1 + rank] = [(0.0, 1e-9)]  # each rank is sure of another one
     mine = {kind: str(each) for kind, each in trials.chosen.items()}
     theirs = [None, None]
     dist.all_gather_object(theirs, mine)

@@ -7,6 +7,8 @@ and the tests share what they told. What needs a fresh process of its own is in 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -16,13 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 
-from torchweft.errors import StrategyError, WeftError
+from torchweft.capture.splitters import Parts
+from torchweft.errors import RefusedError, StrategyError, WeftError
+from torchweft.plan.context import Context
 from torchweft_tools.bench.hosts import HOSTS
 
 if importlib.util.find_spec("vllm") is None:
@@ -281,3 +288,68 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
 
 def test_the_integration_is_small() -> None:
     assert HOSTS["vllm"].lines <= MAX_LINES
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose values the host would have to wait for."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.__name__ in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "to"):
+            raise AssertionError(f"{function.__name__} waits for the device")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports
+def test_a_step_reads_vllms_copies_on_the_cpu_and_never_waits_for_a_device() -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker import block_table, utils
+
+    @dataclass
+    class Metadata:
+        batch: Any
+        builder: Any
+
+    class Builder:
+        kv_cache_spec = SimpleNamespace(block_size=4)
+
+        def build(self, prefix: int, batch: Any) -> Metadata:
+            return Metadata(batch, self)
+
+    class Group(utils.AttentionGroup):
+        def create_metadata_builders(self, config: Any, device: Any, size: int, num: int) -> None:
+            assert (config, device, size) == (weft.config, "cuda", 4)
+            self.metadata_builders = [Builder() for _ in range(num)]
+
+    class Table(block_table.BlockTable):
+        def __init__(self, blocks: torch.Tensor) -> None:
+            self.block_table = SimpleNamespace(cpu=blocks, gpu=blocks.as_subclass(OnDevice))
+
+    for maker in integration.MAKERS.split():
+        integration.splitters.keep_source(f"vllm.v1.worker.{maker}")
+    starts, lengths = torch.tensor([0, 3, 4]), torch.tensor([3, 9])
+    table = Table(torch.tensor([[1, 0, 0], [2, 3, 4], [9, 9, 9]]))
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts.as_subclass(OnDevice), query_start_loc_cpu=starts,
+        seq_lens=lengths.as_subclass(OnDevice), seq_lens_cpu_upper_bound=lengths,
+        num_reqs=2, num_actual_tokens=4, max_query_len=3, max_seq_len=9,
+        block_table_tensor=table.get_device_tensor(2),
+        slot_mapping=torch.arange(4).as_subclass(OnDevice),
+    )  # fmt: skip
+    group = Group(object, ["a"], SimpleNamespace(block_size=4), 0, metadata_builders=[Builder()])
+    state = SimpleNamespace(attn_metadata={"a": group.build_metadata(batch)})
+    weft = integration.Weft.__new__(integration.Weft)
+    weft.config = SimpleNamespace(device_config=SimpleNamespace(device="cuda"))
+    weft.group_of = functools.cache(weft._group_of)
+    weft.current = lambda: state
+    weft.phases = SimpleNamespace(call=lambda tokens, *rest: tokens)
+    assert weft.step(None, None) == [3, 1]
+    parts = Parts(Context(batch=4, tokens_per_request=(3, 1)), ((0, 2), (2, 4)))
+    first, second = weft._cut("a", state.attn_metadata["a"], parts)
+    assert first.builder is not second.builder
+    assert first.batch.query_start_loc_cpu.tolist() == [0, 2]
+    assert second.batch.query_start_loc_cpu.tolist() == [0, 1, 2]
+    assert weft.touched(state, parts) == [(set(), {1}), ({2, 3}, {1, 4})]
+    copied = SimpleNamespace(attn_metadata={"a": copy.copy(state.attn_metadata["a"])})
+    with pytest.raises(RefusedError, match="cannot be made for a part"):
+        weft._cut("a", copied.attn_metadata["a"], parts)

@@ -14,17 +14,16 @@ import pytest
 
 from torchweft.errors import WeftError
 from torchweft.files import write_json
-from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph import save_graph
 from torchweft.plan.machine import cpu, to_data
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import overlap
-from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
 from torchweft_tools.cli import app as cli
 from torchweft_tools.cli import bench as cli_bench
 from torchweft_tools.cli.text import printable, read_literal, read_pairs
+from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.formats.weft_files import load_trace, save_graph
 
 Capture = pytest.CaptureFixture[str]
 
@@ -144,7 +143,7 @@ def test_simulation_is_labelled_simulated(capsys: Capture) -> None:
 def test_trace_is_saved_for_viewers(capsys: Capture) -> None:
     words = "simulate safe.plan --graph graph.json --batch 512 --trace"
     out(f"{words} trace.json", capsys)
-    assert Trace.load("trace.json").simulated
+    assert load_trace("trace.json").simulated
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
     out(f"{words} trace.txt", capsys)
     assert "(simulated)" in Path("trace.txt").read_text()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import MachineError
-from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
-from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, cpu
 from torchweft.plan.sizes import Size
+from torchweft_tools.formats.weft_files import load_costs, save_costs
 
 S0 = Size.of("s0")
 ROWS = Batch(0)
@@ -131,8 +131,8 @@ def test_tables_survive_the_disk(
     tmp_path_factory: pytest.TempPathFactory, table: CostTable
 ) -> None:
     path = tmp_path_factory.mktemp("costs") / "costs.json"
-    table.save(path)
-    assert CostTable.load(path) == table
+    save_costs(table, path)
+    assert load_costs(path) == table
 
 
 @given(st.dictionaries(st.integers(1, 500), st.floats(0, 9), min_size=1), st.integers(1, 999))
@@ -171,7 +171,7 @@ def test_impossible_points_are_refused(tmp_path: Path, points: object) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"weft_costs": 1, "entries": [["a", "cpu", points]]}))
     with pytest.raises(MachineError):
-        CostTable.load(path)
+        load_costs(path)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_files_that_are_no_cost_tables_are_refused(tmp_path: Path, text: str) ->
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(MachineError):
-        CostTable.load(path)
+        load_costs(path)
 
 
 def test_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="there is no cost file"):
-        CostTable.load(tmp_path / "none.json")
+        load_costs(tmp_path / "none.json")

@@ -12,13 +12,13 @@ from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import cpu
 from torchweft.plan.plan import MAX_MEMORY, Plan
 from torchweft.plan.strategies import get_strategy
-from torchweft.plan.trace import MAX_SPANS, from_data
 from torchweft.plan.verify import findings
 from torchweft.plan.verify.coverage import MAX_FINDINGS
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
 from torchweft_tools.bench.fuzz.files import CONTEXT, chain
 from torchweft_tools.formats.read_any import read_problem
 from torchweft_tools.formats.read_trees import MAX_BRACKETS
+from torchweft_tools.formats.weft_files import MAX_SPANS, read_trace
 from torchweft_tools.formats.work import MAX_EDGES
 
 GRAPH = chain(4)
@@ -66,4 +66,4 @@ def test_other_formats_have_limits(text: str, tmp_path: Path) -> None:
 
 def test_a_trace_of_too_many_spans_is_refused() -> None:
     with pytest.raises(WeftError, match=f"more than {MAX_SPANS} spans"):
-        from_data({"version": 1, "spans": [[]] * (MAX_SPANS + 1)})
+        read_trace({"version": 1, "spans": [[]] * (MAX_SPANS + 1)})

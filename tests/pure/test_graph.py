@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 
 from torchweft.errors import GraphError
 from torchweft.files import MAX_BYTES
-from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph import (
-    Batch,
-    Collective,
-    Graph,
-    Op,
-    Value,
-    graph_data,
-    load_graph,
-    read_graph,
-    save_graph,
-)
+from torchweft.plan.graph import Batch, Collective, Graph, Op, Value, graph_data
 from torchweft.plan.sizes import Size
+from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.formats.weft_files import load_graph, read_graph, save_graph
 
 GRAPH = transformer(2, kv_cache=True)
 DATA: dict[str, Any] = json.loads(json.dumps(graph_data(GRAPH)))

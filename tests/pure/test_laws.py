@@ -19,10 +19,11 @@ from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import branches, overlap, sequential
 from torchweft.plan.verify import findings, verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
 from torchweft_tools.bench.cases.random_graphs import random_graph
 from torchweft_tools.bench.cases.random_plans import random_plan
 from torchweft_tools.bench.oracle import is_safe
+from torchweft_tools.buffers import lower_into_buffers
 
 SETTINGS = settings(max_examples=150, deadline=None)
 CHOICES = [
@@ -42,7 +43,7 @@ def planned(rng: random.Random, choice: tuple[object, int], *, buffers: bool = F
     strategy, num_lanes = choice
     graph = random_graph(rng, num_ops=rng.randint(1, 10))
     bare = write(strategy, graph, CONTEXT, cpu(num_lanes, capacity=4.0))
-    return lower(bare, buffers=buffers)
+    return lower_into_buffers(bare) if buffers else lower(bare)
 
 
 @SETTINGS

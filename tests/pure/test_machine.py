@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from torchweft.errors import MachineError
 from torchweft.files import write_json
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import (
@@ -24,14 +23,15 @@ from torchweft.plan.machine import (
     Machine,
     accelerator,
     cpu,
-    load_machine,
     make_lane,
     to_data,
 )
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import overlap
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.formats.weft_files import load_machine
 
 TWO = Machine(
     "two",

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from torchweft.files import write_json
-from torchweft.placement import Placement, planner_names
-from torchweft.placement.learn.learned import POLICIES
-from torchweft.plan.blueprint import transformer
-from torchweft.plan.graph import load_graph, save_graph
+from torchweft.placement import planner_names
+from torchweft.placement.learn.policy import POLICIES
 from torchweft.plan.machine import Device, Lane, Link, Machine, to_data
 from torchweft.plan.plan import Plan
-from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft_tools.bench import placement as bench
 from torchweft_tools.cli import app as cli
+from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.formats.weft_files import (
+    load_graph,
+    load_placement,
+    load_trace,
+    read_placement,
+    save_graph,
+)
 
 Capture = pytest.CaptureFixture[str]
 TREE = (
@@ -66,7 +71,7 @@ def test_plan_prints_placement_starts_makespan_bound_and_planning_time(name, cap
     assert found["makespan_s"] == max(row["end_s"] for row in found["placement"])
     assert found["bound_s"] <= found["makespan_s"]
     assert found["planning_s"] > 0
-    assert Placement.from_data(found).planner == name
+    assert read_placement(found).planner == name
 
 
 @pytest.mark.usefixtures("folder")
@@ -74,10 +79,10 @@ def test_plan_of_our_own_graph_is_written_as_placement_and_as_plan(capsys):
     words = "place plan --graph graph.json --machine machine.json --batch 64 --planner heft"
     text = out(f"{words} -o found.json --as-plan found.plan", capsys)
     assert "placement of transformer2 by heft, for latency" in text
-    assert Placement.load("found.json").ops[0] == "attn0"
+    assert load_placement("found.json").ops[0] == "attn0"
     verify(Plan.load("found.plan", load_graph("graph.json")))
     resident = data(f"{words} --weights-resident", capsys)
-    assert resident["makespan_s"] <= Placement.load("found.json").makespan_s
+    assert resident["makespan_s"] <= load_placement("found.json").makespan_s
 
 
 @pytest.mark.usefixtures("folder")
@@ -118,7 +123,7 @@ def test_explain_shows_timeline_critical_path_use_and_another_device(capsys):
     assert "critical path" in text
     assert "used: device0" in text
     assert "another device1 would bring" in text
-    assert Trace.load("trace.json").simulated
+    assert load_trace("trace.json").simulated
     found = data(words, capsys)
     assert found["critical_path"][0]["why"] == "start"
     assert set(found["another_device_s"]) == {"device0", "device1", "device2"}

@@ -30,21 +30,28 @@ from torchweft.placement import (
     planner_names,
 )
 from torchweft.placement.placement import period_s, run
-from torchweft.placement.planners import annealing, cp_sat, lists
+from torchweft.placement.planners import annealing, lists
 from torchweft.placement.planners.annealing import Loads
-from torchweft.placement.planners.cp_sat import in_ticks
 from torchweft.placement.planners.lists import heft
 from torchweft.placement.planners.tree_dp import fits
 from torchweft.placement.problem import heads, tails
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.verify import verify
+from torchweft_tools import cp_sat
 from torchweft_tools.bench.oracle.exhaustive import exhaustive
 from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
+from torchweft_tools.cp_sat import in_ticks
+from torchweft_tools.demo.blueprint import transformer
 from torchweft_tools.formats.stand_in import stand_in, with_graph
+from torchweft_tools.formats.weft_files import (
+    load_placement,
+    placement_data,
+    read_placement,
+    save_placement,
+)
 from torchweft_tools.train.cases import MACHINES, case, random_dag, random_tree
 
 INF = math.inf
@@ -233,7 +240,7 @@ def test_law_a_clock_with_a_limit_stops_where_no_placement_could_be_in_time(rng)
 def test_law_a_placement_reads_back_and_replays(rng):
     problem = drawn(rng, num_ops=rng.randint(1, 15))
     found = plan(problem, "heft")
-    assert Placement.from_data(found.to_data()) == found
+    assert read_placement(placement_data(found)) == found
     assert placed(problem, found.device, found.order).makespan_s <= found.makespan_s * (1 + 1e-9)
 
 
@@ -524,7 +531,7 @@ def test_a_twin_is_one_device_more():
 
 def test_a_damaged_placement_file_is_refused(tmp_path):
     found = plan(two([[1, 1]], []), "heft")
-    data = found.to_data()
+    data = placement_data(found)
     for wrong in (
         {**data, "weft_placement": 2},
         {**data, "placement": []},
@@ -535,6 +542,6 @@ def test_a_damaged_placement_file_is_refused(tmp_path):
         [],
     ):
         with pytest.raises(PlacementError):
-            Placement.from_data(wrong)
-    found.save(tmp_path / "p.json")
-    assert Placement.load(tmp_path / "p.json") == found
+            read_placement(wrong)
+    save_placement(found, tmp_path / "p.json")
+    assert load_placement(tmp_path / "p.json") == found

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import plan
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.graph import graph_data
 from torchweft.plan.machine import Device, Lane, Link, Machine
 from torchweft_tools.bench.oracle.exhaustive import exhaustive
+from torchweft_tools.demo.blueprint import transformer
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.formats.read_dnn import read_dnn
 from torchweft_tools.formats.read_stg import read_stg
@@ -154,8 +154,9 @@ def test_dnn_graphs_say_devices_limits_and_what_stays_together(write):
     assert problem.transfer_s(half, 1, 2) == 1.0  # through the memory of the CPUs
     best = plan(problem, exhaustive)
     # n7 on one accelerator; n3 and n9 (90 of 100 bytes) on the other, or n7 on the CPU, ...
-    assert best.device_of["n3"] == best.device_of["n9"]
-    assert best.device_of["n1"] == "cpu0"
+    device_of = {op: best.devices[at] for op, at in zip(best.ops, best.device, strict=True)}
+    assert device_of["n3"] == device_of["n9"]
+    assert device_of["n1"] == "cpu0"
     assert best.makespan_s == 1 + 1.0 + 1 + 1 + 0.25 + 4
 
 

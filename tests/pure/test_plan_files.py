@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlanError, WeftError
 from torchweft.files import MAX_BYTES
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
-from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import cpu
 from torchweft.plan.plan import MAX_STEPS, Plan, Step
 from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import overlap
 from torchweft.plan.verify import findings, verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.buffers import lower_into_buffers
+from torchweft_tools.demo.blueprint import transformer
 
 GRAPH = transformer(2, kv_cache=True)
 CONTEXT = Context(batch=16)
-PLAN = lower(write(overlap, GRAPH, CONTEXT), buffers=True)
+PLAN = lower_into_buffers(write(overlap, GRAPH, CONTEXT))
 TEXT = str(PLAN)
 HOSTILE = "x\n__import__('os').system('touch pwned')"
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from torchweft.errors import StrategyError
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
@@ -17,7 +16,8 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
 from torchweft.plan.verify import verify
 from torchweft.plan.write.scheduler import Scheduler
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
 
 GRAPH = transformer(1)
 CONTEXT = Context(batch=16)

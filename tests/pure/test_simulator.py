@@ -11,19 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import MachineError, PlanError, StrategyError
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context, Cut
-from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, cpu
 from torchweft.plan.plan import Buffer, Place, Plan, Step
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies.overlap import overlap
 from torchweft.plan.strategies.sequential import sequential
 from torchweft.plan.trace import Trace
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
 
 S0, ROWS = Size.of("s0"), Batch(0)
 MiB = 2**20

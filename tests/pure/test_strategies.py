@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from torchweft.errors import StrategyError
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
@@ -21,8 +20,9 @@ from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import branches, get_strategy, overlap, sequential, strategy_names
 from torchweft.plan.verify import verify
-from torchweft.plan.write.strategy import Strategy, strategy
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import Strategy, strategy, write
+from torchweft_tools.buffers import lower_into_buffers
+from torchweft_tools.demo.blueprint import transformer
 
 PLANS = Path(__file__).parents[1] / "plans"
 CONTEXT = Context(batch=512)
@@ -58,7 +58,8 @@ GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool]] = {
 
 def golden_plan(name: str) -> Plan:
     chosen, graph, machine, buffers = GOLDEN[name]
-    return verify(lower(write(chosen, graph, CONTEXT, machine), buffers=buffers))
+    lowered = lower_into_buffers if buffers else lower
+    return verify(lowered(write(chosen, graph, CONTEXT, machine)))
 
 
 @pytest.mark.parametrize("name", GOLDEN)

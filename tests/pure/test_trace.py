@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.errors import WeftError
-from torchweft.plan.trace import SPANS, Span, Trace, format_s, from_data, to_data
+from torchweft.plan.trace import SPANS, Span, Trace, format_s, to_data
+from torchweft_tools.formats.weft_files import load_trace, read_trace
 
 
 def span(kind: str, label: str, lane: str, start_s: float, end_s: float, **more: Any) -> Span:
@@ -194,7 +195,7 @@ def test_chrome_arrows_lead_from_issue_to_transfer_to_complete_and_to_waits() ->
 def test_json_reads_back(tmp_path: Path) -> None:
     TRACE.save(tmp_path / "run.json")
     assert Trace.load(tmp_path / "run.json") == TRACE
-    assert from_data(to_data(TRACE)) == TRACE
+    assert read_trace(to_data(TRACE)) == TRACE
 
 
 def test_text_file_is_the_timeline(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_damaged_traces_are_refused(tmp_path: Path, change: dict[str, Any]) -> N
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"weft_trace": {**to_data(TRACE), **change}}))
     with pytest.raises(WeftError):
-        Trace.load(path)
+        load_trace(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"traceEvents": []}', '{"weft_trace": 1}'])
@@ -241,7 +242,7 @@ def test_other_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(WeftError):
-        Trace.load(path)
+        load_trace(path)
 
 
 @pytest.mark.parametrize(

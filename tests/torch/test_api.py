@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.api import session_of
+from torchweft.serve import gate
 
 
 class Block(nn.Module):
@@ -292,6 +294,21 @@ def test_check_says_bit_equal_within_tolerance_or_the_op_that_differs():
     assert "wrong" in verdict.first_op
 
 
+def test_check_names_the_op_that_differs_where_others_write_into_places():
+    model = Block().eval()
+
+    def centred(x):
+        with weft.mark("wrong", rows="row-wise"):
+            y = x - x.mean(0)
+        z = model(y)
+        return z + z.cumsum(0)
+
+    with torch.no_grad():
+        verdict = weft.check(centred, torch.randn(9, 32), strategy="overlap")
+    assert verdict.equal == "different"
+    assert verdict.first_op.startswith("wrong of piece0")
+
+
 def test_check_leaves_model_and_inputs_as_they_were():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -308,6 +325,24 @@ def test_shadow_compares_every_nth_call():
     report = weft.report(model)
     assert report.num_shadowed == 3
     assert not report.shadow_failures
+
+
+def test_shadow_keeps_to_its_share_of_the_time(monkeypatch):
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+    monkeypatch.setattr(gate, "time", clock)
+    shadow, compared = gate.Shadow(0.25), []
+
+    def takes(seconds):
+        def call(x):
+            clock.now_s += seconds
+            return x
+
+        return call
+
+    for _ in range(12):
+        shadow(takes(1.0), takes(1.0), (torch.ones(2),), {})
+        compared.append(shadow.num_compared)
+    assert compared == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3], "one second in four"
 
 
 def test_trace_is_measured_and_saved(tmp_path):

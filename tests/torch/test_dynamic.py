@@ -21,6 +21,7 @@ import torchweft as weft
 from torchweft.errors import CaptureError
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.channel import WorkerChannel
+from torchweft.run.workers.grouping import _rings
 from torchweft_tools.bench.dynamic import read_trees
 from torchweft_tools.bench.models import dynamic_models as models
 from torchweft_tools.bench.models.dynamic_models import Tree
@@ -583,3 +584,9 @@ def test_the_package_is_the_function_of_its_name() -> None:
     assert isinstance(weft.dynamic(nn.Linear(2, 2)), room.Dynamic)
     with pytest.raises(CaptureError, match=r"must be an nn\.Module"):
         weft.dynamic("model")
+
+
+def test_rings_of_cells_stand_behind_what_they_read_however_long_the_chain():
+    assert _rings([{3}, {0, 2}, {1}, set()]) == [[3], [0], [1, 2]]
+    chain = [set(), *({number} for number in range(1999))]
+    assert _rings(chain) == [[number] for number in range(2000)]

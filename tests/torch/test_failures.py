@@ -11,11 +11,10 @@ from torch import nn
 from torch._dynamo import exc
 
 import torchweft as weft
+from torchweft.capture import aten as aten_module
 from torchweft.capture import failures, tracing
-from torchweft.capture.aten import aten as aten_module
 from torchweft.run.eager import boundary as boundary_module
 from torchweft.serve import piece as piece_module
-from torchweft.serve import plans as plans_module
 from torchweft.serve import session as session_module
 
 STAGES = {
@@ -26,9 +25,9 @@ STAGES = {
     "guards": (piece_module, "guards_of"),
     "runtime": (piece_module, "runtime_of"),
     "trusted": (piece_module, "trusted_inputs"),
-    "write": (plans_module, "write"),
-    "lower": (plans_module, "lower"),
-    "verify": (plans_module, "verify"),
+    "write": (piece_module, "write"),
+    "lower": (piece_module, "lower"),
+    "verify": (piece_module, "verify"),
     "program": (piece_module, "compile_program"),
     "dynamic": (tracing, "make_dynamic"),
     "breaks": (tracing, "breaks_since"),
@@ -41,7 +40,7 @@ TRAINING = {
     "partition": (aten_module, "min_cut_rematerialization_partition"),
     "aot": (aten_module, "aot_autograd"),
     "bodies": (piece_module, "compile_bodies"),
-    "lower": (plans_module, "lower"),
+    "lower": (piece_module, "lower"),
 }
 
 
@@ -170,14 +169,14 @@ def test_a_capture_that_fails_half_way_leaves_the_graph_as_it_was(monkeypatch):
 
 
 def test_a_plan_that_is_broken_for_one_strategy_is_sequential(monkeypatch):
-    stock = plans_module.verify
+    stock = piece_module.verify
 
     def verify(plan):
         if plan.num_parts > 1:
             raise KeyError("parts")
         return stock(plan)
 
-    monkeypatch.setattr(plans_module, "verify", verify)
+    monkeypatch.setattr(piece_module, "verify", verify)
     run, x = weft.compile(function, weft.overlap(parts=2)), torch.randn(6, 8)
     for _ in range(3):
         assert all(map(torch.equal, run(x), function(x)))

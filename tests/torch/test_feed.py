@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.run.driver.feed import Line, _done, _end
+from torchweft.run.driver.placing import Line, _done, _end
 
 
 def test_line_finds_what_is_fixed_and_what_an_op_takes() -> None:

@@ -11,23 +11,27 @@ from typing import Any
 import pytest
 
 from torchweft.errors import GraphError, WeftError
-from torchweft.placement import Placement
 from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import ServedRun
-from torchweft.plan.cost import CostTable
-from torchweft.plan.graph import Graph, Op, Value, load_graph
-from torchweft.plan.machine import load_machine
+from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.plan import Plan
-from torchweft.plan.trace import Trace
 from torchweft_tools.bench import fuzz
 from torchweft_tools.bench.fuzz.files import PAIR, chain, formats
 from torchweft_tools.formats.read_any import read_problem
 from torchweft_tools.formats.read_trees import read_trees
+from torchweft_tools.formats.weft_files import (
+    load_costs,
+    load_graph,
+    load_machine,
+    load_placement,
+    load_served,
+    load_trace,
+    served_problem,
+)
 from torchweft_tools.train.checkpoint import POLICY, RUN, load_run
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "graph": load_graph, "plan": Plan.load, "costs": CostTable.load, "trace": Trace.load,
-    "machine": load_machine, "placement": Placement.load, "served": ServedRun.load,
+    "graph": load_graph, "plan": Plan.load, "costs": load_costs, "trace": load_trace,
+    "machine": load_machine, "placement": load_placement, "served": load_served,
     "problem": read_problem, "policy": Policy.load,
 }  # fmt: skip
 
@@ -127,7 +131,7 @@ def test_huge_numbers_of_a_served_file_are_our_error(number: Any, tmp_path: Path
 
     path = damaged("served", tmp_path, change)
     with pytest.raises(WeftError):
-        ServedRun.load(path).problem()
+        served_problem(load_served(path))
 
 
 SETTINGS = [

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.blocks import inlining
+from torchweft.capture.blocks import blocks as inlining
 
 WIDE = 8
 

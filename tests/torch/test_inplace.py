@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.capture.aten import passes as aten_passes
+from torchweft.capture import aten as aten_passes
 
 ROWS, HEADS, LENGTH, HIDDEN = 6, 4, 64, 8
 

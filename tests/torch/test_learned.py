@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 
 from torchweft.errors import PlacementError
 from torchweft.placement import as_plan, check, placed, plan
-from torchweft.placement.learn.learned import (
+from torchweft.placement.learn.policy import (
     POLICIES,
+    Policy,
+    Scorer,
     guarded,
     guided,
     learned,
     orders,
     planner_of,
 )
-from torchweft.placement.learn.policy import Policy, Scorer
 from torchweft.placement.learn.rollout import Rollout, numbers_of
 from torchweft.placement.placement import run
 from torchweft.placement.planners.lists import heft, peft, single

@@ -14,14 +14,12 @@ from typer.testing import CliRunner
 
 from torchweft.errors import PlacementError, WeftError
 from torchweft.placement import Problem, check, plan
-from torchweft.placement.learn.learned import learned
+from torchweft.placement.graph_problem import ServedRun
 from torchweft.placement.learn.learner import Learner, Pace, one_thread
-from torchweft.placement.learn.policy import Policy
-from torchweft.placement.learn.served import ServedRun
+from torchweft.placement.learn.policy import Policy, learned
 from torchweft.placement.planners.lists import guard, heft
-from torchweft.plan.cost import CostTable
 from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.plan.machine import CostTable, Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import Span, Trace
 from torchweft.run.driver.prices import Drift
@@ -33,6 +31,7 @@ from torchweft_tools.bench.players.recovery import (
     simulated,
 )
 from torchweft_tools.cli.app import app
+from torchweft_tools.formats.weft_files import load_served, served_problem
 from torchweft_tools.train.cases import case, draw_case, problems_in, random_tree
 
 QUICK = Pace(every=4, num_steps=2, num_problems=2, num_tries=4, num_kept=6, limit_s=1e9)
@@ -229,12 +228,12 @@ def a_run(num_ops: int = 6, slowness: float = 2.0) -> ServedRun:
 
 def test_a_served_run_says_what_ops_took(tmp_path: Path) -> None:
     run = a_run()
-    problem = run.problem()
+    problem = served_problem(run)
     seconds = problem.seconds[problem.ops.index("op3")]
     assert seconds[1:] == (0.5 + 1.5, 2.0), "its spans and a start; the table"
     assert problem.ready_s[0][1] > 0
     run.save(tmp_path / "run.json")
-    assert ServedRun.load(tmp_path / "run.json") == run
+    assert load_served(tmp_path / "run.json") == run
     assert [p.seconds for p in problems_in(tmp_path)] == [problem.seconds]
 
 
@@ -251,7 +250,7 @@ def test_a_damaged_run_is_told(tmp_path: Path) -> None:
     ):  # fmt: skip
         path.write_text(json.dumps({**whole, key: wrong}))
         with pytest.raises(WeftError, match=r"file|version|trace|costs"):
-            ServedRun.load(path)
+            load_served(path)
     path.write_text(json.dumps({**whole, "home": "nowhere"}))
     with pytest.raises(WeftError, match="unknown device 'nowhere'"):
         problems_in(tmp_path)

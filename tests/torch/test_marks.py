@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweft.capture import Capture, probe
+from torchweft.capture.dynamo import Capture, probe
 from torchweft.capture.marks import (
     MarkRule,
     mark,
@@ -170,13 +170,6 @@ def test_path_and_target_by_regular_expression() -> None:
 def test_a_rule_that_matched_nothing_raises(rule: MarkRule) -> None:
     with pytest.raises(CaptureError, match="matched nothing"):
         captured(Model(), rule)
-
-
-def test_a_name_that_nothing_is_marked_with_lists_the_names() -> None:
-    from torchweft.capture.marks import require_matched
-
-    with pytest.raises(CaptureError, match="Did you mean 'attention'"):
-        require_matched(["atention"], [], ["attention"])
 
 
 def test_bad_names_and_resources_raise() -> None:

@@ -18,7 +18,7 @@ from torchweft.capture.rows import math as rows_math
 from torchweft.capture.rows.axes import RowRule
 from torchweft.capture.rows.shape import unmoved
 from torchweft.run.compare import compare
-from torchweft.serve.reporting import Report
+from torchweft.serve.session import Report
 from torchweft_tools.bench import ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

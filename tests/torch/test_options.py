@@ -122,7 +122,7 @@ WRONG = {
     "machine": ("cpu", "machine must be a Machine"),
     "num_threads": (0, "num_threads must be a positive number of threads; got 0"),
     "jitter": (1, "jitter must be True or False; got 1"),
-    "shadow": (-1, "shadow must be a number of calls"),
+    "shadow": (1.5, "shadow must be a number of calls"),
     "level": ("atne", "Did you mean 'aten'"),
     "watchdog_s": (0, "watchdog_s must be a positive number of seconds; got 0"),
     "graphs": ([0], "1 to 64 sizes of the batch"),

@@ -13,10 +13,12 @@ import torch
 from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, spread
 
 from torchweft.errors import RunError
+from torchweft.plan.graph import Batch, Value
+from torchweft.plan.sizes import Size
 from torchweft.plan.strategies import overlap
 from torchweft.plan.verify import findings
 from torchweft.run.cpu import LINGER_S, Lanes, run, run_traced
-from torchweft.run.writer import compile_program
+from torchweft.run.writer import compile_program, putter, taker
 
 
 @pytest.fixture
@@ -219,3 +221,17 @@ def test_a_hostile_name_never_reaches_the_source():
     program = compile_program(planned(overlap(parts=2), 1, graph), bodies)
     for name in [*graph.op, *graph.value]:
         assert len(name) == 1 or name not in program.source
+
+
+def test_rows_with_a_symbolic_length_are_taken_and_put_between_copies_of_the_batch():
+    length, rows, copies = 3, 4, 2
+    batch = Batch(0, outer=Size.of(copies), inner=Size.of("s1"))
+    value = Value("x", (Size.of("s0") * Size.of("s1") * copies,), batch=batch)
+    whole = torch.arange(copies * rows * length)
+    part = taker(value)(whole, rows, 1, 3)
+    wanted = whole.view(copies, rows, length)[:, 1:3].flatten()
+    assert torch.equal(part, wanted)
+    made = torch.zeros_like(whole)
+    putter(value)(made, part, rows, 1, 3)
+    assert torch.equal(taker(value)(made, rows, 1, 3), wanted)
+    assert int(made.count_nonzero()) == copies * 2 * length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,9 @@ from torchweft.capture.splitters import (
     by_rows,
     each_value,
     entering,
+    keep_source,
     shared,
+    source_of,
     switch_for,
 )
 from torchweft.errors import RefusedError, StateError, StrategyError, WeftError
@@ -400,3 +403,27 @@ def test_blocks_that_one_part_reads_and_another_fills_are_told() -> None:
         assert found[0][1] == ({7, 8} if new[0] == 6 else {8})
     more = blocks_touched([whole, ([[1], [2]], [6, 6], 16)], parts_of(6, 2, at=6))
     assert more == [(set(), {7, 8, 1}), ({7}, {9, 2})]
+
+
+class Host:
+    """A host that makes what lies on a device of what lies on the CPU."""
+
+    def make(self, given, kind):
+        return kind()
+
+
+class Slots:
+    __slots__ = ()
+
+
+def test_what_a_host_makes_knows_what_it_was_made_of():
+    class Made: ...
+
+    for _ in range(2):  # once is enough, twice does no harm
+        keep_source(f"{__name__}:Host.make")
+    host = Host()
+    made = host.make("batch", Made)
+    assert source_of(made) == (host, "batch")
+    assert source_of(copy.copy(made)) == (None, None)  # whoever copied it may have changed it
+    assert source_of(host.make("batch", Slots)) == (None, None)
+    assert source_of("anything else") == (None, None)

@@ -85,6 +85,55 @@ def test_a_call_that_fails_is_not_counted(clock):
     assert found.times["prefill"] == [[], []]
 
 
+class Queue:
+    """An accelerator whose work ends long after its launch; its events know when."""
+
+    def __init__(self):
+        self.busy_s, self.num_waits, self.captures = 0.0, 0, False
+
+    def is_capturing(self):
+        return self.captures
+
+    def now(self):
+        return Moment(self, self.busy_s)
+
+
+class Moment:
+    def __init__(self, queue, at_s):
+        self.queue, self.at_s = queue, at_s
+
+    def synchronize(self):
+        self.queue.num_waits += 1
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at_s - self.at_s)
+
+
+def test_on_a_device_the_time_is_that_of_its_work_not_of_the_launch(clock, monkeypatch):
+    queue, found = Queue(), make([None, "overlap"], num_rounds=2)
+    monkeypatch.setattr(trials, "accelerator_of", lambda device: queue)
+    for _ in range(4):
+        assert queue.num_waits == 0
+        with found.turn("decode", torch.device("cuda", 0)) as strategy:
+            queue.busy_s += 2.0 if strategy is None else 1.0
+            clock.now_s += 0.1 if strategy is None else 0.5  # more launches, less work
+    assert found.chosen["decode"].name == "overlap" and queue.num_waits == 4
+    with found.turn("decode", torch.device("cuda", 0)):
+        pass
+    assert queue.num_waits == 4
+
+
+def test_a_call_that_a_host_captures_is_the_firsts_and_decides_nothing(monkeypatch):
+    queue, found = Queue(), make([None, "overlap"], num_rounds=1)
+    monkeypatch.setattr(trials, "accelerator_of", lambda device: queue)
+    queue.captures = True
+    for _ in range(4):
+        with found.turn("decode", torch.device("cuda", 0)) as strategy:
+            assert strategy is None
+    assert found.chosen == found.times == {}
+    assert found.session.fallbacks == {"trials: the host captures this call": 4}
+
+
 def test_steps_of_each_phase_have_strategies_of_their_own():
     session = session_of(weft.compile(torch.relu))
     phases = Phases(session, {"prefill": ["overlap"], "decode": [None], "mixed": ["sequential"]})

@@ -52,7 +52,7 @@ def test_every_kind_of_maker_writes_its_part_by_inductor(parts):
     model, x = Many().eval(), torch.randn(7, 5, WIDE)
     whole, before = run(model, x, "sequential", "inductor")
     found, session = run(model, x, weft.overlap(parts=parts), "inductor")
-    assert not copies_of(session) and not session.pieces[0].unplaced
+    assert not copies_of(session) and not session.pieces[0].captured.unplaced
     _, (told,) = forms_of(session)
     assert len(told.rooms) == len(whole) and not told.refused
     assert len(told.variants) == 1  # for parts of all sizes
@@ -172,7 +172,9 @@ def test_what_inductor_must_copy_is_a_visible_copy_with_its_reason():
     assert all(map(torch.equal, model(x), whole))
     session = session_of(model)
     (name,) = {step.names[0] for step in copies_of(session)}
-    assert session.pieces[0].unplaced == {name: "Inductor copies what aten.cumsum.default makes"}
+    assert session.pieces[0].captured.unplaced == {
+        name: "Inductor copies what aten.cumsum.default makes"
+    }
     told = f"{name} is copied together: Inductor copies what aten.cumsum.default makes"
     assert told in str(weft.report(model))
     _, (form,) = forms_of(session)
@@ -194,7 +196,7 @@ def test_rows_that_do_not_lie_together_are_copied_with_the_reason(inner):
     wanted = model(x)
     found, session = run(model, x, weft.overlap(parts=2), inner)
     torch.testing.assert_close(found, wanted)
-    reasons = list(session.pieces[0].unplaced.values())
+    reasons = list(session.pieces[0].captured.unplaced.values())
     assert reasons == (["its batch is not the leading dim"] if inner == "inductor" else [])
     assert bool(copies_of(session)) is (inner == "inductor")
 
@@ -216,10 +218,12 @@ def test_onednn_copies_nothing_but_its_own_products():
     assert all(
         torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, whole, strict=True)
     )
-    assert list(session.pieces[0].unplaced.values()) == [
+    assert list(session.pieces[0].captured.unplaced.values()) == [
         "oneDNN's products do not write where they are told"
     ]
-    assert {step.names[0] for step in copies_of(session)} == set(session.pieces[0].unplaced)
+    assert {step.names[0] for step in copies_of(session)} == set(
+        session.pieces[0].captured.unplaced
+    )
 
 
 def test_without_onednn_the_error_names_the_cure(monkeypatch):

@@ -7,6 +7,12 @@
     inputs --bind--> values, env --ops in program order--> values --rebuild--> outputs
 
 `env` gives each symbol its number at this call; `graph.batch` is the one that a split cuts.
+
+`probe` tries ops that no rule vouches for on real rows: what an op makes of x[:1], x[1:4], x[4:]
+and of permuted rows must be those rows of what it makes of x. One that passes is row-wise as far as
+anybody saw (`Capture.assumed`). That is no proof (it may mix rows once a number is large), so only
+strict=False has ops tried: marked ops and custom operators, on the values of one real call; never
+one that writes, draws random numbers or talks to other ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchweft.capture.blocks.inlining import inline
+from torchweft.capture.blocks.blocks import inline
 from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.failures import break_of
 from torchweft.capture.guards import SymbolSlot, symbol_slots
@@ -30,16 +37,19 @@ from torchweft.capture.marks import MarkRule
 from torchweft.capture.ops.assembly import RNG, Assembly, assemble, value_name
 from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.capture.ops.units import source_of
-from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
+from torchweft.capture.rows.axes import SYMBOLIC, Symbols, rows_at, size_of
 from torchweft.capture.rows.rows import Rows
 from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
-from torchweft.plan.graph import Graph
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in such ops: no other symbol is tried
+MIN_ROWS = 4  # to try an op on
+TOLERANCE = 1e-4
+CURE = "(if it is row-wise, weft.row_wise or rows='row-wise' says so; strict=False tries it)"
 
 
 @dataclass(frozen=True)
@@ -164,12 +174,14 @@ def capture(
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
     blocks: bool = False,
+    **known: Any,
 ) -> Capture:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
     that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks`
-    a region of the graph gives way to what it calls, else each call of it stays whole.
+    a region of the graph gives way to what it calls, else each call of it stays whole. `known` are
+    more options of `assemble`.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
@@ -180,23 +192,20 @@ def capture(
     if blocks:
         inline(gm, rules)
     tried = candidates(gm, example_inputs, batch)
-    captured, _ = analyse(gm, tried, rules=rules, name=name)
+    captured, _ = analyse(gm, tried, rules=rules, name=name, **known)
     return replace(captured, broken=break_of(gm))
 
 
 def analyse(
-    gm: fx.GraphModule,
-    tried: Sequence[Symbols],
-    *,
-    rules: Sequence[MarkRule] = (),
-    name: str = "graph",
-    level: str = "torch",
-    given: Mapping[str, Axis | None] | None = None,
+    gm: fx.GraphModule, tried: Sequence[Symbols], *, name: str = "graph", **known: Any
 ) -> tuple[Capture, Rows]:
-    """Cut a graph by the best of several symbols for the batch; what was found of its rows."""
+    """Cut a graph by the best of several symbols for the batch; what was found of its rows.
+
+    known: the options of `assemble`.
+    """
     tries: list[tuple[float, Assembly, frozenset[MarkRule]]] = []
     for symbols in tried:
-        built, matched = assemble(gm, symbols, rules=rules, level=level, given=given)
+        built, matched = assemble(gm, symbols, **known)
         apart = [op.name for op in built.ops if op.rows in ("row-wise", "additive")]
         inside = sum(built.num_calls[op] for op in apart)  # ops whose parts can run one by one
         tries.append((inside / max(1, sum(built.num_calls.values())), built, matched))
@@ -308,7 +317,6 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
 
 
 def _unbatched(placeholders: Sequence[fx.Node]) -> str:
-    """Why a graph has no batch."""
     values = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
     inputs = [value for value in tensors if not isinstance(value, torch.nn.Parameter)]
@@ -352,3 +360,98 @@ def _outputs(built: Assembly) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     args = built.output.args[0]
     items = args if isinstance(args, list | tuple) else (args,)
     return tuple(slot(item) for item in items), tuple(named)
+
+
+def untried(captured: Capture) -> Capture:
+    """What was captured, with a cure beside the reason of each op that could be tried."""
+    told = {op.name for op in captured.graph.ops if _is_candidate(captured, op)}
+    items = captured.reasons.items()
+    return replace(captured, reasons={n: f"{why} {CURE}" if n in told else why for n, why in items})
+
+
+def probe(captured: Capture, inputs: Sequence[Any]) -> Capture:
+    """Try ops that are mixing for want of a rule; those that pass become row-wise, as assumed."""
+    copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+    values, env = captured.bind(copies)  # ops that write leave the caller's tensors alone
+    batch = captured.graph.batch
+    candidates = {op.name for op in captured.graph.ops if _is_candidate(captured, op)}
+    if batch is None or env[batch] < MIN_ROWS or not captured.splits(env) or not candidates:
+        return captured
+    passed: list[str] = []
+    with torch.no_grad():
+        for op in captured.graph.ops:
+            reads = [values[name] for name in op.reads]
+            if op.collective is not None:
+                made = _unheard(captured, op, reads, env)
+            else:
+                made = captured.bodies[op.name](*reads, env=env)
+            values.update(zip(op.makes, made, strict=True))
+            if op.name in candidates and _passes(captured, op, reads, made, env):
+                passed.append(op.name)
+    if not passed:
+        return captured
+    ops = [replace(op, rows="row-wise") if op.name in passed else op for op in captured.graph.ops]
+    reasons = {name: why for name, why in captured.reasons.items() if name not in passed}
+    graph = replace(captured.graph, ops=tuple(ops))
+    return replace(captured, graph=graph, reasons=reasons, assumed=tuple(passed))
+
+
+def _is_candidate(captured: Capture, op: Op) -> bool:
+    if op.rows != "mixing" or op.mutates or op.collective is not None or not op.makes:
+        return False
+    made = [captured.graph.value[name] for name in op.makes]
+    if any(value.batch is None or value.alias_of is not None for value in made):
+        return False
+    why = captured.reasons.get(op.name, "")
+    return op.mark is not None or (
+        "no rule says how" in why and "no rule says how aten." not in why
+    )
+
+
+def _passes(
+    captured: Capture, op: Op, reads: list[Any], made: Sequence[Any], env: dict[str, int]
+) -> bool:
+    """Whether parts, and permuted rows, give those rows of the whole."""
+    graph, batch = captured.graph, captured.graph.batch
+    assert batch is not None, "a graph without a batch has no rows to try"
+    rows = env[batch]
+
+    def some(name: str, value: Any, chosen: torch.Tensor) -> Any:
+        """Some rows of a value; all of it if it has no rows."""
+        place = graph.value[name].batch
+        return value if place is None else rows_at(value, place, rows, chosen)
+
+    spans = [torch.arange(*span) for span in pairwise((0, 1, rows // 2 + 1, rows))]
+    try:
+        for chosen in (*spans, torch.roll(torch.arange(rows), 1).flip(0)):
+            given = [some(name, read, chosen) for name, read in zip(op.reads, reads, strict=True)]
+            sizes = {**env, **dict.fromkeys((batch, *captured.same), len(chosen))}
+            results = captured.bodies[op.name](*given, env=sizes)
+            for name, result, whole in zip(op.makes, results, made, strict=True):
+                if not _close(result, some(name, whole, chosen)):
+                    return False
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+        return False
+    return True
+
+
+def _unheard(
+    captured: Capture, op: Op, reads: Sequence[Any], env: dict[str, int]
+) -> tuple[Any, ...]:
+    """What stands in for the results of a collective: other ranks may have nothing to try.
+
+    Its own share where that has the right shape, else numbers at random.
+    """
+    made = []
+    for value in map(captured.graph.value.__getitem__, op.makes):
+        shape = [size.evaluate(env) for size in value.shape]
+        alike = [r for r in reads if isinstance(r, torch.Tensor) and list(r.shape) == shape]
+        dtype = getattr(torch, value.dtype)
+        made.append(alike[0].clone() if alike else torch.rand(shape).to(dtype))
+    return tuple(made)
+
+
+def _close(got: Any, want: Any) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    return bool(torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))

@@ -226,17 +226,11 @@ def marks_of(
     return marked, matched
 
 
-def require_matched(
-    rules: Iterable[MarkRule | str], matched: Iterable[MarkRule], names: Iterable[str]
-) -> None:
-    """Raise `CaptureError` for a rule that matched nothing, or a name that no op is marked with."""
-    done, known = set(matched), set(names)
+def require_matched(rules: Iterable[MarkRule], matched: Iterable[MarkRule]) -> None:
+    """Raise `CaptureError` for a rule that matched nothing."""
+    done = set(matched)
     for rule in rules:
-        if isinstance(rule, str) and rule not in known:
-            raise CaptureError(
-                f"mark: {unknown('mark', rule, known)} No captured call stands in it.", rule="mark"
-            )
-        if isinstance(rule, MarkRule) and rule not in done:
+        if rule not in done:
             raise CaptureError(
                 f"mark: {rule} matched nothing in the captured graph. "
                 "Is it called with the inputs that were given?",

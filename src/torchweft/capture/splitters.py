@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate, permutations
+from pkgutil import resolve_name
 from typing import Any
 
 from torchweft.errors import RefusedError, StateError, StrategyError
@@ -36,6 +38,7 @@ from torchweft.plan.context import Context
 
 STATE = "state."
 """What the name of a graph's input begins with that stands for side state."""
+SOURCE = "_weft_source"
 Span = tuple[int, int]
 """From a row or a part up to, not including, another."""
 
@@ -234,6 +237,33 @@ def switch_for(
             raise RefusedError(f"state: there is no {splitter.name!r} in this call", rule="state")
         states.append([state, *splitter.split(state, parts)])
     return Switch(splitters, states)
+
+
+def keep_source(name: str) -> None:
+    """Let all that a host's method makes know who made it, and of what: `source_of`.
+
+    name: as in "package.module:Class.method". A host makes what lies on a device of what lies on
+    the CPU: from there it is read without waiting for the device.
+    """
+    owner, _, method = name.rpartition(".")
+    where = resolve_name(owner)
+    stock = getattr(where, method)
+
+    @wraps(stock)
+    def make(maker: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        made = stock(maker, given, *args, **kwargs)
+        with suppress(AttributeError, TypeError):  # what takes no notes has no source
+            object.__setattr__(made, SOURCE, (weakref.ref(made), maker, given))
+        return made
+
+    if not hasattr(stock, "__wrapped__"):
+        setattr(where, method, make)
+
+
+def source_of(made: Any) -> tuple[Any, Any]:
+    """The maker and what it was given; twice None for what others made, or changed a copy of."""
+    itself, *source = getattr(made, SOURCE, (lambda: None,))
+    return (source[0], source[1]) if source and itself() is made else (None, None)
 
 
 def check_splitters(splitters: Sequence[Splitter]) -> tuple[Splitter, ...]:

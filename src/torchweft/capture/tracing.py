@@ -107,7 +107,6 @@ class Watch:
         self._num_breaks = 0
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Call what `torch.compile` made."""
         if RemovableHandle.next_id != self._num_handles:
             self._look_for_hooks()
         if _begin not in callback_handler.start_callbacks:  # torch._dynamo.reset forgets them

@@ -31,14 +31,13 @@ from torchweft.dynamic.recording import Recording, run_in_turns
 from torchweft.dynamic.state import State
 from torchweft.errors import CaptureError, MachineError, WeftError, clip
 from torchweft.placement import Planner
+from torchweft.placement.graph_problem import ServedRun
 from torchweft.placement.learn.learner import Learner
-from torchweft.placement.learn.served import ServedRun
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
 from torchweft.private.core import pytree
 from torchweft.run.driver.executor import Executor, Job
-from torchweft.run.driver.feed import SLOTS, Feed
-from torchweft.run.driver.placing import Placer, Turns
+from torchweft.run.driver.placing import SLOTS, Feed, Placer, Turns
 from torchweft.run.workers.cell import Cell, Spec
 from torchweft.run.workers.grouping import Block, Group
 from torchweft.run.workers.pool import Spot, WorkerPool
@@ -380,7 +379,7 @@ def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[
         if count := num_rows[spec] - len(outputs.get(spec, ())):
             inputs[f"in{len(inputs)}"] = spec, 0, count
     if wanted is not None:
-        rows.stay(first, {lazy.id for lazy in wanted})
+        rows.first_away, rows.brought = first, frozenset(lazy.id for lazy in wanted)
         asked: dict[Spec, list[Tensor]] = {}
         for lazy in wanted:
             spec = rows.packs.get(lazy.id, (lazy.spec,))[0]

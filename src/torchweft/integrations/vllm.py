@@ -22,6 +22,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -34,8 +35,7 @@ from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.options import Options, check_names, is_disabled
 from torchweft.plan.strategies import overlap
-from torchweft.serve.reporting import Report
-from torchweft.serve.session import Session
+from torchweft.serve.session import Report, Session
 from torchweft.serve.trials import Phases, wanted_by
 
 KEY = "weft"
@@ -49,7 +49,8 @@ ROWS = row_wise(
 )
 SHARED = """no_compile_layers dp_metadata cudagraph_runtime_mode batch_descriptor ubatch_slices
     skip_compiled all_moe_layers moe_layer_index additional_kwargs"""
-SAME = "query_start_loc seq_lens num_actual_tokens max_query_len max_seq_len slot_mapping"
+MAKERS = """utils:AttentionGroup.build_metadata block_table:BlockTable.get_device_tensor
+    utils:AttentionGroup.build_metadata_for_cudagraph_capture"""
 
 
 def register() -> None:
@@ -129,6 +130,8 @@ class Weft:
         from vllm import forward_context
         from vllm.distributed import get_tp_group
 
+        for maker in MAKERS.split():  # from what they made we come to vLLM's copies on the CPU
+            splitters.keep_source(f"vllm.v1.worker.{maker}")
         rules: dict[str, Any] = dict.fromkeys(SHARED.split(), splitters.shared)
         rules |= {"slot_mapping": by_rows, "is_padding": by_rows}
         rules["attn_metadata"] = splitters.each_value(self._cut)
@@ -137,7 +140,7 @@ class Weft:
         state = (r"^vllm\.unified_", self.current, enforce)
         forward = Splitter("forward", *state, rules, touched, by="layer_name")
         self.config, self.host, self.group = config, forward_context, get_tp_group()
-        self.builder = functools.cache(self._builder)
+        self.group_of = functools.cache(self._group_of)
         self.phases = phases_of(config.additional_config[KEY], rules=[ROWS], splitters=[forward])
         self.session = self.phases.session
 
@@ -163,8 +166,9 @@ class Weft:
     def step(self, stock: Callable[..., Any], by_plans: Any, *args: Any, **kwargs: Any) -> Any:
         """One step of the engine, by the strategy for its kind."""
         state = self.current()
-        first = next(iter(state.attn_metadata.values())) if state is not None else None
-        tokens = first.query_start_loc.diff().tolist() if first is not None else ()
+        metadata = state.attn_metadata.values() if state is not None else ()
+        batch = next(filter(None, (splitters.source_of(each)[1] for each in metadata)), None)
+        tokens = batch.query_start_loc_cpu.diff().tolist() if batch is not None else ()
         return self.phases.call(tokens, stock, by_plans, args, kwargs)
 
     def current(self) -> Any:
@@ -174,37 +178,35 @@ class Weft:
         return state if state is not None and state.attn_metadata else None
 
     def _cut(self, layer: str, whole: Any, parts: Parts) -> list[Any]:
-        from vllm.v1.attention.backend import CommonAttentionMetadata
         from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
-        if getattr(whole, "causal", None) is not True or not hasattr(whole, "block_table"):
+        _, batch = splitters.source_of(whole)
+        if batch is None or batch.causal is not True:
             raise RefusedError(f"attention: {type(whole).__name__} cannot be made for a part")
-        common = CommonAttentionMetadata(
-            **{name: getattr(whole, name) for name in SAME.split()},
-            query_start_loc_cpu=whole.query_start_loc, block_table_tensor=whole.block_table,
-            seq_lens_cpu_upper_bound=whole.seq_lens, num_reqs=len(whole.seq_lens),
-        )  # fmt: skip
         cuts = zip(parts.requests, parts.rows, strict=True)
         slices = [UBatchSlice(slice(*requests), slice(*rows)) for requests, rows in cuts]
-        build = self.builder(layer).build
-        return [build(0, each) for each in split_attn_metadata(slices, common)]
+        build = self.group_of(layer, len(slices)).build_metadata
+        return [build(each, n) for n, each in enumerate(split_attn_metadata(slices, batch))]
 
-    def _builder(self, layer: str) -> Any:
-        """vLLM's own maker of attention metadata for the layers that share that of this one."""
-        metadata = self.current().attn_metadata
-        layers = [name for name, each in metadata.items() if each is metadata[layer]]
-        attention = self.config.compilation_config.static_forward_context[layer]
-        given = (attention.get_kv_cache_spec(self.config), layers, self.config)
-        make = attention.get_attn_backend().get_builder_cls()
-        return make(*given, self.config.device_config.device)
+    def _group_of(self, layer: str, num_parts: int) -> Any:
+        """vLLM's own makers of attention metadata, with buffers of their own for each part."""
+        group, _ = splitters.source_of(self.current().attn_metadata[layer])
+        mine, spec = copy(group), group.get_metadata_builder().kv_cache_spec
+        device = self.config.device_config.device
+        mine.create_metadata_builders(self.config, device, spec.block_size, num_parts)
+        return mine
 
     def touched(self, state: Any, parts: Parts) -> list[tuple[set[int], set[int]]]:
         """The blocks of the KV cache that each part finds filled, and those that it writes."""
-        caches = [
-            (whole.block_table.tolist(), whole.seq_lens.tolist(), self.builder(layer).block_size)
-            for layer, whole in splitters.distinct(state.attn_metadata)
-        ]
-        return splitters.blocks_touched(caches, parts)
+        made = [splitters.source_of(each) for _, each in splitters.distinct(state.attn_metadata)]
+        return splitters.blocks_touched([self._cache(*each) for each in made], parts)
+
+    def _cache(self, group: Any, batch: Any) -> tuple[Any, Any, int]:
+        table, num_requests = splitters.source_of(batch.block_table_tensor)
+        if table is None:
+            raise RefusedError("attention: vLLM keeps no copy of the block table on the CPU")
+        blocks, lengths = table.get_cpu_tensor()[:num_requests], batch.seq_lens_cpu_upper_bound
+        return blocks.tolist(), lengths.tolist(), group.kv_cache_spec.block_size
 
 
 class Reports:

@@ -1,14 +1,13 @@
 """The room of placement: which device runs each op of a graph, and when. No torch, no numpy.
 
 problem          the numbers that planners work on, and what no placement of them can beat
-placement        a placement, and a draft: one in the making        check: is it legal?
+placement        a placement, is it legal, and a draft: one in the making
 planners         one signature, by name
 graph_problem    a problem from our own graph; a placement of it as a plan
 """
 
-from torchweft.placement.check import check, faults
 from torchweft.placement.graph_problem import as_plan, graph_problem
-from torchweft.placement.placement import Draft, Placement, finished, placed
+from torchweft.placement.placement import Draft, Placement, check, faults, finished, placed
 from torchweft.placement.planners.planner import Planner, plan, planner_names
 from torchweft.placement.problem import Edge, Hold, Problem, bound_s
 

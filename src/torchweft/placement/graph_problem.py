@@ -2,6 +2,8 @@
 
     Graph, Machine, Costs, Context --graph_problem--> Problem, Placement --as_plan--> Plan
 
+A `ServedRun` is a call that was placed so, as data to learn from: `train` reads its file.
+
 Each device of the machine is one place to run ops, one at a time; it takes an op if one of its
 lanes does. Ops that touch a value which some op changes in place stay together, and with a changed
 input on the home device. Inputs start on the home device, `resident` ones (weights) wherever they
@@ -11,17 +13,22 @@ are needed; both count as memory there, as does every value that is made, read o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from torchweft.errors import MachineError, PlacementError, unknown
+from torchweft.files import write_json
 from torchweft.placement.placement import Placement
 from torchweft.placement.problem import INF, Edge, Hold, Matrix, Problem
 from torchweft.plan.context import Context, Cut
-from torchweft.plan.cost import Costs
-from torchweft.plan.graph import Graph, Op
+from torchweft.plan.graph import Graph, Op, graph_data
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Lane, Machine
+from torchweft.plan.machine import Costs, CostTable, Lane, Machine
+from torchweft.plan.machine import to_data as machine_data
 from torchweft.plan.plan import Plan, Step, one_line
 from torchweft.plan.precedence import precedence
+from torchweft.plan.trace import Trace
+from torchweft.plan.trace import to_data as trace_data
 
 
 def graph_problem(
@@ -100,14 +107,14 @@ def links(machine: Machine) -> tuple[Matrix, Matrix]:
 def _edges(graph: Graph, sizes: Mapping[str, int]) -> tuple[Edge, ...]:
     """Values from their makers to their readers, and orders that other dependencies ask for."""
     number = {op.name: at for at, op in enumerate(graph.ops)}
-    before = precedence(graph).before
+    before = precedence(graph)
     edges = []
     for op in graph.ops:
         at = number[op.name]
         makers = {name: graph.maker[name].name for name in op.touched if name in graph.maker}
         edges += [Edge(number[by], at, sizes[name], name) for name, by in makers.items()]
         made = set(makers.values())
-        edges += [Edge(number[other], at) for other, _ in before[op.name] if other not in made]
+        edges += [Edge(number[other], at) for other, _ in before[op.name, 0] if other not in made]
     return tuple(edges)
 
 
@@ -142,3 +149,29 @@ def as_plan(problem: Problem, placement: Placement) -> Plan:
     note = one_line(f"place {placement.planner or 'by hand'}")
     bare = Plan(graph.name, graph.digest, Cut(), lanes, tuple(steps), history=(note,), bound=graph)
     return lower(bare)
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """What one call was, on which devices, at which costs, and how long its ops took. home,
+    resident: as in `graph_problem`."""
+
+    graph: Graph
+    machine: Machine
+    table: CostTable
+    trace: Trace
+    home: str
+    resident: tuple[str, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the run as a JSON file: graph, machine, costs and trace, each in its own format."""
+        data = {
+            "weft_served": 1,
+            "home": self.home,
+            "resident": list(self.resident),
+            "graph": graph_data(self.graph),
+            "machine": machine_data(self.machine),
+            "costs": self.table.entries,
+            "trace": trace_data(self.trace),
+        }
+        write_json(path, data)

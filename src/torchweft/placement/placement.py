@@ -5,26 +5,28 @@
       0 s          1 s          fast      leaf0
       ...
 
-It is data: it prints, and goes to JSON and back. `score_s` is what its objective counts: the
+It is data, and prints. `score_s` is what its objective counts: the
 makespan of one input, or the period of a stream. `bound_s` is a proven lower bound of the score.
+
+`check` says whether a placement is legal for a problem, from the two alone: it shares no code with
+the planners and the draft. Rules: `ops`, `device`, `time`, `overlap` (two ops on one device at
+once), `order` (an op starts before what it reads has arrived), `together`, `memory`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from itertools import pairwise
 
-from torchweft.errors import PlacementError, clip, unknown
-from torchweft.files import Reader, read_json, write_json
-from torchweft.placement.problem import INF, OBJECTIVES, Matrix, Problem
-from torchweft.plan.graph import check_name
+from torchweft.errors import PlacementError
+from torchweft.placement.problem import INF, Matrix, Problem
 from torchweft.plan.trace import format_s
 
-VERSION = 1
+SLACK = 1e-9  # relative: what sums of floating-point seconds may be off
 PROVEN = 1e-6  # a score this close to its bound, relatively, is optimal
 
 
@@ -74,11 +76,6 @@ class Placement:
         keys = list(zip(self.start_s, self.end_s, range(len(self.ops)), strict=True))
         return tuple(op for _, _, op in sorted(keys))
 
-    @cached_property
-    def device_of(self) -> Mapping[str, str]:
-        """The device of an op, by names."""
-        return {op: self.devices[at] for op, at in zip(self.ops, self.device, strict=True)}
-
     def __str__(self) -> str:
         score = f"makespan {format_s(self.makespan_s)}"
         if self.objective == "throughput":
@@ -95,79 +92,6 @@ class Placement:
             times = f"{format_s(self.start_s[op]):<13}{format_s(self.end_s[op]):<13}"
             lines.append(f"  {times}{self.devices[self.device[op]]:<{wide}}{self.ops[op]}")
         return "\n".join(lines) + "\n"
-
-    def to_data(self) -> dict[str, object]:
-        """The placement as plain data, ready for JSON."""
-        columns = self.ops, self.device, self.start_s, self.end_s
-        rows = [
-            {"op": op, "device": self.devices[at], "start_s": start_s, "end_s": end_s}
-            for op, at, start_s, end_s in zip(*columns, strict=True)
-        ]
-        facts = ("problem", "planner", "objective", "makespan_s", "period_s", "bound_s", "gap")
-        plain = {name: getattr(self, name) for name in (*facts, "optimal", "planning_s")}
-        lists = {"devices": list(self.devices), "placement": rows}
-        return {"weft_placement": VERSION, **plain, **lists}
-
-    def save(self, path: str | Path) -> None:
-        """Write the placement as a JSON file."""
-        write_json(path, self.to_data())
-
-    @staticmethod
-    def load(path: str | Path) -> Placement:
-        """Read a placement file. Raises `PlacementError` for a file that is none."""
-        return Placement.from_data(read_json(path, PlacementError, "placement"))
-
-    @staticmethod
-    def from_data(data: object) -> Placement:
-        """A placement from plain data. Raises `PlacementError` naming the field that is wrong."""
-        read = Reader(data, PlacementError, "placement")
-        if read.take("weft_placement", int, None) != VERSION:
-            raise read.fail(f"this is not a placement of version {VERSION}.")
-        devices = tuple(
-            check_name(name, "device", PlacementError) for name in read.names("devices")
-        )
-        numbers = {name: number for number, name in enumerate(devices)}
-        rows = [_row(item, numbers) for item in read.take("placement", list)]
-        if not rows or len({row[0] for row in rows}) < len(rows) or len(numbers) < len(devices):
-            raise read.fail("it has no ops, or two ops or devices of one name.")
-        ops, device, start_s, end_s = zip(*rows, strict=True)
-        objective = read.take("objective", str, "latency")
-        if objective not in OBJECTIVES:
-            raise read.fail(unknown("objective", objective, OBJECTIVES))
-        bound_s = read.take("bound_s", (int, float), None)
-        return Placement(
-            problem=check_name(read.take("problem", str), "problem", PlacementError),
-            ops=ops,
-            devices=devices,
-            device=device,
-            start_s=start_s,
-            end_s=end_s,
-            period_s=_seconds(read, "period_s"),
-            objective=objective,
-            planner=read.take("planner", str, ""),
-            bound_s=None if bound_s is None else _seconds(read, "bound_s"),
-            planning_s=_seconds(read, "planning_s", 0.0),
-        )
-
-
-def _row(data: object, numbers: Mapping[str, int]) -> tuple[str, int, float, float]:
-    read = Reader(data, PlacementError, "placed op")
-    name = check_name(read.take("op", str), "op", PlacementError)
-    device = read.take("device", str)
-    if device not in numbers:
-        raise read.fail(unknown("device", device, numbers))
-    start_s, end_s = _seconds(read, "start_s"), _seconds(read, "end_s")
-    if end_s < start_s:
-        raise read.fail(f"op {name!r} ends before it starts.")
-    read.done()
-    return name, numbers[device], start_s, end_s
-
-
-def _seconds(read: Reader, name: str, default: object = ...) -> float:
-    number = read.take(name, (int, float), default)
-    if not 0 <= number < math.inf:
-        raise read.fail(f"{name} must be a number of seconds from 0 on; got {clip(number)}.")
-    return float(number)
 
 
 class OpenDevices:
@@ -393,3 +317,62 @@ def _placement(
         problem.objective,
         bound_s=bound_s,
     )
+
+
+def check(problem: Problem, placement: Placement) -> Placement:
+    """The same placement, if it is legal. Raises `PlacementError` with the first broken rule."""
+    for rule, text in faults(problem, placement):
+        head = f"{rule}: the placement by {placement.planner or 'hand'} of {problem.name!r}"
+        raise PlacementError(f"{head}: {text}", rule=rule)
+    return placement
+
+
+def faults(problem: Problem, placement: Placement) -> Iterator[tuple[str, str]]:
+    """Every broken rule as (rule, text)."""
+    if placement.ops != problem.ops or placement.devices != problem.devices:
+        yield "ops", "it has other ops or devices than the problem."
+        return
+    for op, at in enumerate(placement.device):
+        if problem.seconds[op][at] == INF:
+            yield "device", f"device {problem.devices[at]!r} cannot run op {problem.ops[op]!r}."
+    yield from _late(problem, placement, SLACK * max(1e-30, max(placement.end_s)))
+    for ops in problem.together:
+        if len({placement.device[op] for op in ops}) > 1:
+            yield "together", f"op {problem.ops[ops[0]]!r} is not with all it must be with."
+    needs = [0.0] * problem.num_devices
+    for hold in problem.holds:
+        for device in {placement.device[op] for op in hold.ops}:
+            needs[device] += hold.num_bytes
+    for name, room, need in zip(problem.devices, problem.room_bytes, needs, strict=True):
+        if need > room:
+            yield "memory", f"device {name!r} has {room:.6g} bytes, its ops need {need:.6g}."
+
+
+def _late(problem: Problem, placement: Placement, slack_s: float) -> Iterator[tuple[str, str]]:
+    """What is wrong with the times: by rule, time, order and overlap."""
+    starts_s, ends_s, names = placement.start_s, placement.end_s, problem.ops
+    for op, device in enumerate(placement.device):
+        start_s, end_s, seconds = starts_s[op], ends_s[op], problem.seconds[op][device]
+        wrong = abs(end_s - start_s - seconds) > slack_s or start_s < -slack_s
+        if seconds < INF and wrong:
+            text = f"takes {seconds:g} s, not from {start_s:g} to {end_s:g}."
+            yield "time", f"op {names[op]!r} {text}"
+    for op, device in enumerate(placement.device):
+        if starts_s[op] < problem.ready_s[op][device] - slack_s:
+            yield "order", f"op {names[op]!r} starts before its inputs are there."
+    for edge in problem.edges:
+        source, target = placement.device[edge.source], placement.device[edge.target]
+        there_s = ends_s[edge.source]
+        if source != target:
+            there_s += problem.latency_s[source][target]
+            there_s += edge.num_bytes * problem.byte_s[source][target]
+        if starts_s[edge.target] < there_s - slack_s:
+            pair = f"{names[edge.target]!r} starts before {names[edge.source]!r}"
+            yield "order", f"{pair} is there, at {there_s:g} s."
+    lanes: list[list[tuple[float, float, str]]] = [[] for _ in problem.devices]
+    for op, device in enumerate(placement.device):
+        lanes[device].append((starts_s[op], ends_s[op], names[op]))
+    for name, spans in zip(problem.devices, lanes, strict=True):
+        for (_, end_s, first), (start_s, _, second) in pairwise(sorted(spans)):
+            if start_s < end_s - slack_s:
+                yield "overlap", f"ops {first!r} and {second!r} run on device {name!r} at once."

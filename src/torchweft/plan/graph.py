@@ -22,13 +22,11 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torchweft.errors import GraphError, WeftError, clip, unknown
-from torchweft.files import read_item, read_json, write_json
 from torchweft.plan.sizes import ONE, ZERO, Size
 
 USES = ("compute", "memory", "network", "io")
@@ -188,11 +186,9 @@ class Graph:
 
     @cached_property
     def structure(self) -> Mapping[str, int]:
-        """A number for each op's structure: equal numbers, equal code, weights as inputs."""
-        numbers: dict[object, int] = {}
-        return {
-            op.name: numbers.setdefault(_structure_key(self, op), len(numbers)) for op in self.ops
-        }
+        """A number for each op's body: equal numbers, equal code, weights as inputs."""
+        numbers: dict[str, int] = {}
+        return {op.name: numbers.setdefault(op.body or op.name, len(numbers)) for op in self.ops}
 
     @cached_property
     def digest(self) -> str:
@@ -213,20 +209,6 @@ def _facts(item: Value | Op) -> list[object]:
     """Every field, with sizes as text: what the digest of a graph is made of."""
     facts = [getattr(item, name) for name in item.__slots__]
     return [list(map(str, fact)) if isinstance(fact, tuple) else str(fact) for fact in facts]
-
-
-def _structure_key(graph: Graph, op: Op) -> object:
-    def shape(name: str) -> object:
-        value = graph.value[name]
-        return value.shape, value.dtype, value.batch
-
-    collective = op.collective and replace(op.collective, tag="")
-    body = op.body or op.name
-    touched = [tuple(map(shape, names)) for names in (op.reads, op.makes, op.mutates)]
-    # Which read is mutated or aliased counts too: the same code with another effect is another op.
-    places = tuple(map({name: at for at, name in enumerate(op.reads)}.get, op.mutates))
-    aliases = tuple(graph.value[name].alias_of is not None for name in op.makes)
-    return body, op.uses, op.rows, op.two_phase, collective, *touched, places, aliases
 
 
 def _faults(graph: Graph) -> Iterator[str]:
@@ -384,36 +366,3 @@ def _plain(item: Any) -> Any:
         return item
     facts = [(spec, getattr(item, spec.name)) for spec in fields(item)]
     return {spec.name: _plain(fact) for spec, fact in facts if fact != spec.default}
-
-
-def save_graph(graph: Graph, path: str | Path) -> None:
-    """Write the graph as a JSON file."""
-    write_json(path, graph_data(graph))
-
-
-def load_graph(path: str | Path) -> Graph:
-    """Read a graph file. Raises `GraphError` for a file that is not one."""
-    return read_graph(read_json(path, GraphError, "graph"))
-
-
-def read_graph(data: object) -> Graph:
-    """A graph from plain data. Raises `GraphError` naming the field that is wrong."""
-    if not isinstance(data, dict) or "weft_graph" not in data:
-        raise GraphError("file: this is not a graph: the field 'weft_graph' is missing.")
-    if data["weft_graph"] != VERSION:
-        raise GraphError(
-            f"version: graph format {clip(data['weft_graph'])}; this torchweft reads {VERSION}."
-        )
-    plain = {name: value for name, value in data.items() if name != "weft_graph"}
-    graph: Graph = read_item(Graph, plain, GraphError, communicators=_read_communicators)
-    return graph
-
-
-def _read_communicators(data: Mapping[str, object]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    groups = []
-    for name, ranks in data.items():
-        if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
-            text = f"communicator {clip(name)}: ranks must be whole numbers, from 0 on"
-            raise GraphError(f"file: {text}; got {clip(ranks)}.")
-        groups.append((check_name(name, "communicator"), tuple(ranks)))
-    return tuple(groups)

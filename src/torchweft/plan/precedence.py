@@ -1,9 +1,9 @@
 """Precedence: which op must come before which, and which step, as they touch the same bytes.
 
-    Precedence.before["mlp0"] == (("reduce0", True), ...)     True: part by part, False: all first
+    precedence(graph, 2)["mlp0", 1] == [("reduce0", 1)]       op and part: what it comes behind
 
 Three kinds of dependency, all through roots, so aliases count: read after write, write after read,
-write after write. A *serial* op changes bytes that all parts share, so its parts go in part order.
+write after write. Parts that change the same bytes (a sum over rows) go in part order.
 
 A strategy records steps in an order that is right when they run one by one. Two steps conflict if
 they touch the same bytes and not both only read; then their recorded order has to be kept.
@@ -16,55 +16,27 @@ noted at the complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from torchweft.plan.graph import Graph, Op
-from torchweft.plan.plan import Plan, Step
+from torchweft.plan.machine import Lane
+from torchweft.plan.plan import Step
+
+Pair = tuple[str, int]
+"""An op, and a part; of an op that runs once for all parts: 0."""
 
 
-@dataclass(frozen=True)
-class Precedence:
-    """For each op the ops that must come before it, and the ops whose parts go in order."""
-
-    before: Mapping[str, tuple[tuple[str, bool], ...]]
-    serial: frozenset[str]
-
-
-def precedence(graph: Graph) -> Precedence:
-    """Walk the ops in program order and note who touched each root last."""
-    writer: dict[str, tuple[Op, bool]] = {}
-    readers: dict[str, list[tuple[Op, bool]]] = {}
-    before: dict[str, tuple[tuple[str, bool], ...]] = {}
-    serial = set()
-    for op in graph.ops:
-        ahead: dict[str, bool] = {}
-
-        def after(other: tuple[Op, bool], by_part: bool, ahead: dict[str, bool] = ahead) -> None:
-            same = by_part and other[1]
-            ahead[other[0].name] = ahead.get(other[0].name, True) and same
-
-        for name in op.touched:
-            maker = graph.maker.get(name)
-            if maker is not None and graph.value[name].alias_of is not None:
-                # Read after write of the view itself.
-                after(
-                    (maker, not maker.whole), not op.whole and graph.value[name].batch is not None
-                )
-        for root, (by_part, writes) in touches(graph, op).items():
-            if root in writer:
-                after(writer[root], by_part)
-            if writes:
-                for reader in readers.get(root, ()):
-                    after(reader, by_part)
-                writer[root], readers[root] = (op, by_part), []
-                if not by_part and not op.whole:
-                    serial.add(op.name)
-            else:
-                readers.setdefault(root, []).append((op, by_part))
-        ahead.pop(op.name, None)
-        before[op.name] = tuple(ahead.items())
-    return Precedence(before, frozenset(serial))
+def precedence(graph: Graph, num_parts: int = 1) -> dict[Pair, list[Pair]]:
+    """For each op and part, in program order, the ops and parts that it must come behind."""
+    ledger, before = Ledger(graph, num_parts), dict[Pair, list[Pair]]()
+    pairs = [(op, p) for op in graph.ops for p in range(1 if op.whole else num_parts)]
+    for index, (op, part) in enumerate(pairs):
+        parts = None if op.whole or num_parts == 1 else (part, part + 1)
+        step = Step("run", "", (op.name,), parts)
+        earlier = [pairs[other] for other in dict.fromkeys(ledger.before(step))]
+        before[op.name, part] = [(other.name, each) for other, each in earlier]
+        ledger.note(index, step)
+    return before
 
 
 def touches(graph: Graph, op: Op) -> dict[str, tuple[bool, bool]]:
@@ -86,11 +58,12 @@ Touch = tuple[str, int, bool]
 
 
 class Ledger:
-    """Who wrote and who read each cell last."""
+    """Who wrote and who read each cell last, by steps on these lanes."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.graph, self.num_parts = plan.graph, plan.num_parts
-        self.device = {lane.name: lane.device for lane in plan.lanes}
+    def __init__(self, graph: Graph, num_parts: int, lanes: Sequence[Lane] = ()) -> None:
+        self.graph, self.num_parts = graph, num_parts
+        self.device = {lane.name: lane.device for lane in lanes}
+        self.several, self.inputs = len(set(self.device.values())) > 1, set(graph.inputs)
         self.writer: dict[tuple[str, int], int] = {}
         self.readers: dict[tuple[str, int], list[int]] = {}
         self._op_cells: dict[tuple[str, tuple[int, int] | None], tuple[Touch, ...]] = {}
@@ -121,6 +94,8 @@ class Ledger:
         runs = step.kind in ("run", "issue", "complete")
         ops = (touch for name in step.names for touch in self._op(name, step))
         cells = list(ops if runs else self._move(step))
+        if not self.several:
+            return cells
         sent = step.on if step.kind == "copy" else None  # who reads it there comes behind
         here = f"on {sent or self.device[step.lane]}"
         return cells + [(f"{name} {here}", part, sent is not None) for name, part, _ in cells]
@@ -136,16 +111,16 @@ class Ledger:
         for root, (by_part, writes) in touches(graph, op).items():
             for part in self._cells(root, step if by_part else None):
                 yield root, part, writes
-        for value in op.touched + op.makes:
-            split = value in graph.inputs and step.parts is not None
-            if split or (value not in graph.inputs and graph.value[value].alias_of is not None):
-                for part in self._cells(value, step):
-                    yield f"view {value}", part, value in op.makes
+        for value in map(graph.value.__getitem__, op.touched + op.makes):
+            split = value.batch is not None and step.parts is not None
+            if split if value.name in self.inputs else value.alias_of is not None:
+                for part in self._cells(value.name, step):
+                    yield f"view {value.name}", part, value.name in op.makes
 
     def _move(self, step: Step) -> Iterator[Touch]:
         graph, name = self.graph, step.names[0]
         root = graph.root[name]
-        sent = step.kind == "copy" and step.on is not None and name not in graph.inputs
+        sent = step.kind == "copy" and step.on is not None and name not in self.inputs
         if step.kind in ("split", "merge") or sent:
             view = step.kind == "split" or graph.value[name].alias_of is not None
             for part in self._cells(name, step) if view else ():

@@ -26,8 +26,7 @@ from typing import NamedTuple, NoReturn
 
 from torchweft.errors import PlanError, unknown
 from torchweft.plan.context import Context
-from torchweft.plan.cost import Costs
-from torchweft.plan.machine import Machine
+from torchweft.plan.machine import Costs, Machine
 from torchweft.plan.plan import KINDS, Plan, Range, Step
 from torchweft.plan.trace import Span, Trace
 

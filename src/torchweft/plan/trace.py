@@ -8,28 +8,28 @@ Kinds of span: run, copy, issue and complete (steps that take time), wait (only 
 still) and transfer (a two-phase op in flight on its hosted lane, between issue and complete).
 
     trace.to_text()      a timeline to read       trace.save("run.txt")
-    trace.to_chrome()    for Perfetto             trace.save("run.json"), Trace.load reads it back
+    trace.to_chrome()    for Perfetto             trace.save("run.json")
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappush, heapreplace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchweft.errors import WeftError, clip, unknown
-from torchweft.files import read_json, write_text
+from torchweft.errors import WeftError, unknown
+from torchweft.files import write_text
 from torchweft.plan.plan import Range
 
 VERSION = 1
 SPANS = ("run", "copy", "issue", "complete", "wait", "transfer")
 SUFFIXES = (".json", ".txt")
-MAX_SPANS = 25_000
 MAX_FLIGHTS = 16  # rows of one lane in a timeline
 _FILL = {"compute": "█", "memory": "▓", "network": "═", "io": "─"}
 _EDGE = {"█": "▐", "▓": "▐", "═": "╞", "─": "╟"}
@@ -203,19 +203,19 @@ class Trace:
             if span.kind in ("transfer", "complete", "wait") and key in first:
                 yield first[key], span
 
+    @staticmethod
+    def load(path: str | Path) -> Trace:
+        """Read a trace that was saved as .json. Raises `WeftError` for a file that is none."""
+        trace: Trace = import_module("torchweft_tools.formats.weft_files").load_trace(path)
+        return trace
+
     def save(self, path: str | Path) -> None:
-        """Write the trace; the suffix says how: .json (Perfetto, and `load`) or .txt."""
+        """Write the trace; the suffix says how: .json (for Perfetto) or .txt."""
         suffix = Path(path).suffix
         if suffix not in SUFFIXES:
             raise WeftError(f"trace: {unknown('suffix', suffix, SUFFIXES)}", rule="suffix")
         text = json.dumps(self.to_chrome()) + "\n" if suffix == ".json" else self.to_text()
         write_text(path, text)
-
-    @staticmethod
-    def load(path: str | Path) -> Trace:
-        """Read a trace that was saved as .json. Raises `WeftError` for a file that is none."""
-        data = read_json(path, WeftError, "trace")
-        return from_data(data.get("weft_trace") if isinstance(data, dict) else None)
 
 
 def to_data(trace: Trace) -> dict[str, Any]:
@@ -224,37 +224,6 @@ def to_data(trace: Trace) -> dict[str, Any]:
     facts = ("name", "simulated", "lanes", "spans", "memory")
     plain = {"version": VERSION, **{name: getattr(trace, name) for name in facts}}
     return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
-
-
-def from_data(data: object) -> Trace:
-    """The trace of plain data. Raises `WeftError` for data that is none."""
-    if not isinstance(data, Mapping) or data.get("version") != VERSION:
-        raise WeftError(f"file: this is not a Weft trace of version {VERSION}.", rule="file")
-    try:
-        if len(data["spans"]) > MAX_SPANS:
-            raise ValueError(f"it has more than {MAX_SPANS} spans")
-        spans = tuple(map(_span, data["spans"]))
-        lanes = tuple((str(lane), str(device)) for lane, device in data["lanes"])
-        memory = tuple((_number(at_s), int(_number(live))) for at_s, live in data["memory"])
-        path = tuple(spans[number] for number in data["critical_path"])
-        return Trace(str(data["name"]), spans, memory, data["simulated"] is True, path, lanes)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as cause:
-        raise WeftError(f"file: this Weft trace is damaged: {clip(cause)}.", rule="file") from None
-
-
-def _span(fields: Any) -> Span:
-    span = Span(*fields)
-    start_s, end_s, _ = map(_number, span[7:])
-    good = span.kind in SPANS and all(isinstance(word, str) for word in span[:6])
-    if not good or start_s > end_s or (span.parts is not None and len(span.parts) != 2):
-        raise ValueError(f"a span cannot be {clip(fields)}")
-    return span._replace(parts=span.parts and (int(span.parts[0]), int(span.parts[1])))
-
-
-def _number(number: Any) -> float:
-    if type(number) not in (int, float) or not 0 <= number < math.inf:
-        raise ValueError(f"a time or a size cannot be {clip(number)}")
-    return number  # type: ignore[no-any-return]
 
 
 def format_s(seconds: float) -> str:

@@ -20,7 +20,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -45,7 +45,13 @@ WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model
 """What a rank does whose digest is not that of a plan."""
 MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
 RANKS, NUM_LETTERS = "ranks", 200
+EVERY, NO_WISH = 1000, -1  # shares are counted in calls of a thousand
 Answer = TypeVar("Answer")
+
+
+def is_among(number: int, share: int) -> bool:
+    """Whether a call is among the share (of a thousand) that runs by plans; they lie evenly."""
+    return number * share // EVERY > (number - 1) * share // EVERY
 
 
 class EagerError(PlanError):
@@ -99,16 +105,18 @@ class Channel:
         self.steps: Sequence[Step] = ()  # of the call before
         self.roles: Roles = weakref.WeakKeyDictionary()
         self.num_roles = 0
+        # Of each model: the share of calls by plans, the next share, from which call on.
+        self._shares: MutableMapping[Speaker, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         if before is not None and before.user() is user:  # the ranks know each other's models
             self.roles, self.num_roles = before.roles, before.num_roles
+            shares = before._shares.items()
+            self._shares.update({speaker: (share, share, 0) for speaker, (_, share, _) in shares})
         self._opening, self._busy = threading.Lock(), threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
         self._speaker: Speaker | None = None
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
         self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
-        self._pending: queue.Queue[Any] = queue.Queue(
-            MAX_AHEAD
-        )  # agreements that are still to come
+        self._pending: queue.Queue[Any] = queue.Queue(MAX_AHEAD)  # agreements still to come
         self._keeper: threading.Thread | None = None
 
     @property
@@ -137,7 +145,8 @@ class Channel:
         self._digest, self._speaker, self._graph = digest, speaker, graph
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
         self._place = speaker.place(self.name)
-        message = [self.num_calls, digest, self._claim, self._place]
+        wish = NO_WISH if speaker.wanted is None else speaker.wanted
+        message = [self.num_calls, digest, self._claim, self._place, wish]
         self._told = self._send(message, torch.int64)
 
     def agree(self) -> None:
@@ -157,9 +166,9 @@ class Channel:
             self._hand_over(work, told)
             return
         wait(work, self.name)
-        rows = told.tolist()
-        _, digest, claim, _ = rows[0]
         assert self._speaker is not None, "only a call that has begun is agreed on"
+        rows = self._hear(told.tolist(), self._speaker)
+        _, digest, claim, _ = rows[0]
         if any(row != rows[0] for row in rows) or digest == REFUSED:
             _, digests, claims, _ = zip(*rows, strict=True)
             if REFUSED in digests or len(set(digests)) > 1:
@@ -174,33 +183,55 @@ class Channel:
             claim = self.num_roles = self.num_roles + 1
         if claim != self._claim:
             self.roles[self._speaker] = claim
-        if digest not in WITHOUT_PLAN:
+        if digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
 
     def _hand_over(self, work: Any, told: torch.Tensor) -> None:
         """Leave an agreement to the keeper. Raises `LostError` if others are too far behind."""
         try:
-            self._pending.put((work, told), timeout=self.watchdog_s)
+            self._pending.put((work, told, self._speaker), timeout=self.watchdog_s)
         except queue.Full:
             raise LostError(f"timed out: a rank is {MAX_AHEAD} calls behind", self) from None
 
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""
         while (pending := self._pending.get()) is not None:
-            work, told = pending
+            work, told, speaker = pending
             try:
                 wait(work, self.name)
             except LostError as error:
                 self._take_down(self.why(str(error)))
                 return
-            if any(row != told[0].tolist() for row in told.tolist()):
+            rows = self._hear(told.tolist(), speaker)
+            if any(row != rows[0] for row in rows):
                 calls = "; ".join(
                     f"rank {self.world[rank]} made call {number} of model {claim} ({digest:016x})"
-                    for rank, (number, digest, claim, _) in enumerate(told.tolist())
+                    for rank, (number, digest, claim, _) in enumerate(rows)
                 )
                 self._take_down(f"the ranks call different models or plans: {calls}")
                 return
-            del pending, work, told  # which would keep the group open
+            del pending, work, told, speaker  # which would keep the group open
+
+    def _hear(self, rows: list[list[int]], speaker: Speaker) -> list[list[int]]:
+        """What ranks say of a call, without their wishes, which all ranks note alike.
+
+        A wish comes true at a call that no host can have come to. Until then others are not heard:
+        who has one says it again. Of two the smaller share is taken.
+        """
+        number, wishes = rows[0][0], {row.pop() for row in rows} - {NO_WISH}
+        _, now, at = self._shares.get(speaker, (EVERY, EVERY, 0))
+        if wishes and number >= at:
+            share = min(wishes)
+            self._shares[speaker] = now, share, number + MAX_AHEAD + 2
+            speaker.share = share
+            speaker.wanted = None if speaker.wanted == share else speaker.wanted
+        return rows
+
+    def is_planned(self, speaker: Speaker) -> bool:
+        """Whether the next call of a model is among those that run by plans; on all ranks alike."""
+        before, share, at = self._shares.get(speaker, (EVERY, EVERY, 0))
+        number = self.num_calls + 1
+        return is_among(number, share if number >= at else before)
 
     def _take_down(self, why: str) -> None:
         """End the user's group too: its collectives may wait for each other on the devices."""

@@ -35,6 +35,8 @@ class Speaker:
     def __init__(self, name: str = "a graph of torch.compile") -> None:
         self.name = name
         self.talked = self.is_silent = False
+        self.wanted: int | None = None  # the share of calls that the ranks are still to agree on
+        self.share: int | None = None  # what they agreed on last; None as long as it is all
         self._here = threading.local()
         _speakers[next(_numbers)] = self
 

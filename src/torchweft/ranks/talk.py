@@ -79,6 +79,11 @@ def communicators(graph: Graph) -> set[str]:
     return {op.collective.communicator for op in graph.ops if op.collective is not None}
 
 
+def is_planned(names: Iterable[str], speaker: Speaker) -> bool:
+    """Whether the ranks of these communicators run the next call of a model by plans."""
+    return all(channel(_group_of(name)).is_planned(speaker) for name in names)
+
+
 def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks of these communicators that this one has no plan for the call."""
     for name in sorted(names):

@@ -110,7 +110,6 @@ class CpuCall:
             raise Cancelled
 
     def join(self) -> None:
-        """Wait until all other lanes have ended."""
         for end in self.ends:
             end.wait()
         if self.failure is not None:

@@ -35,6 +35,7 @@ class Service:
         self.options, self.speaker, self.lanes = options, speaker, Lanes()
         self.fallbacks: Counter[str] = Counter()
         self.here = threading.local()  # ran: whether a graph has run in this thread's call
+        self.num_stock = 0  # calls, of graphs or models, that were not to run by plans
         self.watches = False  # whether calls are traced or kept: they take the long way then
         self.traces: list[Trace] | None = None
         self.kept: dict[Any, list[Any]] | None = None
@@ -53,6 +54,14 @@ class Service:
             is_first = self.fallbacks[reason] == 1
         if is_first:
             log.warning("%s falls back: %s", where, reason)
+
+    def run_stock(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], communicators: Iterable[str]
+    ) -> Any:
+        """Run a user's graph in a call that is not to run by plans, as the other ranks do."""
+        self.num_stock += 1
+        run_eagerly(communicators, self.speaker, self.options.watchdog_s)
+        return gm.forward(*inputs)
 
     def refuse(self, communicators: Iterable[str]) -> None:
         """Tell the other ranks that this one has no plan for the call."""

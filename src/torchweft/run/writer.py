@@ -19,23 +19,120 @@ graphs and plans enters as numbers or through the namespace:
 
 v12 is value 12 whole, v12_0_1 its rows of part 0, p12 the whole in its place, m12 the room of that
 place, h4_0_1 a flight. Values that cross lanes live in the list `c`, all others in local variables.
+
+A part of a value is a view wherever torch has one (outer == 1; its dim has outer * rows * inner
+entries), else a copy. A place is made by the first part that comes: parts write into it themselves,
+so that its shape is known before (`room_for`), or are copied into it (`whole_like`).
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
+from torchweft.capture.rows.axes import rows_apart
 from torchweft.capture.splitters import STATE
 from torchweft.errors import PlanError
-from torchweft.plan.graph import Value
+from torchweft.plan.graph import Batch, Value
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.plan.sizes import Size
 from torchweft.run.program import Body, Delay, Program, Results, makes_of, reads_of
-from torchweft.run.rows import First, into_of, putter, room_for, taker, whole_like
 from torchweft.source import Source
+
+Take = Callable[[Any, int, int, int], Any]
+"""(tensor, rows it has, first row, end row) -> those rows of it."""
+
+
+def taker(value: Value) -> Take:
+    """The function that takes rows of a value (or of a room)."""
+    batch = _batch(value)
+    dim = batch.dim
+
+    def narrow(tensor: Any, rows: int, start: int, stop: int) -> Any:
+        inner = tensor.shape[dim] // rows
+        return tensor.narrow(dim, start * inner, (stop - start) * inner)
+
+    def outer(tensor: Any, rows: int, start: int, stop: int) -> Any:
+        apart = rows_apart(tensor, batch, rows)
+        return apart.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+
+    return narrow if batch.outer.constant == 1 else outer
+
+
+def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
+    """The function that puts rows of a value into its whole: (whole, part, rows, start, stop)."""
+    batch, take = _batch(value), taker(value)
+
+    def put(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
+        take(whole, rows, start, stop).copy_(part)
+
+    def put_outer(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
+        into = rows_apart(whole, batch, rows).narrow(batch.dim + 1, start, stop - start)
+        into.copy_(rows_apart(part, batch, stop - start))
+
+    return put if batch.outer.constant == 1 else put_outer
+
+
+def _batch(value: Value) -> Batch:
+    assert value.batch is not None, "only values with a batch have rows"
+    return value.batch
+
+
+def fill(lock: threading.Lock, cells: list[Any], at: int, make: Callable[[], Any]) -> None:
+    """Fill a cell once, whoever comes first."""
+    with lock:
+        if cells[at] is None:
+            cells[at] = make()
+
+
+def room_for(room: Any, *, poison: bool = False) -> Callable[..., Any]:
+    """The function that makes a room of a body (see `capture.outs`): (*shape) -> empty tensor.
+
+    poison: fill it with NaN, so that a read that comes too early cannot find the right numbers of
+    an earlier call.
+    """
+    order, options = room.order, {"dtype": room.dtype, "device": room.device}
+
+    def make(*shape: int) -> Any:
+        return _poisoned(torch.empty_permuted(shape, order, **options), poison)
+
+    return make
+
+
+def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int], Any]:
+    """The function that makes room for all rows: (a part, its rows, all rows) -> empty tensor.
+
+    Dims lie in memory in the part's order, so a transposed part gives a transposed whole.
+    """
+    dim = _batch(value).dim
+
+    def make(part: Any, part_rows: int, rows: int) -> Any:
+        shape = list(part.shape)
+        shape[dim] = shape[dim] // part_rows * rows
+        order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
+        room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+        return _poisoned(room, poison)
+
+    return make
+
+
+def _poisoned(room: Any, poison: bool) -> Any:
+    return room.fill_(float("nan")) if poison and room.is_floating_point() else room
+
+
+def into_of(body: Any, op: str) -> Any:
+    """The form of a body that writes into rooms. Raises `PlanError` if it has none."""
+    into = getattr(body, "into", None)
+    if into is None:
+        raise PlanError(f"memory: op {op!r} is to write into places, but its body cannot.")
+    return into
+
 
 MAX_JITTER_S = 0.002
 
@@ -78,8 +175,8 @@ class Writer:
         self._look()
         self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
-        self.space |= {"first": First(), "j": time.sleep, "now": time.perf_counter}
-        self.space["r"] = random.random
+        self.space |= {"j": time.sleep, "now": time.perf_counter, "r": random.random}
+        self.space["first"] = partial(fill, threading.Lock())
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.num_functions = len(self.lanes)
         self.events: dict[str, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +23,8 @@ from torchweft.run.compare import Check, compare, difference
 from torchweft.run.cpu import run
 from torchweft.run.eager.build import Arguments, rows_at
 from torchweft.run.program import makes_of, reads_of
-from torchweft.run.rows import taker
-from torchweft.run.writer import compile_program
-from torchweft.serve.piece import Piece
-from torchweft.serve.plans import context_of
+from torchweft.run.writer import compile_program, taker
+from torchweft.serve.piece import Piece, context_of
 
 log = logging.getLogger("torchweft")
 LOW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -70,7 +69,6 @@ class _Repeat:
         self.bounds = piece.plans.shape(self.entry, self.context, self.env).bounds
 
     def run(self, plan: Plan, bodies: Mapping[str, Any], bounds: Sequence[int]) -> None:
-        """Run the call by a plan."""
         program = compile_program(plan, bodies)
         values, _ = self.piece.captured.bind(preserved(list(self.inputs)))
         given = [values[name] for name in self.piece.graph.inputs]
@@ -81,18 +79,21 @@ class _Repeat:
         """Run the call by a plan and keep a copy of everything each op made, run by run."""
         made: dict[str, list[tuple[Any, ...]]] = {}
 
-        def recorded(name: str, body: Any) -> Any:
+        def recorded(name: str, function: Any) -> Any:
             def run(*arguments: Any) -> Any:
-                results = getattr(body, "function", body)(*arguments)
+                results = function(*arguments)
                 copied = tuple(r.clone() if isinstance(r, torch.Tensor) else r for r in results)
                 made.setdefault(name, []).append(copied)
                 return results
 
-            run.sizes = body.sizes  # type: ignore[attr-defined]
             return run
 
-        bodies = self.piece.captured.bodies.items()
-        self.run(plan, {name: recorded(name, body) for name, body in bodies}, bounds)
+        bodies = dict(self.piece.captured.bodies)
+        for name, body in bodies.items():
+            into = body.into and replace(body.into, function=recorded(name, body.into.function))
+            run = recorded(name, body.function)
+            bodies[name] = replace(body, compiled=run, issue=None, complete=None, into=into)
+        self.run(plan, bodies, bounds)
         return made
 
 
@@ -235,11 +236,15 @@ def own_differences(
 
 
 class Shadow:
-    """Compares every N-th call of a compiled model with eager, and counts what it saw."""
+    """Compares calls of a compiled model with eager, and counts what it saw.
 
-    def __init__(self, every: int, tolerance: float | None = None) -> None:
+    every: the N-th ones, or, below 1, as many as take that share of the time of all calls.
+    """
+
+    def __init__(self, every: float, tolerance: float | None = None) -> None:
         self.every, self.tolerance = every, tolerance
         self.num_calls = self.num_compared = 0
+        self.called_s = self.compared_s = 0.0
         self.failures: list[Check] = []
 
     def __call__(
@@ -247,14 +252,20 @@ class Shadow:
     ) -> Any:
         """Run `call`; if it is its turn, run `plain` on copies too and compare."""
         self.num_calls += 1
-        if self.num_calls % self.every:
-            return call(*args, **kwargs)
+        start = time.perf_counter()
+        over = self.compared_s > self.every * self.called_s
+        if over if self.every < 1 else self.num_calls % self.every:
+            outputs = call(*args, **kwargs)
+            self.called_s += time.perf_counter() - start
+            return outputs
         owner = getattr(plain, "__self__", None)
         buffers = dict(owner.named_buffers()) if isinstance(owner, nn.Module) else {}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         held, named = preserved((list(args), dict(kwargs)))
         state = torch.get_rng_state()
+        called = time.perf_counter()
         outputs = call(*args, **kwargs)
+        called_s = time.perf_counter() - called
         after_state, after = torch.get_rng_state(), {n: b.clone() for n, b in buffers.items()}
         _restore(buffers, before)
         torch.set_rng_state(state)
@@ -264,6 +275,8 @@ class Shadow:
         torch.set_rng_state(after_state)
         verdict = compare(wanted, outputs, self.tolerance)
         self.num_compared += 1
+        self.called_s += called_s
+        self.compared_s += time.perf_counter() - start - called_s
         if not verdict:
             self.failures.append(verdict)
             log.error("shadow check: call %d differs from eager: %s", self.num_calls, verdict)

@@ -9,32 +9,230 @@ and the reason is counted; nothing is ever changed in silence.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from torchweft.capture.bodies.inner import compile_bodies, trusted_inputs
-from torchweft.capture.bodies.outs import placed_by
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.guards import guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
-from torchweft.errors import CaptureError, RefusedError, RunError, StateError, WeftError
-from torchweft.plan.context import TOLD, Context
+from torchweft.errors import (
+    CaptureError,
+    RefusedError,
+    RunError,
+    StateError,
+    StrategyError,
+    WeftError,
+)
+from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, watch
+from torchweft.plan.graph import Graph
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Costs
 from torchweft.plan.plan import Plan
+from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
+from torchweft.plan.verify import verify
+from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
-from torchweft.ranks.talk import Talk, communicators
+from torchweft.ranks.ranks import EVERY
+from torchweft.ranks.talk import Talk, communicators, digests, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
-from torchweft.run.accelerator.pads import Pads
+from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
+from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
-from torchweft.serve.plans import CallShape, PlanCache, PlanEntry, context_of, remember
+
+MAX_ENTRIES = 256
+MAX_SHAPES = 4096
+
+
+class CallShape(NamedTuple):
+    """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
+
+    refused: why the call must not be cut at these borders; empty if it may.
+    """
+
+    bounds: tuple[int, ...]
+    numbers: tuple[int, ...]
+    digests: dict[str, int]
+    refused: str = ""
+
+
+@dataclass
+class PlanEntry:
+    """A plan in use, with its program and what calls have shown of it."""
+
+    plan: Plan
+    program: Any
+    bucket: Bucket
+    facts: tuple[object, ...] = ()
+    num_calls: int = 0
+    trace: Trace | None = None
+    shapes: dict[object, CallShape] = field(default_factory=dict)
+
+
+class PlanCache:
+    """The plans of one graph, by the context of a call. Calls may come from several threads.
+
+    context --bucket--> entry: plan, program, calls     strategy, lower, verify, compile: once
+            --sizes---> shape: borders, sizes, digests  computed once, for sizes come again
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        self.graph, self.captured = piece.graph, piece.captured
+        self.guards = guards_of(piece.gm, self.graph.batch, self.captured.same)
+        self.options, self.compile = piece.service.options, piece.compile
+        # Side state is in force in one thread, so plans with parts must use one lane.
+        self.one_lane = bool(piece.splitters)
+        self.entries: list[PlanEntry] = []
+        self.strategy_runs = 0
+        self._known: dict[object, tuple[PlanEntry, str]] = {}
+        self._sequential: PlanEntry | None = None
+        self._talks = piece.talks
+        self._lock = threading.Lock()
+
+    def all_entries(self) -> list[PlanEntry]:
+        """The entries in use, the fallback last."""
+        return [*self.entries, *([self._sequential] if self._sequential is not None else [])]
+
+    def forget(self) -> None:
+        """Forget all plans: the next call writes a new one."""
+        with self._lock:
+            self._known.clear()
+            self.entries.clear()
+
+    def entry(self, context: Context, env: Mapping[str, int]) -> tuple[PlanEntry, str]:
+        """The plan for a call; with the reason if it is not the strategy's own."""
+        key = (context.batch, context.num_tokens, *_facts(context))
+        known = self._known.get(key)
+        if known is None:
+            with self._lock:
+                known = self._find(context)
+                remember(self._known, key, known)
+        entry, reason = known
+        if not reason and entry.plan.num_parts > 1:
+            try:
+                reason = self.shape(entry, context, env).refused
+            except WeftError as error:
+                reason = str(error)
+        return (self.sequential(context) if reason else entry), reason
+
+    def sequential(self, context: Context) -> PlanEntry:
+        """The plan that needs no split; it serves every batch."""
+        if self._sequential is None:
+            plan = self.plan(sequential, context)
+            self._sequential = PlanEntry(plan, self.compile(plan), Bucket(0, 2**62))
+        return self._sequential
+
+    def shape(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> CallShape:
+        """Borders, sizes and digests of a call."""
+        # Requests count only where the cut looks at them.
+        key = (*env.values(), context.tokens_per_request if entry.plan.cut.rule else ())
+        shape = entry.shapes.get(key)
+        if shape is None:
+            rows, plan = env.get(self.graph.batch or "", 1), entry.plan
+            bounds: tuple[int, ...] = (0, rows)
+            refused = ""
+            if plan.num_parts > 1:
+                bounds = plan.cut.bounds(rows, context.tokens_per_request)
+                refused = self._refusal(bounds, env)
+            shape = CallShape(bounds, (), {}, refused)
+            if not refused:
+                said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
+                shape = CallShape(bounds, entry.program.numbers(env, bounds), said)
+            remember(entry.shapes, key, shape)
+        return shape
+
+    def plan(self, strategy: Strategy, context: Context) -> Plan:
+        costs = Costs(self.options.resolved_machine)
+        try:
+            bare = write(strategy, self.graph, context, costs.machine, costs=costs)
+        except StrategyError as error:
+            if error.rule == "split" and self.graph.batch is None:
+                raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
+            raise
+        if self.graph.level == "boundary":
+            check_steps(bare)
+        return verify(lower(bare))
+
+    def _find(self, context: Context) -> tuple[PlanEntry, str]:
+        """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
+        facts = _facts(context)
+        for entry in self.entries:
+            if context.batch in entry.bucket and entry.facts == facts:
+                return entry, ""
+        try:
+            return self._write(context.strategy or self.options.resolved_strategy, context), ""
+        except Exception as error:
+            own = as_own(error, "plan")
+            if self.options.fallback == "error":
+                raise own from error
+            return self.sequential(context), first_line(own)
+
+    def _write(self, strategy: Strategy, context: Context) -> PlanEntry:
+        watched, seen = watch(context)
+        self.strategy_runs += 1
+        plan = self.plan(strategy, watched)
+        if plan.num_parts > 1 and all(op.whole for op in self.graph.ops):
+            reasons = self.captured.reasons
+            why = next((reasons[op.name] for op in self.graph.ops if op.name in reasons), "no rows")
+            raise StrategyError(f"split: no op of {self.graph.name!r} may be split: {why}")
+        lanes = sorted({step.lane for step in plan.steps})
+        if self.one_lane and plan.num_parts > 1 and len(lanes) > 1:
+            raise StrategyError(
+                f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
+            )
+        entry = PlanEntry(plan, self.compile(plan), bucket_of(context, seen), _facts(context))
+        if len(self.entries) >= MAX_ENTRIES:
+            self.entries.pop(0)
+        self.entries.append(entry)
+        return entry
+
+    def _refusal(self, bounds: Sequence[int], env: Mapping[str, int]) -> str:
+        """Why a call cannot be cut at these borders; empty if it can."""
+        batch = self.graph.batch
+        assert batch is not None, "a graph without a batch is not split"
+        if not self.captured.splits(env):
+            return "batch: the sizes that were taken for one batch differ in this call"
+        for start, stop in pairwise(bounds):
+            if broken := self.guards.refuse({**env, batch: stop - start}):
+                return f"guard: a part of {stop - start} rows breaks {broken}"
+        return ""
+
+
+def context_of(graph: Graph, env: Mapping[str, int]) -> Context:
+    """The context of a call: its sizes, and what the host told of it."""
+    facts, rows = TOLD.get(), env.get(graph.batch or "", 1)
+    sizes = {name: size for name, size in env.items() if name != graph.batch}
+    if facts is None:
+        return Context(rows, sizes=sizes)
+    requests = facts.tokens_per_request if sum(facts.tokens_per_request) == rows else ()
+    return Context(rows, facts.num_tokens, requests, facts.phase, sizes, facts.strategy)
+
+
+def remember(memory: dict[object, Any], key: object, value: Any) -> None:
+    """Remember a value; a memory that has grown too large is emptied first."""
+    if len(memory) >= MAX_SHAPES:
+        memory.clear()
+    memory[key] = value
+
+
+def _facts(context: Context) -> tuple[object, ...]:
+    """What the host told that makes another plan: phase, strategy, whether it knows requests.
+
+    How many tokens each request has does not: it is new at every step, and a cut by rule binds it.
+    """
+    return context.phase, bool(context.tokens_per_request), context.strategy
 
 
 class Ready(NamedTuple):
@@ -60,7 +258,7 @@ class Piece:
         options = service.options
         self.service, self.captured, self.gm = service, captured, gm
         self.bodies = compile_bodies(captured, options.inner)
-        self.graph = placed_by(captured.graph, self.bodies if options.zero_copy else {})
+        self.graph = captured.graph
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(
@@ -78,16 +276,13 @@ class Piece:
             self.pads = Pads(self.graph, options.graph_sizes)
         several = len(devices_of(examples)) > 1  # streams of one device do not wait for another's
         self.unsplit = "device: the inputs live on several accelerators" if several else unsplit
-        inputs = set(captured.graph.inputs)
+        inputs = set(self.graph.inputs)
         states = {name for name in inputs if name.startswith(STATE)}
         touched = {name.split(".")[1] for name in states}
         self.splitters = tuple(item for item in options.splitters if item.name in touched)
-        self.writes = bool(captured.graph.mutated & inputs - states)
+        self.writes = bool(self.graph.mutated & inputs - states)
         self.communicators = communicators(self.graph)
-        self.plans = PlanCache(
-            self.graph, captured, guards_of(gm, captured.graph.batch, captured.same), options,
-            self.compile, one_lane=bool(self.splitters),
-        )  # fmt: skip
+        self.plans = PlanCache(self)
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
         self._constants = (*captured.constants.values(), None)
@@ -108,6 +303,8 @@ class Piece:
         key = sizes if facts is None else (sizes, facts)
         ready = self._ready.get(key)
         self._here.ran = True
+        if self.service.speaker.share is not None and not self.is_planned:
+            return self.service.run_stock(self.gm, inputs, self.communicators)
         if ready is None or self.service.watches:
             return self._first_call(inputs, key)
         entry, alone, shape = ready
@@ -278,18 +475,16 @@ class Piece:
         self._failed.clear()
 
     @property
-    def talks(self) -> bool:
-        """Whether calls talk with other ranks."""
-        return bool(self.communicators)
+    def is_planned(self) -> bool:
+        """Whether the next call is among those that run by plans. The ranks agree on it."""
+        speaker = self.service.speaker
+        if not self.communicators:
+            return speaker.share in (None, EVERY)
+        return is_planned(self.communicators, speaker)
 
     @property
-    def unplaced(self) -> dict[str, str]:
-        """The values whose parts cannot be written where they belong, each with the reason."""
-        reasons = dict(self.captured.unplaced)
-        for op in self.graph.ops:
-            by_number = getattr(self.bodies[op.name], "unplaced", {})
-            reasons |= {op.makes[number]: why for number, why in by_number.items()}
-        return reasons
+    def talks(self) -> bool:
+        return bool(self.communicators)
 
     def _fall_back(self, reason: str) -> None:
         self.service.fall_back(reason, self.graph.name)

@@ -7,7 +7,8 @@ The first calls of a kind (a phase, a power of two of rows) take the strategies 
 round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
 host's own way, without plans. The first of the strategies stays unless another is faster by more
 than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
-decides nothing, nor does one that fell back.
+decides nothing, nor does one that fell back. On an accelerator it is the device's time, from event
+to event, looked at when the choice is made: the host's clock would measure launches.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
+
+import torch
 
 from torchweft.errors import StrategyError, clip
 from torchweft.plan.context import phase_of
 from torchweft.plan.write.strategy import Strategy, as_strategy
+from torchweft.private.core import tree_leaves
 from torchweft.ranks.talk import slowest
+from torchweft.run.accelerator.accelerator import Accelerator, accelerator_of, devices_of
 from torchweft.serve.session import Session, context
 
 NUM_ROUNDS = 6
@@ -59,7 +65,7 @@ class Trials:
         self.session = session
         self.strategies = [each if each is None else as_strategy(each) for each in strategies]
         self.num_calls = num_rounds * len(self.strategies)
-        self.times: dict[Hashable, list[list[float]]] = {}
+        self.times: dict[Hashable, list[list[tuple[Any, Any]]]] = {}  # start and end of each call
         self.chosen: dict[Hashable, Strategy | None] = {}
 
     def forget(self) -> None:
@@ -71,30 +77,51 @@ class Trials:
         self, kind: Hashable, stock: Way, by_plans: Way, args: Args, kwargs: Kwargs, **told: Any
     ) -> Any:
         """One call of a kind, by the strategy whose turn it is. told: what `weft.context` takes."""
-        with self.turn(kind) as strategy, context(strategy=strategy, **told):
+        devices = () if kind in self.chosen else devices_of(tree_leaves((args, kwargs)))
+        with self.turn(kind, *devices) as strategy, context(strategy=strategy, **told):
             return (stock if strategy is None else by_plans)(*args, **kwargs)
 
     @contextmanager
-    def turn(self, kind: Hashable) -> Iterator[Strategy | None]:
-        """The strategy for the one call inside; it is timed as long as the choice is open."""
+    def turn(self, kind: Hashable, *devices: torch.device) -> Iterator[Strategy | None]:
+        """The strategy for the one call inside; it is timed as long as the choice is open.
+
+        devices: the accelerators that it works on. A call that a host captures is the first's.
+        """
         if kind in self.chosen:
             yield self.chosen[kind]
             return
+        device = accelerator_of(*devices) if len(devices) == 1 else None
+        if device is not None and device.is_capturing():
+            self.session.fallbacks["trials: the host captures this call"] += 1
+            yield self.strategies[0]
+            return
         times = self.times.setdefault(kind, [[] for _ in self.strategies])
         number = min(range(len(times)), key=lambda at: len(times[at]))
-        fallen, start = self.session.fallbacks.total(), time.perf_counter()
+        fallen, start = self.session.fallbacks.total(), _moment(device)
         yield self.strategies[number]
-        taken_s = time.perf_counter() - start
-        times[number].append(taken_s if self.session.fallbacks.total() == fallen else math.inf)
+        lost = self.session.fallbacks.total() > fallen
+        times[number].append((0.0, math.inf) if lost else (start, _moment(device)))
         if sum(map(len, times)) >= self.num_calls:
-            self.chosen[kind] = self._choose(times)
+            self.chosen[kind] = self._choose([min(starmap(_seconds, each)) for each in times])
 
-    def _choose(self, times: Sequence[Sequence[float]]) -> Strategy | None:
+    def _choose(self, own_s: Sequence[float]) -> Strategy | None:
         graphs = (piece.graph for piece in self.session.pieces)
-        watchdog_s = self.session.options.watchdog_s
-        best_s = slowest(graphs, [min(each) for each in times], watchdog_s)
+        best_s = slowest(graphs, own_s, self.session.options.watchdog_s)
         best = best_s.index(min(best_s))
         return self.strategies[best if best_s[0] > GAIN * best_s[best] else 0]
+
+
+def _moment(device: Accelerator | None) -> Any:
+    """Now: as an event of the work that the device has, or by the host's clock."""
+    return device.now() if device is not None else time.perf_counter()
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """From one moment to another; waits for a device."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 class Phases:

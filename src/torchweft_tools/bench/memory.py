@@ -38,8 +38,7 @@ from torchweft.options import Options
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
-from torchweft.serve.reporting import copied_values
-from torchweft.serve.session import Session
+from torchweft.serve.session import Session, copied_values
 from torchweft_tools.bench.measure.kernels import Known, hidden_copies, plain_copies
 from torchweft_tools.bench.measure.messages import brief
 from torchweft_tools.bench.measure.meter import Allocations, Meter

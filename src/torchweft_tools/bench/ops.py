@@ -35,7 +35,7 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
 from torchweft.run.compare import compare
-from torchweft.serve.reporting import Report
+from torchweft.serve.session import Report
 from torchweft_tools.bench.cases.op_cases import (
     UNDEFINED,
     UNWELL,

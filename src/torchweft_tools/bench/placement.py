@@ -122,8 +122,7 @@ def run(
 
 def _policies() -> dict[str, Planner]:
     """The other policies of the package, each as a planner that makes one pass."""
-    from torchweft.placement.learn.learned import POLICIES, planner_of
-    from torchweft.placement.learn.policy import Policy
+    from torchweft.placement.learn.policy import POLICIES, Policy, planner_of
 
     others = {seed: Policy.load(POLICIES / f"seed{seed}.safetensors") for seed in (1, 2)}
     return {f"learned, seed {seed}": planner_of(policy) for seed, policy in others.items()}

@@ -175,12 +175,12 @@ def _grouped(rows: list[Row]) -> list[Row]:
 def plan_s(repeats: int = 5) -> float:
     """Median seconds to write, lower and verify an overlapped 80-layer transformer."""
     from torchweft.plan import machine
-    from torchweft.plan.blueprint import transformer
     from torchweft.plan.context import Context
     from torchweft.plan.lower.lower import lower
     from torchweft.plan.strategies import get_strategy
     from torchweft.plan.verify import verify
-    from torchweft.plan.write.write import write
+    from torchweft.plan.write.strategy import write
+    from torchweft_tools.demo.blueprint import transformer
 
     graph, context, cpu = transformer(80), Context(batch=4096), machine.cpu()
     times = []

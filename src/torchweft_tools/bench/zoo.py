@@ -23,7 +23,7 @@ from torchweft.errors import WeftError
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.run.compare import compare
-from torchweft.serve.reporting import Report
+from torchweft.serve.session import Report
 from torchweft_tools.bench.measure.messages import brief
 from torchweft_tools.bench.measure.options import chosen
 from torchweft_tools.bench.models.zoo_models import MODELS, ZooModel, outputs_of

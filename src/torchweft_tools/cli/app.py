@@ -26,15 +26,14 @@ import typer
 import torchweft as weft
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text
-from torchweft.plan import blueprint as blueprints
-from torchweft.plan.graph import graph_data, load_graph, save_graph
+from torchweft.plan.graph import graph_data
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import get_strategy, strategy_names
 from torchweft.plan.verify import Finding, findings_ranks, verify
-from torchweft.plan.write.strategy import Strategy, option_defaults
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import Strategy, option_defaults, write
+from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli import bench, tools
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.text import (
@@ -52,6 +51,8 @@ from torchweft_tools.cli.text import (
     say,
     say_json,
 )
+from torchweft_tools.demo import blueprint as blueprints
+from torchweft_tools.formats.weft_files import load_graph, save_graph
 from torchweft_tools.selftest.gpu_doctor import examine_gpus
 from torchweft_tools.train.command import place
 
@@ -155,7 +156,7 @@ def plan_command(
     machine_read = read_machine(machine, lanes)
     plan = write(_chosen(strategy, option), load_graph(graph), context, machine_read)
     if not bare:
-        plan = verify(lower(plan, buffers=buffers))
+        plan = verify((lower_into_buffers if buffers else lower)(plan))
     if output is not None:
         plan.save(output)
     if as_json:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torchweft import lab
 
-TORCH = "2.13.0"
+TORCH = ("2.13.0", "2.14.1", "2.15.0")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def _torch() -> Diagnosis:
     done = _try("import torch; print(torch.__version__, torch.version.cuda or 'cpu')")
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["failed without a message"])[-1]
-        return Diagnosis("torch", "broken", why, f"pip install torch=={TORCH}")
+        return Diagnosis("torch", "broken", why, f"pip install torch=={TORCH[0]}")
     version, build = done.stdout.split()
-    good = version.split("+")[0] == TORCH
-    cure = "" if good else f"Weft is tested with {TORCH}: pip install torch=={TORCH}"
+    good = version.split("+")[0] in TORCH
+    cure = "" if good else f"Weft is tested with {', '.join(TORCH)}: pip install torch=={TORCH[0]}"
     return Diagnosis("torch", "ok" if good else "warning", f"{version}, build {build}", cure)
 
 

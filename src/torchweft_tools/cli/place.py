@@ -22,8 +22,7 @@ import typer
 from torchweft.errors import PlacementError, WeftError, clip
 from torchweft.placement import Placement, Problem, as_plan, check, plan, planner_names
 from torchweft.placement.planners.planner import Planner, get_planner
-from torchweft.plan.cost import CostTable
-from torchweft.plan.machine import load_machine
+from torchweft.plan.machine import CostTable
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
 from torchweft_tools.cli.explain import critical_path, trace_of, utilisation, with_twin
@@ -38,6 +37,13 @@ from torchweft_tools.cli.text import (
 )
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
 from torchweft_tools.formats.stand_in import with_graph
+from torchweft_tools.formats.weft_files import (
+    load_costs,
+    load_machine,
+    load_placement,
+    placement_data,
+    save_placement,
+)
 
 LEARNED = ("learned", "guarded", "guided")
 NAMES = (*planner_names(), "exhaustive")
@@ -103,7 +109,7 @@ def _asked(
         ratio=ratio,
         tree=tree,
         context=read_context(batch, size or (), "", None),
-        table=CostTable.load(costs) if costs else CostTable(),
+        table=load_costs(costs) if costs else CostTable(),
         weights_resident=weights_resident,
         objective=objective,
     )
@@ -152,10 +158,10 @@ def _plan(
     with bar(f"{planner} places {asked.problem.name}"):
         placed = asked.plan(asked.problem, chosen)
     if output is not None:
-        placed.save(output)
+        save_placement(placed, output)
     if plan_file is not None:
         verify(as_plan(with_graph(asked.problem), placed)).save(plan_file)
-    answer(str(placed).rstrip(), placed.to_data(), as_json=asked.as_json)
+    answer(str(placed).rstrip(), placement_data(placed), as_json=asked.as_json)
 
 
 @_command
@@ -237,7 +243,7 @@ def _explain(
     problem, chosen = asked.problem, _with_policy(planner, asked.policy)
     kinds = _kinds(problem)
     with bar(f"{planner} places {problem.name}", 1 + len(kinds)) as step:
-        given = None if placement is None else check(problem, Placement.load(placement))
+        given = None if placement is None else check(problem, load_placement(placement))
         placed = given or asked.plan(problem, chosen)
         step()
         brings = {}
@@ -260,7 +266,7 @@ def _explain(
         less = 1 - score_s / placed.score_s if placed.score_s else 0.0
         lines.append(f"another {name} would bring {format_s(score_s)} ({less:.1%} less)")
     data = {
-        **placed.to_data(),
+        **placement_data(placed),
         "critical_path": [_path_data(problem, placed, *each) for each in path],
         "utilisation": used,
         "another_device_s": brings,
@@ -315,8 +321,7 @@ def _with_policy(planner: str, policy: Path | None) -> str | Planner:
     if planner not in LEARNED:
         known = ", ".join(LEARNED)
         raise PlacementError(f"policy: {planner!r} has no policy; --policy goes with {known}.")
-    from torchweft.placement.learn.learned import planner_of
-    from torchweft.placement.learn.policy import Policy
+    from torchweft.placement.learn.policy import Policy, planner_of
 
     return planner_of(Policy.load(policy), get_planner(planner))
 

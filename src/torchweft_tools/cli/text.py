@@ -17,7 +17,8 @@ import typer
 
 from torchweft.errors import WeftError, clip
 from torchweft.plan.context import Context
-from torchweft.plan.machine import Machine, cpu, load_machine
+from torchweft.plan.machine import Machine, cpu
+from torchweft_tools.formats.weft_files import load_machine
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object for tools")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")]

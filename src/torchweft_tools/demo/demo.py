@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchweft.plan.blueprint import transformer
 from torchweft.plan.context import Context
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import cpu
@@ -15,7 +14,8 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.verify import findings, verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
 
 CONTEXT = Context(batch=512)
 MACHINE = cpu(network_bytes_per_s=5e7)

@@ -30,6 +30,7 @@ OUT_OF_MEMORY = 2
 PAGE = 1 << 20  # bytes; blocks are looked up by these
 MAX_BACK = 64  # how many kernels before a record are inspected
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
+ROOTED = ("broadcast", "scatter")  # what other ranks than the root give is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
             # both have one line but read what different kernels made.
             both = lines[meeting.comm, rank] & lines[meeting.comm, works[0][0]]
             is_swapped = work.call.line != first.line and {work.call.line, first.line} <= both
-            if work.call.line == first.line:
+            if work.call.line == first.line and first.name not in ROOTED:
                 is_swapped = makers.get(work.index) != makers.get(works[0][1].index)
             if signature(work.call) != signature(first) or is_swapped:
                 parted.add(meeting.comm)

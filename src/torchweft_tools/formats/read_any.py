@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchweft.errors import PlacementError, clip
-from torchweft.files import read_json, read_text
+from torchweft.files import read_text
 from torchweft.placement.graph_problem import graph_problem
 from torchweft.placement.problem import INF, Problem
 from torchweft.plan.context import Context
-from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph import read_graph
-from torchweft.plan.machine import Machine
+from torchweft.plan.machine import Costs, CostTable, Machine
 from torchweft_tools.formats.read_dnn import MARKS, read_dnn
 from torchweft_tools.formats.read_stg import read_stg
 from torchweft_tools.formats.read_trees import read_trees, tree_work
+from torchweft_tools.formats.reader import read_json
+from torchweft_tools.formats.weft_files import read_graph
 from torchweft_tools.formats.work import (
     DevicePool,
     Work,

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchweft.errors import PlacementError, clip
-from torchweft.files import Reader
 from torchweft.placement.problem import INF, MAX_DEVICES, MAX_OPS
+from torchweft_tools.formats.reader import Reader
 from torchweft_tools.formats.work import DevicePool, PoolDevice, Work, gib_links
 
 MARKS = {"maxFPGAs", "maxCPUs", "nodes", "edges"}

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchweft.placement.problem import INF, Problem
-from torchweft.plan.cost import Costs, CostTable
 from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.machine import MAX_RATE, Device, Lane, Link, Machine
+from torchweft.plan.machine import MAX_RATE, Costs, CostTable, Device, Lane, Link, Machine
 from torchweft.plan.sizes import Size
 
 

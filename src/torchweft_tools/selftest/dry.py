@@ -27,12 +27,8 @@ def recorded(num_ranks: int) -> dict[str, Any]:
     """Run the plans of `recorded` on so many ranks, and judge what they asked of the device."""
     start = time.perf_counter()
     kinds = ALONE if num_ranks == 1 else SEVERAL
-    command = [sys.executable]
-    if num_ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "torchweft_tools.selftest.recorded", ",".join(kinds)]
     outcome = run(
-        command,
+        program(kinds, num_ranks),
         devices=num_ranks,
         timeout_s=TIMEOUT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -49,6 +45,14 @@ def recorded(num_ranks: int) -> dict[str, Any]:
         "figures": {kind: _counts(ranks[0], kind) for kind in kinds} if ranks else {},
         "seconds": round(time.perf_counter() - start, 3),
     }
+
+
+def program(kinds: Sequence[str], num_ranks: int) -> list[str]:
+    """The command that runs these kinds of `recorded` on so many ranks."""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    return [*command, "-m", "torchweft_tools.selftest.recorded", ",".join(kinds)]
 
 
 def judge(ranks: Sequence[RankCalls], kinds: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from torchweft_tools.cli.doctor import Diagnosis, examine
 from torchweft_tools.selftest.checks import APART, TOGETHER
 
 Outcome = dict[str, Any]
-RECORDED = "recorded"
+RECORDED, CALLS = "recorded", "calls"
 CHECK_S = 120.0
 """Longer than this a check hangs, and its ranks are ended."""
 HOSTS = ("vllm", "sglang", "transformers", "megatron-core", "xfuser", "fastvideo", "diffusers")
@@ -43,7 +43,7 @@ def run(
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """Run all checks, or only some. Raises `WeftError` for what cannot be asked for here."""
-    names = [RECORDED] if dryrun else [*TOGETHER, *APART]
+    names = [RECORDED] if dryrun else [*TOGETHER, *APART, *([CALLS] if device == "cuda" else [])]
     if wrong := [name for name in only if name not in names]:
         raise WeftError(f"selftest: {unknown('check', wrong[0], names)}", rule="option")
     if num_ranks < 1:
@@ -65,6 +65,9 @@ def run(
             for outcome in _ranks({**spec, "checks": some}, num_ranks, check_s):
                 outcomes.append(outcome)
                 progress(len(outcomes), len(wanted))
+        if CALLS in wanted:
+            outcomes.append(_calls(num_ranks))
+            progress(len(outcomes), len(wanted))
     return {
         "selftest": 1,
         "device": "dryrun" if dryrun else device,
@@ -116,6 +119,15 @@ def _ranks(spec: dict[str, Any], num_ranks: int, check_s: float) -> Iterator[Out
     for number, name in enumerate(left):
         text = reason or "the ranks ended early"
         yield _outcome(name, "failed", text if not number else f"not reached: {text}")
+
+
+def _calls(num_ranks: int) -> Outcome:
+    from torchweft_tools.selftest.calls import calls
+
+    try:
+        return calls(num_ranks)
+    except MachineError as error:
+        return _outcome(CALLS, "skipped", f"there is no dry run here: {error}")
 
 
 def _outcome(name: str, state: str, reason: str, **figures: Any) -> Outcome:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from torchweft.errors import PlacementError, clip
 from torchweft.files import read_text
-from torchweft.placement.learn.served import ServedRun
 from torchweft.placement.problem import INF, Problem
 from torchweft_tools.formats.read_trees import Tree, read_trees
+from torchweft_tools.formats.weft_files import load_served, served_problem
 from torchweft_tools.formats.work import Work, on_pool, slowness_pool
 
 UNIT_S = 1e-3
@@ -184,7 +184,7 @@ def problems_in(folder: Path) -> Sequence[Problem]:
 
     Raises `PlacementError` if there are none.
     """
-    problems = [ServedRun.load(path).problem() for path in sorted(folder.glob("*.json"))]
+    problems = [served_problem(load_served(path)) for path in sorted(folder.glob("*.json"))]
     if not problems:
         cure = "Save some with model.served().save(...) while serving."
         raise PlacementError(f"traces: there are no served runs in {folder}. {cure}", rule="traces")

@@ -17,9 +17,10 @@ from pathlib import Path
 from safetensors.torch import save
 
 from torchweft.errors import PlacementError, clip
-from torchweft.files import Reader, read_json, write_bytes, write_json, write_text
+from torchweft.files import write_bytes, write_json, write_text
 from torchweft.placement.learn.policy import Policy, read_tensors
 from torchweft_tools.formats.read_trees import Tree
+from torchweft_tools.formats.reader import Reader, read_json
 from torchweft_tools.train.training import Point, Settings, Trainer, moments, remember
 
 VERSION = 1

@@ -154,9 +154,8 @@ def _tune(
     as_json: bool,
 ) -> None:
     """Stage 3. Every fifth run is set aside for measuring, if there are five or more."""
-    from torchweft.placement.learn.learned import default_policy
     from torchweft.placement.learn.learner import one_thread
-    from torchweft.placement.learn.policy import Policy
+    from torchweft.placement.learn.policy import Policy, default_policy
     from torchweft_tools.train.checkpoint import BEST, CURVE, picture
     from torchweft_tools.train.training import Yardstick, fine_tune
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from torchweft.errors import PlacementError
-from torchweft.placement.learn.learned import orders, with_room
+from torchweft.placement.learn.policy import orders, with_room
 from torchweft.placement.learn.rollout import (
     FACTS,
     LIMIT,

@@ -1,4 +1,4 @@
-"""Two hosts that are not in step: one runs ahead (`ahead`), or calls another model (`swapped`)."""
+"""Two hosts that are not in step: one runs ahead, calls another model (`swapped`), or wants out."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import torchweft as weft
+from torchweft.api import session_of
 from torchweft_tools.dryrun import mark
 from torchweft_tools.selftest.rig import Parallel
 
@@ -34,6 +35,26 @@ def ahead(rank: int, x: torch.Tensor, graphs: bool) -> None:
     mark("end ahead")
 
 
+def disabled(rank: int, x: torch.Tensor) -> None:
+    """Rank 1 asks that the model run as it is, later rank 0 that it run by plans; both follow."""
+    model, store = woven(False), dist.distributed_c10d._get_default_store()
+    service = session_of(model).service
+    for turn, asking in enumerate((1, 0)):
+        for _ in range(3):
+            model(x)
+        if rank == asking:
+            weft.enable(model, float(turn))
+        stock = []
+        for _ in range(40):
+            before = service.num_stock
+            model(x)
+            stock.append(service.num_stock > before)
+        store.set(f"stock{turn}{rank}", "".join(map(str, map(int, stock))))
+        other = store.get(f"stock{turn}{1 - rank}").decode()
+        assert other == "".join(map(str, map(int, stock))), "at one call"
+        assert stock[-1] == (turn == 0) and stock[0] != stock[-1]
+
+
 def swapped(rank: int, x: torch.Tensor) -> None:
     """Each rank calls, in the end, what the other one does not."""
     models = [woven(False), woven(False)]
@@ -55,5 +76,8 @@ with torch.no_grad():
     x = torch.ones(ROWS, 64, device="cuda")
     if sys.argv[1] == "swapped":
         swapped(rank, x)
-    ahead(rank, x, sys.argv[1] == "ahead-graphs")
+    elif sys.argv[1] == "disabled":
+        disabled(rank, x)
+    else:
+        ahead(rank, x, sys.argv[1] == "ahead-graphs")
 dist.destroy_process_group()

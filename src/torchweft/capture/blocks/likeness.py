@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from torchweft.errors import WeftError
 from torchweft.private.core import is_traceable_wrapper_subclass
 from torchweft.private.dynamo import (
     AttributeMutationNew,
@@ -59,6 +60,10 @@ NOT_THEIRS = ("torch", "builtins")
 REDUCED = (types.SimpleNamespace, functools.partial)
 STATE = ("__reduce__", "__reduce_ex__", "__getstate__")
 NOWHERE = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+class BlockError(WeftError):
+    """A model that cannot be captured block by block; it is captured whole instead."""
 
 
 class Unlike(Exception):  # noqa: N818 - not a failure: a finding

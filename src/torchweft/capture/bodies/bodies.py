@@ -24,9 +24,9 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -35,11 +35,14 @@ from torch.fx.graph import magic_methods
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.units import source_of, state_name, storages
 from torchweft.capture.rows.axes import SYMBOLIC, size_of
-from torchweft.capture.rows.rows import INLINED, Rows, is_size
+from torchweft.capture.rows.rows import INLINED, is_size
 from torchweft.errors import CaptureError, SizeError
 from torchweft.plan.graph import Batch
 from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import HigherOrderOperator, exit_autocast, set_grad_enabled_, tree_map
+
+if TYPE_CHECKING:
+    from torchweft.capture.ops.assembly import Assembly
 
 NAME = re.compile(r"\{?\w+\}?|z\[\d+\]")
 MAX_CALLS = 8  # beside more, one for the body is not seen, and the source stays short
@@ -103,8 +106,7 @@ class Body:
 
     graph: whether a device graph may hold it. `examples` are its reads as fake tensors; `inner` is
     the inner compiler that a mark asks for. What that made runs in the place of `code`: `compiled`,
-    and `by` are the structures that Inductor compiles, form by form. unplaced: for makes that
-    eager's body can write where it is told and this one cannot, by number, the reason.
+    and `by` are the structures that Inductor compiles, form by form.
     """
 
     key: str
@@ -119,7 +121,6 @@ class Body:
     inner: str | None = None
     compiled: Function | None = None
     by: tuple[Any, ...] = ()
-    unplaced: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, *reads: Any, env: Mapping[str, int] | None = None) -> tuple[Any, ...]:
         """Run on whole values or on the values of a part; `env` gives each symbol its number."""
@@ -189,17 +190,8 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Modes]:
 class BodyWriter:
     """Copies calls of a graph into a new one, with everything from outside as an argument."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        rows: Rows,
-        is_copied: Callable[[fx.Node], bool],
-        canonical: Mapping[fx.Node, fx.Node],
-        modes: Mapping[fx.Node, Modes],
-        written: set[int],
-    ) -> None:
-        self.gm, self.rows, self.is_copied = gm, rows, is_copied
-        self.canonical, self.modes, self.written = canonical, modes, written
+    def __init__(self, built: Assembly) -> None:
+        self.built, self.gm, self.rows = built, built.gm, built.rows
         self.graph = fx.Graph()
         self.local: dict[fx.Node, Any] = {}
         self.reads: dict[fx.Node, fx.Node] = {}
@@ -209,7 +201,6 @@ class BodyWriter:
         self.switches_grad = False
 
     def write(self, nodes: Iterable[fx.Node]) -> None:
-        """Copy calls, in order."""
         for node in nodes:
             self._copy(node)
 
@@ -237,7 +228,7 @@ class BodyWriter:
 
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
-        self._switch(self.modes[node])
+        self._switch(self.built.modes[node])
         if target_name(node).split(".")[-1] == "as_strided":
             args = (self._laid_out(node.args[0], args[0]), *args[1:])
         if isinstance(node.target, HigherOrderOperator) and str(node.target) in INLINED:
@@ -267,7 +258,7 @@ class BodyWriter:
             return False
         made = storages(self.rows.value(node))
         given = storages([self.rows.value(used) for used in node.all_input_nodes])
-        return bool(made & self.written) and not made & given
+        return bool(made & self.built.written) and not made & given
 
     def _switch(self, wanted: Modes) -> None:
         """Enter and leave autocast, and set grad mode, as the next call needs it."""
@@ -289,14 +280,14 @@ class BodyWriter:
         """What stands for `node` in the new graph: a copy, a size, a constant or an argument."""
         if node in self.local:
             return self.local[node]
-        node = self.canonical[node]
+        node = self.built.canonical[node]
         if node in self.local:
             return self.local[node]
         value = self.rows.value(node)
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             self.local[node] = self.graph.get_attr(str(node.target))
             return self.local[node]
-        if self.is_copied(node):
+        if self.built.is_copied(node):
             try:
                 return tree_map(self._size, value) if is_size(value) else self._copy(node)
             except SizeError:
@@ -325,23 +316,16 @@ class BodyWriter:
 
 def key_of(gm: fx.GraphModule, graph: fx.Graph, sizes: tuple[Size, ...]) -> str:
     """16 hex digits for what a graph computes, whatever its nodes are called."""
-    numbers: dict[fx.Node, str] = {}
+    numbers: dict[fx.Node, tuple[str, int]] = {}
     lines = [str(list(map(str, sizes)))]
     for number, node in enumerate(graph.nodes):
-        numbers[node] = f"%{number}"
-        shown = fx.map_arg((node.args, node.kwargs), lambda used: _Name(numbers[used]))
+        numbers[node] = ("node", number)
+        shown = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
         target = "" if node.op == "placeholder" else target_name(node)
         if node.op in ("get_attr", "call_module"):
             target = str(getattr(gm.get_submodule(str(node.target)), "code", node.target))
         lines.append(f"{node.op} {target} {shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-class _Name(str):
-    """Text that shows itself without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 class WriteError(Exception):
@@ -402,7 +386,6 @@ class _CallPrinter:
         return f"{self.constant(target)}({', '.join(args + named)})"
 
     def _text(self, arg: Any) -> str:
-        """An argument as source."""
         if isinstance(arg, fx.Node):
             return self.names[arg]
         if isinstance(arg, list):

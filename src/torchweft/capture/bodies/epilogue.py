@@ -79,7 +79,6 @@ class Epilogue(CustomGraphPass):
         self.num_slices = num_slices
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change the graph in place."""
         copies: dict[Any, fx.Node] = {}
         for place in [node for node in graph.nodes if node.op == "placeholder"][-self.num_slices :]:
             users = list(place.users)

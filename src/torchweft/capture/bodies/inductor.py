@@ -176,7 +176,7 @@ class Structure:
                 )
 
     def _compile(self, orders: tuple[Order, ...], env: Mapping[str, int]) -> Variant:
-        from torchweft.private.inductor import compile_fx, compile_fx_inner, config
+        from torchweft.private.inductor import READS_SHAPES, compile_fx, compile_fx_inner, config
 
         shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         mode = FakeTensorMode(shape_env=shapes)
@@ -190,7 +190,11 @@ class Structure:
         # Now: behind the compilation a symbol that was taken for its number is that number.
         names = {size.node.expr: sympy.Symbol(n, integer=True) for n, size in symbols.items()}
         fakes = self._fakes(mode, orders, symbols)
-        unseen = tuple(slot for slot in self.slots if slot.factor != 1)
+        unseen = tuple(
+            slot
+            for slot in self.slots
+            if slot.factor != 1 or not (READS_SHAPES or slot.dim is None)
+        )
         made: list[Any] = []
 
         def inner(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +319,7 @@ def _copy(code: fx.GraphModule, num_more: int) -> fx.GraphModule:
     """A body's graph as Inductor may change it, without notes of where it came from.
 
     It takes more numbers first: Inductor computes with a symbol only if an argument is just that,
-    and a read of `14*s0` rows is not.
+    and a read of `14*s0` rows is not (nor, since torch 2.14, one of `s0` rows).
     """
     graph = fx.Graph()
     for number in range(num_more):

@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from torchweft.capture.bodies.bodies import Body, Function, Into, ResultBytes
+from torchweft.capture.bodies.bodies import Body, Function, Into
 from torchweft.capture.bodies.inductor import Structure, order_of
-from torchweft.capture.bodies.outs import GAPS, Unfit, without
+from torchweft.capture.bodies.outs import PRODUCTS, unfit_for
 from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
 from torchweft.errors import RunError
 from torchweft.plan.graph import Graph, Op
-from torchweft.plan.sizes import ZERO
-from torchweft.private.core import c_linear
 from torchweft.private.dynamo import TensorGuards
 
 aten = torch.ops.aten
@@ -56,15 +54,10 @@ class _Compiler:
         if body.issue is not None or chosen == "eager":
             return body
         (function, by), into = self._form(op, chosen, body, None), body.into
-        unplaced: dict[int, str] = {}
-        if into is not None:
-            into, unplaced = _fitting(chosen, into)
-            if unplaced and op.flops == ZERO:  # eager's form will do: memory is its bound anyway
-                into, unplaced = body.into, {}
-            elif into is not None:
-                telling, more = self._form(op, chosen, body, into)
-                by, into = by + more, replace(into, function=_filling(telling, into))
-        return replace(body, compiled=function, by=by, into=into, unplaced=unplaced)
+        if into is not None and not any(unfit_for(chosen, room) for room in into.rooms):
+            telling, more = self._form(op, chosen, body, into)
+            by, into = by + more, replace(into, function=_filling(telling, into))
+        return replace(body, compiled=function, by=by, into=into)
 
     def _form(
         self, op: Op, chosen: str, body: Body, into: Into | None
@@ -85,36 +78,6 @@ class _Compiler:
             made = Structure(op.name, form, reads, guarded, writes=writes, rooms=rooms)
             self.made[key] = made.call, (made,)
         return self.made[key]
-
-
-def _fitting(chosen: str, into: Into) -> tuple[Into | None, dict[int, str]]:
-    """The form with the rooms that an inner compiler can write into, and why makes have none."""
-    reasons = {n: why for n, room in enumerate(into.rooms) if (why := _reason(chosen, room))}
-    fitting: Into | None = into
-    try:
-        fitting = without(into, reasons, TAKEN_APART) if reasons else into
-    except Unfit as unfit:
-        fitting = None
-        reasons = {n: reasons.get(n, f"in the same op, {unfit}") for n in range(len(into.rooms))}
-    kept = fitting.placed if fitting is not None else set()
-    unplaced = {
-        number: reasons.get(n, "its maker has another result that cannot be placed")
-        for n, room in enumerate(into.rooms)
-        for number in room.views.keys() - kept
-    }
-    return fitting if kept else None, unplaced
-
-
-def _reason(chosen: str, room: ResultBytes) -> str:
-    """Why an inner compiler cannot write into a room; empty if it can."""
-    if chosen == "onednn":
-        product = room.call in ONEDNN and room.made_by in (aten.mm.default, aten.addmm.default)
-        return "oneDNN's products do not write where they are told" if product else ""
-    from torchweft.capture.bodies.epilogue import called_from_outside
-
-    if room.has_gaps:
-        return GAPS
-    return f"Inductor copies what {room.made_by} makes" if called_from_outside(room.made_by) else ""
 
 
 def _in_place(body: Body, into: Into) -> Body:
@@ -190,13 +153,6 @@ def mm(x: torch.Tensor, weight: torch.Tensor) -> Any:
     return torch.mm(x, weight)
 
 
-def addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    """`F.linear` taken apart, by oneDNN where it can."""
-    if _suits(x, weight) and _suits(bias, weight) and weight.t().is_contiguous():
-        return torch.ops.mkldnn._linear_pointwise(x, weight.t(), bias, "none", [], "")
-    return torch.addmm(bias, x, weight)
-
-
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.dtype is weight.dtype is torch.float32
@@ -211,12 +167,8 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 ONEDNN: Mapping[Any, Function] = MappingProxyType(
-    {F.linear: linear, c_linear: linear, aten.mm.default: mm}
+    dict(zip(PRODUCTS, (linear, linear, mm), strict=True))
 )
-TAKEN_APART: Mapping[Any, Function] = MappingProxyType({aten.addmm.default: addmm})
-"""What a replaced call has become in the form that writes where it is told."""
-
-
 Wanted = tuple[tuple[int | None, ...], tuple[int, ...] | None, Any]
 """Shape, order of dims in memory, and type."""
 

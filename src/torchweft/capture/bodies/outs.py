@@ -15,13 +15,14 @@ make wanted results are replayed operator by operator, the maker in the form tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from torchweft.capture.bodies.bodies import BodyWriter, Function, Into, ResultBytes
@@ -29,9 +30,8 @@ from torchweft.capture.ops.units import Unit, is_nested, storages
 from torchweft.capture.rows.axes import AtenCall, size_of
 from torchweft.capture.rows.rows import Rows, id_of, is_getitem, is_view
 from torchweft.errors import SizeError
-from torchweft.plan.graph import Graph
 from torchweft.plan.sizes import ONE
-from torchweft.private.core import tree_leaves, tree_map
+from torchweft.private.core import c_linear, tree_leaves, tree_map
 
 aten = torch.ops.aten
 Slices = Mapping[int, fx.Node]
@@ -112,6 +112,7 @@ class Makers:
         return ResultBytes(shape, tensor.dtype, tensor.device, batch, order, {}, func, call)
 
 
+PRODUCTS = (F.linear, c_linear, aten.mm.default)  # what oneDNN has its own kernels for
 GAPS = "its batch is not the leading dim"
 
 
@@ -150,31 +151,18 @@ def _form(call: AtenCall) -> Function:
     return out
 
 
-def without(into: Into, gone: Collection[int], instead: Mapping[Any, Function]) -> Into:
-    """The form without some rooms, by number: their makers run as they do in the plain body.
+def unfit_for(inner: str, room: ResultBytes) -> str:
+    """Why an inner compiler cannot write into a room; empty if it can."""
+    if inner == "onednn":
+        product = room.call in PRODUCTS and room.made_by in (aten.mm.default, aten.addmm.default)
+        return "oneDNN's products do not write where they are told" if product else ""
+    if inner == "eager":
+        return ""
+    from torchweft.capture.bodies.epilogue import called_from_outside
 
-    instead: functions in the place of makers' operators. Raises `Unfit` if a maker among them
-    cannot be had so.
-    """
-    assert into.code is not None, "captured bodies have the graph of this form"
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(into.code.graph, {}))
-    slices = [node for node in graph.nodes if node.op == "placeholder"][-len(into.rooms) :]
-    makers = {n: next(iter(slices[n].users)) for n in range(len(slices))}
-    gone = {n for n in makers if any(makers[n] is makers[other] for other in gone)}
-    for maker in {makers[n]: None for n in gone}:
-        func = next(into.rooms[n].made_by for n in gone if makers[n] is maker)
-        named = getattr(maker.target, "_schema", None)
-        outs = [item.name for item in named.arguments if item.is_out] if named else []
-        if not outs or not set(_names(func)) <= set(_names(maker.target)):
-            raise Unfit(f"{func} cannot be told apart from where it writes")
-        maker.kwargs = {name: item for name, item in maker.kwargs.items() if name not in outs}
-        maker.target = instead.get(func, func)
-    for number in gone:
-        graph.erase_node(slices[number])
-    code = fx.GraphModule(into.code, graph, class_name="Into")
-    rooms = tuple(room for n, room in enumerate(into.rooms) if n not in gone)
-    return Into(code.forward, into.sizes, rooms, code, f"{into.key}-{sorted(gone)}")
+    if room.has_gaps:
+        return GAPS
+    return f"Inductor copies what {room.made_by} makes" if called_from_outside(room.made_by) else ""
 
 
 def _names(overload: Any) -> list[str]:
@@ -267,10 +255,11 @@ def into_of(
     calls: Sequence[fx.Node],
     makes: Sequence[fx.Node],
     wanted: Iterable[fx.Node],
+    inner: str,
 ) -> tuple[Into | None, dict[fx.Node, str]]:
     """The form of a body that writes the wanted makes where it is told; why others cannot be.
 
-    writer: has written the body itself.
+    writer: has written the body itself. inner: what will compile it.
     """
     chosen: dict[fx.Node, Maker] = {}
     reasons: dict[fx.Node, str] = {}
@@ -279,8 +268,10 @@ def into_of(
             maker = makers.maker(node)
             if maker.node not in calls:
                 raise Unfit("it is a view of what another op made")
-            if writer.modes[maker.node][0] or torch.is_autocast_enabled("cpu"):
+            if writer.built.modes[maker.node][0] or torch.is_autocast_enabled("cpu"):
                 raise Unfit("it is made under autocast")
+            if why := unfit_for(inner, maker.room):
+                raise Unfit(why)
             chosen[node] = maker
         except Unfit as unfit:
             reasons[node] = str(unfit)
@@ -294,23 +285,11 @@ def into_of(
         return None, reasons | dict.fromkeys(chosen, str(unfit))
 
 
-def placed_by(graph: Graph, bodies: Mapping[str, Any]) -> Graph:
-    """The graph, with places only for what these bodies can write where they are told."""
-    able: set[str] = set()
-    for op in graph.ops:
-        into = getattr(bodies.get(op.name), "into", None)
-        able.update(op.makes[number] for number in (into.placed if into else ()))
-    values = (replace(v, placeable=v.placeable and v.name in able) for v in graph.values)
-    return replace(graph, values=tuple(values))
-
-
 class Replayer(BodyWriter):
     """A writer that replays the calls which make wanted results; `wanted` has their makers."""
 
     def __init__(self, writer: BodyWriter, wanted: Mapping[fx.Node, Maker]) -> None:
-        super().__init__(
-            writer.gm, writer.rows, writer.is_copied, writer.canonical, writer.modes, writer.written
-        )
+        super().__init__(writer.built)
         self.like, self.wanted = writer, wanted
         self.makers: dict[fx.Node, dict[int, dict[int, Maker]]] = {}
         for maker in wanted.values():
@@ -352,7 +331,7 @@ class Replayer(BodyWriter):
     def _replay(self, node: fx.Node) -> Any:
         """A call as the operators it is made of."""
         fx.map_arg((node.args, node.kwargs), self._argument)  # the reads, in the body's order
-        self._switch(self.modes[node])
+        self._switch(self.built.modes[node])
         known: dict[int, Any] = {}
         for used in node.all_input_nodes:
             value = self.rows.value(used)

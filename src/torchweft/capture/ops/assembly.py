@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchweft.capture.blocks.inlining import CALLS, Twins
+from torchweft.capture.blocks.blocks import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
@@ -47,9 +47,15 @@ class Assembly:
     """The pieces of a graph under construction."""
 
     def __init__(
-        self, gm: fx.GraphModule, rows: Rows, regions: list[Region], units: list[Unit]
+        self,
+        gm: fx.GraphModule,
+        rows: Rows,
+        regions: list[Region],
+        units: list[Unit],
+        writes_by: str | None,
     ) -> None:
         self.gm, self.rows, self.regions, self.units = gm, rows, regions, units
+        self.writes_by = writes_by
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.bodies: dict[str, Body] = {}
@@ -74,12 +80,9 @@ class Assembly:
 
     def build(self) -> None:
         """Fill in values, ops and bodies, region by region."""
-        writers = []
-        for region in self.regions:
-            copied, canonical = self.is_copied, self.canonical
-            writer = BodyWriter(self.gm, self.rows, copied, canonical, self.modes, self.written)
+        writers = [BodyWriter(self) for _ in self.regions]
+        for region, writer in zip(self.regions, writers, strict=True):
             writer.write(region.calls)
-            writers.append(writer)
         wanted = {node for writer in writers for node in writer.reads}
         wanted.update(self.outputs)
         self._make_inputs(wanted)
@@ -194,7 +197,8 @@ class Assembly:
 
     def _place(self, made: list[tuple[Op, Region, BodyWriter, list[fx.Node]]]) -> None:
         """Say which values that are needed whole are written by their parts where they belong."""
-        live = torch.is_grad_enabled() and self.rows.level == "torch"
+        live = torch.is_grad_enabled() and self.rows.level == "torch"  # `out=` has no gradient
+        refused = "gradients are on" if live else "" if self.writes_by else "zero_copy is off"
         whole = {name for op in self.ops if op.whole for name in op.touched}
         whole |= set(map(value_name, self.outputs))
         makers = Makers(self.gm.graph, self.rows, self.units)
@@ -203,10 +207,13 @@ class Assembly:
             wanted = [node for node in roots if value_name(node) in whole]
             if op.rows != "row-wise" or op.collective is not None or not wanted:
                 continue
-            if live:  # `out=` has no gradient
-                self.unplaced |= {value_name(node): "gradients are on" for node in wanted}
+            if refused:
+                self.unplaced |= {value_name(node): refused for node in wanted}
                 continue
-            into, reasons = into_of(writer, makers, region.calls, makes, wanted)
+            inner = self.bodies[op.name].inner or self.writes_by or ""
+            if op.flops == ZERO:  # eager's form will do: memory is its bound anyway
+                inner = "eager"
+            into, reasons = into_of(writer, makers, region.calls, makes, wanted, inner)
             self.unplaced |= {value_name(node): why for node, why in reasons.items()}
             if into is None:
                 continue
@@ -303,8 +310,12 @@ def assemble(
     rules: Sequence[MarkRule] = (),
     level: str = "torch",
     given: Mapping[str, Axis | None] | None = None,
+    writes_by: str | None = "eager",
 ) -> tuple[Assembly, frozenset[MarkRule]]:
-    """Cut a graph into ops by one symbol for the batch; the rules that matched."""
+    """Cut a graph into ops by one symbol for the batch; the rules that matched.
+
+    writes_by: the inner compiler whose bodies write into places; None: values have no places.
+    """
     marks, matched = marks_of(gm.graph, rules)
     if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
         marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
@@ -316,7 +327,7 @@ def assemble(
     settle(units, rows, gm.graph)
     if given is None:  # else results are kept for the backward graph
         peel(units, rows, gm.graph)
-    built = Assembly(gm, rows, cut(sink(units, rows), rows), units)
+    built = Assembly(gm, rows, cut(sink(units, rows), rows), units, writes_by)
     built.build()
     return built, frozenset(matched)
 

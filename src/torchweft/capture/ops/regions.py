@@ -59,7 +59,6 @@ class Region:
 
     @property
     def calls(self) -> list[fx.Node]:
-        """The calls, in the order in which they run."""
         return [node for unit in self.units for node in unit.nodes]
 
     @property

@@ -175,12 +175,10 @@ def _copy_back(issue: fx.Node, wait: fx.Node, rows: Rows) -> Iterator[fx.Node]:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a call waits for a collective."""
     return "wait_tensor" in target_name(node)
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a call fills a tensor with another."""
     by_name = node.op == "call_method" and node.target == "copy_"
     return (by_name or node.target is torch.ops.aten.copy_.default) and len(node.args) == 2
 

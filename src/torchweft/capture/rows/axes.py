@@ -84,7 +84,6 @@ class Symbols:
         return sympy.sympify(size)
 
     def shape(self, tensor: torch.Tensor) -> list[Any]:
-        """The sizes of all dims."""
         return [self.expr(size) for size in tensor.shape]
 
     def laid(self, value: Any) -> object:
@@ -158,6 +157,20 @@ def size_of(expr: Any) -> Size:
     return Size.parse(str(expr))
 
 
+def rows_apart(tensor: Any, batch: Batch, rows: int) -> Any:
+    """A view of a tensor of so many rows: their dim as three, outer, rows, inner."""
+    outer, total = batch.outer.constant, tensor.shape[batch.dim] // rows
+    inner = batch.inner.constant if outer is None else total // outer
+    assert inner is not None, "rows with a symbolic stride inside an outer dim"
+    return tensor.unflatten(batch.dim, (total // inner, rows, inner))
+
+
+def rows_at(tensor: Any, batch: Batch, rows: int, chosen: torch.Tensor) -> Any:
+    """Some of the rows of a tensor, by their numbers, copied."""
+    apart = rows_apart(tensor, batch, rows).index_select(batch.dim + 1, chosen)
+    return apart.flatten(batch.dim, batch.dim + 2)
+
+
 def wrap(dim: int, rank: int) -> int:
     """A dim that may count from the end, counted from the front."""
     return dim + rank if dim < 0 else dim
@@ -200,7 +213,6 @@ class AtenCall:
         return axis
 
     def rank(self, name: str) -> int:
-        """How many dims a tensor argument has."""
         return int(self.args[name].dim())
 
     def dim(self, name: str = "dim") -> int:
@@ -229,7 +241,6 @@ class AtenCall:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor among the arguments."""
         return tensors_in(dict(self.args))
 
     @property
@@ -292,14 +303,11 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return bound
 
 
-def flops_of(aten: AtenCall) -> Any:
+def flops_of(func: Any, given: tuple[tuple[Any, ...], Mapping[str, Any]], results: Any) -> Any:
     """Multiplications and additions of one operator (products and attention only), or 0."""
-    count = flop_registry.get(aten.func.overloadpacket)
-    if count is None:
-        return 0
+    count = flop_registry.get(func.overloadpacket)
     try:
-        result = aten.results[0] if len(aten.results) == 1 else tuple(aten.results)
-        flops = count(*aten.given[0], **aten.given[1], out_val=result)
+        flops = count(*given[0], **given[1], out_val=results) if count is not None else 0
     except Exception:  # a count is a help, never a reason to fail
         return 0
-    return flops.node.expr if isinstance(flops, SYMBOLIC) else sympy.Integer(flops)
+    return flops.node.expr if isinstance(flops, SYMBOLIC) else flops

@@ -38,7 +38,6 @@ LOSS = "a loss over the batch"
 ACROSS = "attention looks across rows"
 VECTORS = ("pivots", "LU_pivots", "tau")  # operands of one dim less than the matrices beside them
 GRADIENTS = ("grad_output", "grad_out", "grad_out_", "grad", "grad_in")
-MEAN = 1  # a loss with this reduction divides by the number of entries
 
 
 def pointwise(call: AtenCall) -> Axes:
@@ -173,8 +172,8 @@ def encoder_layer(call: AtenCall) -> Axes:
 
 
 def loss(call: AtenCall) -> Axes:
-    """nll_loss and other losses with `reduction`: row-wise only where nothing is summed."""
-    refuse(call.args.get("reduction", MEAN) != 0 or call.axis("weight"), LOSS)
+    """nll_loss and its like: row-wise only where nothing is summed."""
+    refuse(call.args["reduction"] != 0 or call.axis("weight"), LOSS)
     axis = call.rows("self", LOSS)
     refuse(axis.dim != 0 or call.axis("target") != axis, LOSS)
     return [axis, *[FREE for _ in call.results[1:]]]
@@ -233,12 +232,6 @@ def attention_backward(call: AtenCall) -> Axes:
     query = call.rows("query", ACROSS)
     refuse(query.dim != 0 or query != gradient(call), ACROSS)
     return attention(call)
-
-
-def loss_backward(call: AtenCall) -> Axes:
-    """Gradients of losses; the mean has a divisor that depends on the batch size."""
-    refuse(call.args.get("reduction", MEAN) == MEAN or call.axis("weight"), LOSS)
-    return agreed([call.axis("self"), call.axis("target"), gradient(call)])
 
 
 def nll_loss_backward(call: AtenCall) -> Axes:

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchweft.capture.blocks.blocks import BlockError
+from torchweft.capture.blocks.likeness import BlockError
 from torchweft.capture.rows.axes import (
     FREE,
     SYMBOLIC,
@@ -123,7 +123,6 @@ class Rows:
         return self.axes.get(tensor)
 
     def value(self, node: fx.Node) -> Any:
-        """The fake result of a node."""
         return self.calls[node].value
 
     def is_number(self, node: fx.Node) -> bool:
@@ -221,7 +220,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find the kind of one operator and the axes of its results."""
         call.seen.append(aten)
         call.written += aten.written
-        call.flops = call.flops + flops_of(aten)
+        made = aten.results[0] if len(aten.results) == 1 else tuple(aten.results)
+        call.flops = call.flops + flops_of(aten.func, aten.given, made)
         call.only_views = call.only_views and not aten.written and is_view(aten)
         axes: list[Axis | None]
         if call.kind == "additive":

@@ -355,14 +355,6 @@ def _written(call: AtenCall, own: Axis, source: Any) -> Axis:
     return own
 
 
-def index_select(call: AtenCall) -> Axes:
-    own, places, dim = call.axis("self"), call.axis("index"), call.dim()
-    if own is None:
-        return places and places.at(dim)
-    refuse(places is not None or own.dim == dim, PICKS)
-    return own
-
-
 def index_write(call: AtenCall) -> Axes:
     """index_add, index_copy, index_fill: places that all rows share."""
     own = call.rows("self", MET)

@@ -45,17 +45,13 @@ from torchweft.private.core import tree_leaves
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")  # of collectives
 
 POINTWISE = """
-    copy copy_ clone lift_fresh_copy _to_copy contiguous zeros_like ones_like full_like empty_like
-    masked_fill fill zero where bernoulli _conj conj _neg_view resolve_conj resolve_neg
-    native_dropout dropout convert_element_type view_of real imag _assert_async
-    _assert_tensor_metadata gelu relu mish hardtanh hardswish hardsigmoid leaky_relu elu celu
-    selu softplus softshrink hardshrink threshold rrelu prelu _prelu_kernel
-    polar complex log_sigmoid log_sigmoid_forward isnan isinf
-    isfinite fake_quantize_per_tensor_affine_cachemask floor_divide rsub to max.other min.other
-    _conj_physical _linalg_check_errors frexp ldexp dequantize quantize_per_tensor heaviside xlogy
-    elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
-    log_sigmoid_backward mish_backward softplus_backward _prelu_kernel_backward threshold_backward
-    gelu_backward native_dropout_backward rrelu_with_noise_backward
+    copy copy_ clone lift_fresh_copy _to_copy contiguous zeros_like ones_like full_like
+    empty_like masked_fill fill zero where bernoulli _conj conj _neg_view resolve_conj
+    resolve_neg native_dropout dropout convert_element_type view_of real imag _assert_async
+    _assert_tensor_metadata gelu mish hardswish threshold rrelu prelu _prelu_kernel polar
+    complex log_sigmoid log_sigmoid_forward fake_quantize_per_tensor_affine_cachemask
+    floor_divide rsub to max.other min.other _linalg_check_errors dequantize quantize_per_tensor
+    heaviside xlogy log_sigmoid_backward _prelu_kernel_backward rrelu_with_noise_backward
 """
 ALONG = """
     softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin
@@ -69,21 +65,16 @@ REDUCE = """
 """
 WINDOWS = {
     1: """avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d max_pool1d max_pool1d_with_indices
-          upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d reflection_pad1d
-          replication_pad1d reflection_pad1d_backward replication_pad1d_backward
-          upsample_linear1d_backward""",
+          reflection_pad1d_backward replication_pad1d_backward upsample_linear1d_backward""",
     2: """avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d
-          max_pool2d_with_indices upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d
-          _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa reflection_pad2d
-          replication_pad2d tril triu mkldnn_max_pool2d _upsample_lanczos2d_aa max_unpool2d
-          avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward
-          max_pool2d_with_indices_backward reflection_pad2d_backward replication_pad2d_backward
-          upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
-          _upsample_nearest_exact2d_backward _upsample_bilinear2d_aa_backward""",
+          max_pool2d_with_indices _upsample_bilinear2d_aa _upsample_bicubic2d_aa mkldnn_max_pool2d
+          _upsample_lanczos2d_aa max_unpool2d avg_pool2d_backward _adaptive_avg_pool2d_backward
+          adaptive_max_pool2d_backward max_pool2d_with_indices_backward reflection_pad2d_backward
+          replication_pad2d_backward upsample_nearest2d_backward upsample_bilinear2d_backward
+          upsample_bicubic2d_backward _upsample_nearest_exact2d_backward
+          _upsample_bilinear2d_aa_backward""",
     3: """avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d max_pool3d max_pool3d_with_indices
-          upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d
-          replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle
-          native_channel_shuffle max_unpool3d avg_pool3d_backward _adaptive_avg_pool3d_backward
+          max_unpool3d avg_pool3d_backward _adaptive_avg_pool3d_backward
           adaptive_max_pool3d_backward max_pool3d_with_indices_backward
           upsample_nearest3d_backward""",
 }
@@ -113,14 +104,6 @@ ATTENTION_BACKWARD = """
     _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention_backward
-"""
-LOSSES = """
-    nll_loss nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss huber_loss
-    binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss
-"""
-LOSSES_BACKWARD = """
-    mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward
-    binary_cross_entropy_backward
 """
 CREATE = """
     zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided
@@ -158,22 +141,20 @@ FAMILIES: tuple[tuple[Callable[[AtenCall], Axes], str, str], ...] = (
     (math.batch_norm, BATCH_NORM, ""),
     (math.attention, ATTENTION, ""),
     (math.encoder_layer, "_transformer_encoder_layer_fwd _native_multi_head_attention", ""),
-    (math.loss, LOSSES, ""),
+    (math.loss, "nll_loss_forward nll_loss2d_forward binary_cross_entropy", ""),
     (shape.embedding, "embedding", ""),
     (shape.embedding_bag, "_embedding_bag _embedding_bag_forward_only", ""),
     (shape.take, "take bucketize searchsorted isin", ""),
     (shape.index, "index _unsafe_index", ""),
     (shape.index_put, "index_put _unsafe_index_put _index_put_impl", ""),
     (shape.gather, "gather scatter scatter_add scatter_reduce", ""),
-    (shape.index_select, "index_select", ""),
     (shape.index_write, "index_add index_copy index_fill index_reduce", ""),
     (shape.slice_scatter, "slice_scatter select_scatter", ""),
     (shape.grid_sample, "grid_sampler_2d grid_sampler_3d", ""),
     (math.of_input, math.WEIGHTED, "N"),
     (math.scatter_backward, "slice_backward select_backward", "input_sizes end"),
-    (math.attention_backward, ATTENTION_BACKWARD, ""),
-    (math.loss_backward, LOSSES_BACKWARD, ""),
     (math.nll_loss_backward, "nll_loss_backward nll_loss2d_backward", ""),
+    (math.attention_backward, ATTENTION_BACKWARD, ""),
     *((shape.windows(num_dims), names, "input_size") for num_dims, names in WINDOWS.items()),
 )
 READS_NUMBERS = (shape.index, shape.index_put, shape.embedding_bag)

@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import PlacementError
-from torchweft.placement.learn.learned import default_policy, learned
-from torchweft.placement.learn.policy import Policy, Scorer
+from torchweft.placement.learn.policy import Policy, Scorer, default_policy, learned
 from torchweft.placement.learn.rollout import Bools, Ints, Observed, Rollout, numbers_of
 from torchweft.placement.placement import Placement, best
 from torchweft.placement.planners.lists import guard

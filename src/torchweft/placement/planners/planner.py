@@ -7,7 +7,8 @@
     plan(problem, my_planner)                          any function of this signature
 
 `plan` stamps the planner's name, the seconds that planning took and the best bound known, and
-checks the result: no planner is trusted. Learned planners are loaded on their first use.
+checks the result: no planner is trusted. Learned planners and the solver are loaded when they are
+first used.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from importlib.util import find_spec
 from typing import Protocol, cast
 
 from torchweft.errors import PlacementError, unknown
-from torchweft.placement.check import SLACK, check
-from torchweft.placement.placement import Placement, best
+from torchweft.placement.placement import SLACK, Placement, best, check
 from torchweft.placement.planners import lists
 from torchweft.placement.planners.annealing import annealing
-from torchweft.placement.planners.cp_sat import LOAD_S, cp_sat, is_loaded, writing_s
 from torchweft.placement.planners.lists import STAGES_S, guard, stages, wants_stages
 from torchweft.placement.planners.tree_dp import fits, tree_dp
 from torchweft.placement.problem import INF, Problem, bound_s
@@ -32,6 +31,7 @@ from torchweft.placement.problem import INF, Problem, bound_s
 DEFAULT_S = 2.0
 QUICK = (lists.critical_path, lists.greedy, lists.cpop)
 START_S = 0.3  # to start the solver
+SOLVER = "torchweft_tools.cp_sat"  # loaded only where its package, ortools, is installed
 TREE_OPS = 16  # beyond, tree-dp rarely ends
 LEAST_S = 1e-3
 
@@ -82,18 +82,20 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
         seconds *= 0.3 if solve else 1.0
         known = better(tree_dp(problem, deadline_s=seconds, seed=seed, start=known))
     if solve and (seconds := left_s()):
+        cp_sat = import_module(SOLVER).cp_sat
         known = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=known))
     return known
 
 
 def _solver_s(problem: Problem) -> float:
     """Seconds below which it is of no use to start the solver; inf if it is not installed."""
-    if not is_loaded() and find_spec("ortools") is None:
+    if find_spec("ortools") is None:
         return INF
-    return START_S + (0.0 if is_loaded() else LOAD_S) + writing_s(problem)
+    seconds: float = import_module(SOLVER).loading_s(problem)
+    return START_S + seconds
 
 
-LEARNED = "torchweft.placement.learn.learned"
+LEARNED = "torchweft.placement.learn.policy"
 PLANNERS: Mapping[str, Planner | str] = {
     "single": lists.single,
     "round-robin": lists.round_robin,
@@ -106,13 +108,13 @@ PLANNERS: Mapping[str, Planner | str] = {
     "stages": lists.stages,
     "annealing": annealing,
     "tree-dp": tree_dp,
-    "cp-sat": cp_sat,
+    "cp-sat": SOLVER,
     "learned": LEARNED,
     "guarded": LEARNED,
     "guided": LEARNED,
     "portfolio": portfolio,
 }
-"""By name; of those that need numpy and torch, the module that has them."""
+"""By name; of those that need numpy, torch or ortools, the module that has them."""
 JUDGES: Mapping[str, str] = {"exhaustive": "torchweft_tools.bench.oracle.exhaustive"}
 """Planners that are there to judge the others, on tiny graphs."""
 
@@ -128,7 +130,7 @@ def get_planner(name: str) -> Planner:
         raise PlacementError(f"planner: {unknown('planner', name, PLANNERS)}", rule="planner")
     planner = PLANNERS.get(name) or JUDGES[name]
     if isinstance(planner, str):
-        return cast(Planner, getattr(import_module(planner), name))
+        return cast(Planner, getattr(import_module(planner), name.replace("-", "_")))
     return planner
 
 

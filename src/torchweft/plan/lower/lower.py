@@ -4,13 +4,10 @@
     send     values that a step needs on another device are copied there, over lanes of links
     place    values that are needed whole but made in pieces get a place; copies where needed
     wait     steps of different lanes that touch the same bytes are ordered, by few waits
-    reuse    values that are never alive together share buffers, if their makers can write there
     free     bytes are given back after their last use
 
-The last two ask the plan's clocks: what is ordered behind what, by lanes and waits. Neither adds a
-wait, so no lane is slowed down to save bytes. Values are compared in *units*: a buffer's unit is
-the product of symbols that its values have in common (`s0`), so an offset is a number whatever the
-batch.
+The last one asks the plan's clocks: what is ordered behind what, by lanes and waits. It adds no
+wait, so no lane is slowed down to save bytes.
 
 `lower(plan)` runs them all. Nothing here is trusted: `verify` looks at the result by itself.
 """
@@ -23,18 +20,16 @@ from dataclasses import dataclass, field
 from torchweft.errors import MemoryPlanError
 from torchweft.plan.graph import Graph
 from torchweft.plan.machine import Lane
-from torchweft.plan.plan import Buffer, Place, Plan, Range, Step, holds
+from torchweft.plan.plan import Place, Plan, Range, Step, holds
 from torchweft.plan.precedence import Ledger
-from torchweft.plan.sizes import Size
 
 
-def lower(plan: Plan, *, buffers: bool = False) -> Plan:
-    """A plan that can run: all passes in order. `buffers`: values share bytes of planned buffers.
+def lower(plan: Plan) -> Plan:
+    """A plan that can run: all passes in order.
 
     Raises `MemoryPlanError` if a value cannot be where it is needed.
     """
-    plan = add_waits(place_wholes(send_values(issue_early(plan))))
-    return add_frees(share_buffers(plan) if buffers else plan)
+    return add_frees(add_waits(place_wholes(send_values(issue_early(plan)))))
 
 
 def issue_early(plan: Plan) -> Plan:
@@ -46,7 +41,8 @@ def issue_early(plan: Plan) -> Plan:
     hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
         return plan
-    ledger, before = Ledger(plan), list[list[int]]()  # of each step, all that it comes behind
+    ledger = Ledger(plan.graph, plan.num_parts, plan.lanes)
+    before: list[list[int]] = []  # of each step, all that it comes behind
     users: dict[int, list[int]] = {index: [] for index in hosted}
     for index, step in enumerate(plan.steps):
         before.append(ledger.before(step))
@@ -160,14 +156,14 @@ def place_wholes(plan: Plan) -> Plan:
     steps: list[Step] = []
     for step in plan.steps:
         steps.append(step)
-        made = _made(plan, step, "run", "complete")
+        made = made_by(plan, step, "run", "complete")
         steps += [Step("copy", step.lane, (n,), step.parts) for n in made if n in moved]
     places = (*plan.places, *(Place(name) for name in needed))
     note = f"place: {len(needed)} values whole, {len(moved)} of them by copies"
     return plan.then(note, steps=tuple(steps), places=places) if needed else plan
 
 
-def _made(plan: Plan, step: Step, *kinds: str) -> list[str]:
+def made_by(plan: Plan, step: Step, *kinds: str) -> list[str]:
     """What the ops of a step make, if it is of these kinds (by default one that starts ops)."""
     ops = step.names if step.kind in (kinds or ("run", "issue")) else ()
     return [name for op in ops for name in plan.graph.op[op].makes]
@@ -177,7 +173,7 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
     """Roots that are made piece by piece and touched by a step across pieces."""
     pieces: dict[str, set[Range | None]] = {}
     for step in plan.steps:
-        for name in _made(plan, step) if step.parts is not None else ():
+        for name in made_by(plan, step) if step.parts is not None else ():
             if graph.value[name].batch is not None and graph.value[name].alias_of is None:
                 pieces.setdefault(name, set()).add(step.parts)
     torn = set()
@@ -203,7 +199,7 @@ def add_waits(plan: Plan) -> Plan:
     step it needs of each other lane, unless its clock or another of its waits implies it. Copies of
     a link may be under way at once: the arrival of one says nothing about those before it.
     """
-    ledger = Ledger(plan)
+    ledger = Ledger(plan.graph, plan.num_parts, plan.lanes)
     talked: dict[object, int] = {}
     clocks: dict[str, dict[str, int]] = {lane.name: {} for lane in plan.lanes}
     ends: list[dict[str, int]] = []
@@ -282,14 +278,14 @@ class Life:
 
 def lives(plan: Plan) -> list[Life]:
     """Every location that an op makes, with all its uses, in the order of making."""
-    graph, ledger = plan.graph, Ledger(plan)
+    graph, ledger = plan.graph, Ledger(plan.graph, plan.num_parts, plan.lanes)
     placed = {place.value for place in plan.places}
     locations: list[Life] = []
     where: dict[tuple[str, int], Life] = {}
     for index, step in enumerate(plan.steps):
         if step.kind == "free":
             continue
-        makes = set(_made(plan, step))
+        makes = set(made_by(plan, step))
         opened: dict[str, Life] = {}
         for name, part, _ in ledger.touched(step):
             life = where.get((name, part))
@@ -307,7 +303,7 @@ def lives(plan: Plan) -> list[Life]:
     return locations
 
 
-def _over(plan: Plan, life: Life, at: list[int]) -> Clock:
+def over(plan: Plan, life: Life, at: list[int]) -> Clock:
     """How far each lane must have come for all uses to be over."""
     needs: dict[str, int] = {}
     for use in life.uses:
@@ -329,95 +325,10 @@ def add_frees(plan: Plan) -> Plan:
     for life in lives(plan):
         if life.root in kept or life.root in foreign:
             continue
-        lane, needs = plan.steps[life.uses[-1]].lane, _over(plan, life, at)
+        lane, needs = plan.steps[life.uses[-1]].lane, over(plan, life, at)
         for index in rows[lane][at[life.uses[-1]] - 1 :]:
             if all(ends[index].get(other, 0) >= count for other, count in needs.items()):
                 after.setdefault(index, []).append(Step("free", lane, (life.root,), life.parts))
                 break
     steps = [s for index, step in enumerate(plan.steps) for s in (step, *after.get(index, ()))]
     return plan.then(f"free: {len(steps) - len(plan.steps)} frees", steps=tuple(steps))
-
-
-@dataclass
-class FreeBlock:
-    """Units of a buffer that are free for steps that come behind `needs`."""
-
-    offset: int
-    num_units: int
-    needs: Clock
-
-
-def share_buffers(plan: Plan) -> Plan:
-    """Offsets in shared buffers for values that their makers can write into given memory.
-
-    Going through the steps in order, a value takes the smallest free block that is large enough and
-    whose former users have all ended before its first write; else the buffer grows.
-    """
-    graph = plan.graph
-    kept = {graph.root[name] for name in graph.outputs} | {place.value for place in plan.places}
-    ends, at = clocks(plan)
-    writers: dict[str, list[Clock]] = {}  # when the steps that make each root end
-    for end, step in zip(ends, plan.steps, strict=True):
-        for name in _made(plan, step):
-            writers.setdefault(name, []).append(end)
-    devices = {lane.name: lane.device for lane in plan.lanes}
-    shelves: dict[tuple[str, Size], _Shelf] = {}
-    places: list[Place] = []
-    lent: dict[int, list[tuple[_Shelf, FreeBlock]]] = {}
-    whole = _wholes(lives(plan))
-    for index, step in enumerate(plan.steps):
-        for life in whole.get(index, ()):
-            unit = graph.value[life.root].bytes.unit
-            if life.root in kept | plan.copied or unit is None or unit[0] <= 0:
-                continue
-            if len({devices[plan.steps[use].lane] for use in life.uses}) > 1:
-                continue
-            shelf = shelves.setdefault((devices[step.lane], unit[1]), _Shelf(f"b{len(shelves)}"))
-            block = shelf.take(unit[0], writers[life.root])
-            places.append(Place(life.root, shelf.name, block.offset))
-            block.needs = _over(plan, life, at)
-            lent.setdefault(max(life.uses), []).append((shelf, block))
-        for shelf, block in lent.pop(index, ()):
-            shelf.blocks.append(block)
-    buffers = tuple(Buffer(shelf.name, device, unit) for (device, unit), shelf in shelves.items())
-    note = f"reuse: {len(places)} values in {len(buffers)} buffers"
-    return plan.then(note, buffers=plan.buffers + buffers, places=plan.places + tuple(places))
-
-
-def _wholes(pieces: list[Life]) -> dict[int, list[Life]]:
-    """One life a root, over all its parts, by the step that starts it."""
-    joined: dict[str, Life] = {}
-    for life in pieces:
-        whole = joined.setdefault(life.root, Life(life.root, None, life.first))
-        whole.uses += life.uses
-    by_first: dict[int, list[Life]] = {}
-    for life in joined.values():
-        by_first.setdefault(life.first, []).append(life)
-    return by_first
-
-
-class _Shelf:
-    """One buffer while it is being filled: its free blocks and its end."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.end = name, 0
-        self.blocks: list[FreeBlock] = []
-
-    def take(self, num_units: int, writers: list[Clock]) -> FreeBlock:
-        """The smallest block that is large enough and whose users ended before all the writers."""
-
-        def over(block: FreeBlock) -> bool:
-            # A writer's own clock counts the writer itself, which comes behind the block's users.
-            needs = block.needs.items()
-            return all(clock.get(lane, 0) >= count for clock in writers for lane, count in needs)
-
-        fitting = [block for block in self.blocks if block.num_units >= num_units and over(block)]
-        if not fitting:
-            self.end += num_units
-            return FreeBlock(self.end - num_units, num_units, {})
-        best = min(fitting, key=lambda block: block.num_units)
-        self.blocks.remove(best)
-        if best.num_units > num_units:
-            rest = FreeBlock(best.offset + num_units, best.num_units - num_units, best.needs)
-            self.blocks.append(rest)
-        return FreeBlock(best.offset, num_units, {})

@@ -18,12 +18,12 @@ from torchweft.plan.write.strategy import strategy
 @strategy
 def branches(s: Scheduler, *, handover_s: float = 2e-5) -> None:
     """Give each ready op to the lane on which it ends first."""
-    before = precedence(s.graph).before
+    before = precedence(s.graph)
     # 1. The longest way from each op to the end.
     cost = {op.name: s.cost(op) for op in s.graph.ops}
     to_end = dict(cost)
     for op in reversed(s.graph.ops):
-        for name, _ in before[op.name]:
+        for name, _ in before[op.name, 0]:
             to_end[name] = max(to_end[name], cost[name] + to_end[op.name])
     # 2. The most urgent ready op goes to the lane on which it ends first.
     free = dict.fromkeys((lane.name for lane in s.machine.lanes), 0.0)
@@ -33,7 +33,7 @@ def branches(s: Scheduler, *, handover_s: float = 2e-5) -> None:
         best = None
         for lane in s.lanes(op):
             start = free[lane.name]
-            for name, _ in before[op.name]:
+            for name, _ in before[op.name, 0]:
                 done, where = end[name]
                 start = max(start, done if where == lane.name else done + handover_s)
             if best is None or start + cost[op.name] < best[0]:

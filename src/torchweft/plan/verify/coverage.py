@@ -167,7 +167,7 @@ def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
             yield f"{value.name!r} is no {'in' if step.kind == 'split' else 'out'}put."
     elif step.parts is not None and value.batch is None:
         yield f"{step.label}: {value.name!r} has no batch, so it has no parts."
-    if step.kind == "free" and (value.alias_of is not None or value.name in graph.inputs):
+    if step.kind == "free" and (value.alias_of is not None or value.name not in graph.maker):
         yield f"{step.label}: only what an op made can be freed, and not through an alias."
     placed = any(place.value == value.name for place in plan.places)
     if step.kind == "copy" and step.on is None and not (placed and value.name in plan.copied):

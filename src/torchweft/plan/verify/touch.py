@@ -1,8 +1,10 @@
-"""The toucher: what each step does to the bytes of its rank, checked access by access."""
+"""The `Rank`: its plan, and what each step does to the bytes, checked access by access."""
 
 from __future__ import annotations
 
-from torchweft.plan.graph import Graph, Op
+from typing import NamedTuple
+
+from torchweft.plan.graph import Op
 from torchweft.plan.plan import Plan, Range, Step, bracket
 from torchweft.plan.verify.cells import (
     Access,
@@ -19,13 +21,36 @@ MIXED = -(10**9)
 """The version of a copy whose sources had different versions: no reader expects it."""
 
 
-class Toucher:
-    """Applies steps to a rank's memory and reports every access that breaks a rule."""
+Channel = tuple[object, ...]
 
-    def __init__(self, rank: int, plan: Plan, graph: Graph, findings: list[Finding]) -> None:
-        self.rank, self.plan, self.graph, self.findings = rank, plan, graph, findings
-        self.store = CellStore(plan, graph)
-        self.reference = reference(graph, plan.num_parts)
+
+class TalkWalk(NamedTuple):
+    """A collective that has started: where, what it says, and what its rank knew then."""
+
+    channel: Channel
+    number: int
+    says: object
+    step: int
+    lane: int
+    clock: Clock
+
+
+class Rank:
+    """One rank's plan, its memory, and what has been said and done so far. Applies steps to the
+    memory and reports every access that breaks a rule."""
+
+    def __init__(self, number: int, plan: Plan, findings: list[Finding]) -> None:
+        self.number, self.plan, self.graph, self.findings = number, plan, plan.graph, findings
+        self.labels = [step.label for step in plan.steps]
+        first = {label: index for index, label in reversed(list(enumerate(self.labels)))}
+        self.targets = {first.get(step.target) for step in plan.steps if step.target is not None}
+        self.ends: dict[str, Clock] = {}
+        self.flying: dict[
+            tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[TalkWalk]]
+        ] = {}
+        self.said: dict[Channel, list[TalkWalk]] = {}
+        self.store = CellStore(plan, plan.graph)
+        self.reference = reference(plan.graph, plan.num_parts)
         self.made_on: dict[str, str] = {}
         self.merged: dict[str, Location] = {}
         self.step = plan.steps[0] if plan.steps else Step("wait", "")
@@ -89,14 +114,14 @@ class Toucher:
             if copied is None:
                 names.append(name)
                 continue
-            if name in self.graph.inputs:
+            if name not in self.graph.maker:
                 self.view(name, self.step.parts, device)
             for part, cell in enumerate(copied.take(*cells), cells[0]):
                 self.read(cell, before, name, part)
         if not names:
             return
         for name in names:
-            if name != touch.root and name in self.graph.inputs and device != self.store.home:
+            if name != touch.root and name not in self.graph.maker and device != self.store.home:
                 self.missing(name, self.store.cells_of(name, parts), device)
                 return
             self.view(name, self.step.parts, device)
@@ -112,7 +137,7 @@ class Toucher:
 
     def view(self, name: str, parts: Range | None, device: str) -> None:
         """Read the handle of a view: an alias that an op made, or a part of a split input."""
-        is_input = name in self.graph.inputs
+        is_input = name not in self.graph.maker
         if is_input:
             device = self.store.home
             if parts is None or self.store.num_cells(name) == 1:
@@ -209,7 +234,7 @@ class Toucher:
         """After the last step: outputs and changed inputs have their final versions."""
         graph, store = self.graph, self.store
         for name in dict.fromkeys(graph.outputs):
-            device = store.home if name in graph.inputs else self.made_on.get(name, store.home)
+            device = store.home if name not in graph.maker else self.made_on.get(name, store.home)
             whole = store.cells_of(graph.root[name], None)
             location = self.merged.get(name) or store.where(graph.root[name], device, whole)
             self.last(name, location)
@@ -223,11 +248,11 @@ class Toucher:
             if cell.lost is not None:
                 at = cell.lost.step
                 text = f"{self.plan.steps[at].label} destroys {name!r}, which is handed out."
-                self.findings.append(Finding("memory", text, at, "", self.rank))
+                self.findings.append(Finding("memory", text, at, "", self.number))
                 return
             if cell.version != self.reference.final[self.graph.root[name]]:
                 text = f"at the end {name!r} is not what the graph makes it."
-                self.findings.append(Finding("order", text, None, "", self.rank))
+                self.findings.append(Finding("order", text, None, "", self.number))
                 return
 
     def read(self, cell: ByteCell, version: int | None, name: str, part: int) -> None:
@@ -317,7 +342,7 @@ class Toucher:
         return named and where == device and whole
 
     def report(self, rule: str, text: str, cure: str = "") -> None:
-        self.findings.append(Finding(rule, text, self.access.step, cure, self.rank))
+        self.findings.append(Finding(rule, text, self.access.step, cure, self.number))
 
 
 def _end(step: Step) -> str:

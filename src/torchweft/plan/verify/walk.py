@@ -12,26 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from torchweft.plan.graph import Collective, Graph
-from torchweft.plan.plan import Plan, Range, Step
+from torchweft.plan.graph import Collective
+from torchweft.plan.plan import Plan, Step
 from torchweft.plan.verify.cells import Access, Clock
 from torchweft.plan.verify.coverage import Finding
-from torchweft.plan.verify.touch import Toucher
-
-Channel = tuple[object, ...]
-
-
-class TalkWalk(NamedTuple):
-    """A collective that has started: where, what it says, and what its rank knew then."""
-
-    channel: Channel
-    number: int
-    says: object
-    step: int
-    lane: int
-    clock: Clock
+from torchweft.plan.verify.touch import Channel, Rank, TalkWalk
 
 
 @dataclass(slots=True, eq=False)
@@ -48,28 +34,12 @@ class LaneWalk:
     talks: list[TalkWalk] = field(default_factory=list)
 
 
-class Rank:
-    """One rank's plan, its memory, and what has been said and done so far."""
-
-    def __init__(self, number: int, plan: Plan, graph: Graph, findings: list[Finding]) -> None:
-        self.number, self.plan, self.graph = number, plan, graph
-        self.labels = [step.label for step in plan.steps]
-        first = {label: index for index, label in reversed(list(enumerate(self.labels)))}
-        self.targets = {first.get(step.target) for step in plan.steps if step.target is not None}
-        self.ends: dict[str, Clock] = {}
-        self.flying: dict[
-            tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[TalkWalk]]
-        ] = {}
-        self.said: dict[Channel, list[TalkWalk]] = {}
-        self.toucher = Toucher(number, plan, graph, findings)
-
-
 class Walk:
     """Walks through all ranks' plans and collects findings."""
 
     def __init__(self, plans: Sequence[Plan], findings: list[Finding]) -> None:
         self.findings = findings
-        self.ranks = [Rank(number, plan, plan.graph, findings) for number, plan in enumerate(plans)]
+        self.ranks = [Rank(number, plan, findings) for number, plan in enumerate(plans)]
         rows: dict[tuple[int, str], list[int]] = {}
         for rank in self.ranks:
             for index, step in enumerate(rank.plan.steps):
@@ -91,7 +61,7 @@ class Walk:
             self.deadlock(stuck)
             return
         for rank in self.ranks:
-            rank.toucher.finish()
+            rank.finish()
 
     def advance(self, lane: LaneWalk) -> bool:
         """Take the lane's next step if it can go on; whether it did."""
@@ -134,7 +104,7 @@ class Walk:
             flying = step.kind == "issue"
             access = Access(index, lane.number, 0 if flying else end)
             talks = self.talk(lane, step, index)
-            lane.rank.toucher.run(step, access, lane.clock)
+            lane.rank.run(step, access, lane.clock)
             if flying:
                 known = list(lane.clock)
                 known[lane.number] = end
@@ -147,7 +117,7 @@ class Walk:
             access.lane, access.end = lane.number, end
         elif step.kind != "wait":
             access = Access(index, lane.number, end)
-            lane.rank.toucher.move(step, access, lane.clock)
+            lane.rank.move(step, access, lane.clock)
 
     def talk(self, lane: LaneWalk, step: Step, index: int) -> list[TalkWalk]:
         """Start the collectives of a step, each behind the last one of its channel."""

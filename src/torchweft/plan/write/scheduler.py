@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
 from torchweft.plan.context import Context, Cut
-from torchweft.plan.cost import Costs
 from torchweft.plan.graph import NAME, Graph, Op
-from torchweft.plan.machine import Lane, Machine
+from torchweft.plan.machine import Costs, Lane, Machine
 from torchweft.plan.plan import Plan, Range, Step, bracket, one_line
-from torchweft.plan.precedence import precedence
+from torchweft.plan.precedence import Pair, precedence
 
 Kernel = Callable[..., Any]
 MAX_IDLE_CALLS = 10_000
@@ -41,7 +40,7 @@ class Scheduler:
         self.notes: list[str] = []
         self._closed = ""
         self._idle = 0
-        self._order = precedence(graph)
+        self._index = {op.name: number for number, op in enumerate(graph.ops)}
         self._reset()
 
     @property
@@ -86,11 +85,9 @@ class Scheduler:
             self._fail(
                 "loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between."
             )
-        ops = self.graph.ops
-        pairs = [
-            (ops[i], None if ops[i].whole or self.num_parts == 1 else p)
-            for i, p in sorted(self._ready)
-        ]
+        ordered = sorted((self._index[name], name, part) for name, part in self._ready)
+        ops = [(self.graph.op[name], part) for _, name, part in ordered]
+        pairs = [(op, None if op.whole or self.num_parts == 1 else part) for op, part in ops]
         if part is None:
             return pairs
         self._range((part,))
@@ -175,71 +172,41 @@ class Scheduler:
             history=history, bound=graph, kernels=dict(self.kernels),
         )  # fmt: skip
 
-    # What is scheduled: for each op and part the number of (op, part) pairs it still waits for.
+    # What is scheduled: ops and parts, and those that each must come behind.
 
     def _reset(self) -> None:
-        ops = self.graph.ops
-        index = {op.name: number for number, op in enumerate(ops)}
-        self._index, self._done = index, [set[int]() for _ in ops]
-        self._count = [1 if op.whole else self.num_parts for op in ops]
-        self._missing = [[0] * count for count in self._count]
-        self._after: list[list[tuple[int, bool]]] = [[] for _ in ops]
-        for number, op in enumerate(ops):
-            for name, same in self._order.before[op.name]:
-                other = index[name]
-                self._after[other].append((number, same))
-                for part in range(self._count[number]):
-                    self._missing[number][part] += 1 if same else self._count[other]
-            if op.name in self._order.serial:
-                for part in range(1, self._count[number]):
-                    self._missing[number][part] += 1
-        self._ready = {
-            (number, part)
-            for number in range(len(ops))
-            for part, n in enumerate(self._missing[number])
-            if n == 0
-        }
+        self._before = precedence(self.graph, self.num_parts)
+        self._after: dict[Pair, list[Pair]] = {pair: [] for pair in self._before}
+        for pair, ahead in self._before.items():
+            for earlier in ahead:
+                self._after[earlier].append(pair)
+        self._missing = {pair: len(ahead) for pair, ahead in self._before.items()}
+        self._ready = {pair for pair, count in self._missing.items() if not count}
+        self._done: set[Pair] = set()
 
     def _schedule(self, op: Op, parts: Range | None) -> None:
-        number = self._index[op.name]
-        for part in range(*(parts or (0, self._count[number]))):
-            if part in self._done[number]:
-                self._fail("run", f"{self._name(op, part)} has been run already.")
-            if (number, part) not in self._ready:
-                self._fail("run", f"{self._name(op, part)} needs {self._needs(op, part)} first.")
-            self._done[number].add(part)
-            self._ready.discard((number, part))
-            for other, same in self._after[number]:
-                for each in (part,) if same else range(self._count[other]):
-                    self._release(other, each)
-            if op.name in self._order.serial and part + 1 < self._count[number]:
-                self._release(number, part + 1)
-
-    def _release(self, number: int, part: int) -> None:
-        self._missing[number][part] -= 1
-        if self._missing[number][part] == 0:
-            self._ready.add((number, part))
-
-    def _needs(self, op: Op, part: int) -> str:
-        done = self._done[self._index[op.name]]
-        if op.name in self._order.serial and part and part - 1 not in done:
-            return self._name(op, part - 1)
-        for name, same in self._order.before[op.name]:
-            number = self._index[name]
-            for each in (part,) if same else range(self._count[number]):
-                if each not in self._done[number]:
-                    return self._name(self.graph.op[name], each)
-        return "something"
+        for part in range(*(parts or (0, 1 if op.whole else self.num_parts))):
+            if (pair := (op.name, part)) in self._done:
+                self._fail("run", f"{self._name(pair)} has been run already.")
+            if pair not in self._ready:
+                first = next(other for other in self._before[pair] if other not in self._done)
+                self._fail("run", f"{self._name(pair)} needs {self._name(first)} first.")
+            self._done.add(pair)
+            self._ready.remove(pair)
+            for later in self._after[pair]:
+                self._missing[later] -= 1
+                if not self._missing[later]:
+                    self._ready.add(later)
 
     def _complete(self) -> None:
-        for number, op in enumerate(self.graph.ops):
-            for part in range(self._count[number]):
-                if part not in self._done[number]:
-                    self._fail("forgotten", f"{self._name(op, part)} was never run.")
+        for pair in self._before:
+            if pair not in self._done:
+                self._fail("forgotten", f"{self._name(pair)} was never run.")
 
     # What a caller may say.
 
-    def _name(self, op: Op, part: int) -> str:
+    def _name(self, pair: Pair) -> str:
+        op, part = self.graph.op[pair[0]], pair[1]
         return op.name + ("" if op.whole or self.num_parts == 1 else bracket((part, part + 1)))
 
     def _op(self, op: Op | str) -> Op:

@@ -1,4 +1,4 @@
-"""A `Strategy`: a named function that writes a plan, with its options.
+"""A `Strategy`: a named function that writes a plan, with its options; `write` lets it do so.
 
     @strategy
     def overlap(s, *, parts=2): ...          registered as "overlap"
@@ -6,18 +6,28 @@
     overlap(parts=4)                         the same strategy with other options; nothing runs yet
     get_strategy("overlap")                  by name; unknown names list the choices
 
-The function gets a `Scheduler`, the recorder; keyword-only arguments are its options.
+The function gets a `Scheduler`, the recorder; keyword-only arguments are its options. It is a
+user's code: it may raise, or never come back. What it raises is wrapped with its source line; after
+`limit_s` seconds it is stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchweft.errors import StrategyError, unknown
-from torchweft.plan.graph import NAME
+from torchweft.errors import StrategyError, WeftError, unknown
+from torchweft.plan.context import Context
+from torchweft.plan.graph import NAME, Graph
+from torchweft.plan.machine import Costs, Machine, cpu
+from torchweft.plan.plan import Plan
+from torchweft.plan.write.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -92,3 +102,78 @@ def get_strategy(name: str) -> Strategy:
 def strategy_names() -> list[str]:
     """The names of all registered strategies."""
     return sorted(_REGISTRY)
+
+
+def write(
+    strategy: str | Strategy | Callable[..., None],
+    graph: Graph,
+    context: Context,
+    machine: Machine | None = None,
+    *,
+    costs: Costs | None = None,
+    limit_s: float = 10.0,
+) -> Plan:
+    """The bare plan that a strategy writes for a graph and a context.
+
+    Raises `StrategyError` if the strategy makes a mistake, raises, or takes longer than `limit_s`.
+    """
+    chosen = as_strategy(strategy)
+    scheduler = Scheduler(graph, context, machine or cpu(), costs)
+    try:
+        with _limit(limit_s):
+            chosen.function(scheduler, **chosen.options)
+    except _TooLongError:
+        text = f"loop: strategy {chosen.name!r} had not finished after {limit_s:g} s."
+        raise StrategyError(text, rule="loop", source=_source(chosen)) from None
+    except WeftError as error:
+        if isinstance(error, StrategyError):
+            error.source = error.source or _line(error, chosen)
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"raised: strategy {chosen.name!r} raised {type(error).__name__}: {error}"
+        line = _line(error, chosen)
+        raise StrategyError(f"{text}\n  at {line}", rule="raised", source=line) from error
+    return scheduler.finish(str(chosen))
+
+
+class _TooLongError(BaseException):
+    """Thrown into a strategy that does not come back."""
+
+
+@contextmanager
+def _limit(limit_s: float) -> Iterator[None]:
+    """Stop the code inside after `limit_s` seconds by an exception in its own thread.
+
+    Python code that loops for ever cannot be stopped any other way from within its process.
+    """
+    thread, lock, state = threading.get_ident(), threading.Lock(), {"running": True}
+
+    def stop() -> None:
+        with lock:
+            if state["running"]:
+                raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                raise_in(ctypes.c_ulong(thread), ctypes.py_object(_TooLongError))
+
+    timer = threading.Timer(limit_s, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            state["running"] = False
+        timer.cancel()
+
+
+def _line(error: BaseException, strategy: Strategy) -> str:
+    """The line of the strategy's own code that the error came from."""
+    code = getattr(strategy.function, "__code__", None)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if code is not None and frame.filename == code.co_filename and frame.name == code.co_name:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return _source(strategy)
+
+
+def _source(strategy: Strategy) -> str:
+    code = getattr(strategy.function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else strategy.name

@@ -24,6 +24,7 @@ from torchweft.errors import RunError, clip
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan
 from torchweft.plan.trace import Trace
+from torchweft.run.accelerator.dispatch import Dispatch
 from torchweft.run.accelerator.graphs import Graphs, StreamCall
 from torchweft.run.accelerator.streams import StreamProgram, compile_streams
 from torchweft.run.program import Body, Delay, Inputs, Numbers, Outputs, trace_of
@@ -56,16 +57,17 @@ class Accelerator:
         self.kept: set[int] = set()
 
     @contextmanager
-    def lend(self, lanes: tuple[Lane, ...], num_events: int) -> Iterator[Loan]:
-        """Streams and events for one call, until it has issued everything.
+    def lend(self, given: Dispatch) -> Iterator[Loan]:
+        """Streams and events for one call of a dispatch, until it has issued everything.
 
         Work that is still queued then is behind its events.
         """
+        lanes = tuple(lane for lane in given.streams if lane is not None)
         with self.lock:
             idle = self.idle.setdefault(lanes, [])
             loan = idle.pop() if idle else None
         loan = loan or Loan([self.stream(lane) for lane in lanes], [])
-        while len(loan.events) < num_events:
+        while len(loan.events) < len(given.events):
             loan.events.append(self.event())
         try:
             yield loan
@@ -83,12 +85,16 @@ class Accelerator:
         return self.api.Stream(self.device, priority=lane.priority)
 
     def event(self, *, timing: bool = False) -> Any:
-        """A new event."""
         return self.api.Event(self.device, enable_timing=timing)
 
     def current_stream(self) -> Any:
-        """The stream that work goes to now."""
         return self.api.accelerator.current_stream(self.device)
+
+    def now(self, stream: Any = None) -> Any:
+        """An event that a stream, the current one if none is named, records now, with its time."""
+        event = self.event(timing=True)
+        (self.current_stream() if stream is None else stream).record_event(event)
+        return event
 
     def set_stream(self, stream: Any) -> None:
         """Send work to another stream from now on."""
@@ -100,7 +106,6 @@ class Accelerator:
         return active
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
         self.api.accelerator.synchronize(self.device)
 
     def begin_capture(self) -> Any:
@@ -152,7 +157,7 @@ class Runtime:
         self, program: StreamProgram, inputs: Inputs, bounds: Numbers, *, numbers: Numbers = ()
     ) -> Outputs:
         """Run one call and give its outputs. Raises `RunError` if an op fails on the host."""
-        call = StreamCall(self, program, inputs, bounds, numbers)
+        call = StreamCall(self.device, program, inputs, bounds, numbers)
         return call.issue() if self.graphs is None else self.graphs.run(call)
 
     def run_traced(
@@ -160,26 +165,14 @@ class Runtime:
     ) -> tuple[Outputs, Trace]:
         """Run one call of a traced program to its end: its outputs, and what happened when."""
         marks: list[tuple[int, Any, Any]] = []
-        began = self.now(self.device.current_stream())
-        outputs = StreamCall(self, program, inputs, bounds, numbers).issue(marks)
+        began = self.device.now()
+        outputs = StreamCall(self.device, program, inputs, bounds, numbers).issue(marks)
         self.device.synchronize()
         spans = [
             (index, began.elapsed_time(start) / 1e3, began.elapsed_time(end) / 1e3)
             for index, start, end in marks
         ]
         return outputs, trace_of(program, spans)
-
-    def lend(self, program: StreamProgram) -> AbstractContextManager[Loan]:
-        """Streams and events for one call of a program, until it has issued everything."""
-        given = program.dispatch
-        lanes = tuple(lane for lane in given.streams if lane is not None)
-        return self.device.lend(lanes, len(given.events))
-
-    def now(self, stream: Any) -> Any:
-        """An event that a stream records now."""
-        event = self.device.event(timing=True)
-        stream.record_event(event)
-        return event
 
 
 def devices_of(inputs: Sequence[Any]) -> set[torch.device]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchweft.errors import RunError
+from torchweft.errors import RunError, clip
 from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.accelerator import Accelerator
 
@@ -41,13 +41,8 @@ class Cuda(Accelerator):
         return self._green(lane).Stream()
 
     def _green(self, lane: Lane) -> Any:
-        wanted, contexts = lane.num_sms, self.api.cuda.green_contexts
+        wanted = lane.num_sms
         assert wanted is not None, "only a lane with a budget has a green context"
-        if not contexts.SUPPORTED:
-            raise RunError(
-                f"run: lane {lane.name!r} has a budget of {wanted} multiprocessors, but this build "
-                "of torch has no green contexts. Give it no budget."
-            )
         there = self.api.cuda.get_device_properties(self.device).multi_processor_count
         if wanted > there:
             raise RunError(
@@ -62,8 +57,14 @@ class Cuda(Accelerator):
                     "the same ones. Give all lanes with a budget the same: they share it."
                 )
             if wanted not in self.contexts:
-                create = contexts.GreenContext.create
-                self.contexts[wanted] = create(num_sms=wanted, device_id=self.device.index)
+                create = self.api.cuda.green_contexts.GreenContext.create
+                try:
+                    self.contexts[wanted] = create(num_sms=wanted, device_id=self.device.index)
+                except RuntimeError as error:  # not in this build, or with this driver
+                    raise RunError(
+                        f"run: lane {lane.name!r} has a budget of {wanted} multiprocessors, but "
+                        f"torch makes no green context here: {clip(error)}. Give it no budget."
+                    ) from error
             return self.contexts[wanted]
 
     no_graphs = one_stream = ""

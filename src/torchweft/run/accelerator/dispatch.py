@@ -10,8 +10,8 @@
 Stream 0 is the caller's. The plan's first lane runs on it, unless it has a priority or an SM budget
 of its own; every other lane, also one without a thread, has a stream. An item that another stream
 waits for leaves an event. A wait that a clock or another wait tells already is left out, as `lower`
-does for lanes. To wait for an event that was not recorded yet is to wait for nothing, so steps are
-put into an order in which every wait comes behind its event.
+does for lanes. To wait for an event that was not recorded yet is to wait for nothing; a plan that
+was lowered has every wait behind its event.
 
 The bytes of a room belong to the stream that asks for them. Parts that write into one room may be
 on several streams: an item ahead of the first of them asks, and the other streams wait for it.
@@ -75,33 +75,11 @@ class Dispatch:
 
 
 def dispatch(plan: Plan, *, alone: Collection[str] = (), one_stream: bool = False) -> Dispatch:
-    """The dispatch of a verified plan; all of it on the caller's stream if that is asked for."""
-    return _Dispatcher(landed(in_host_order(plan), alone), alone, one_stream).dispatch()
+    """The dispatch of a plan as `lower` leaves it, every wait behind what it waits for.
 
-
-def in_host_order(plan: Plan) -> Plan:
-    """The plan with its steps in an order in which one thread can hand them out.
-
-    Lanes keep their order; a wait stands behind its target, a complete behind its issue. What was
-    lowered stands so already.
+    one_stream: all of it is put on the caller's stream.
     """
-    ordered: list[Step] = []
-    done: set[str] = set()
-    left = list(plan.steps)
-    while left:
-        later: list[Step] = []
-        stuck: set[str] = set()
-        for step in left:
-            needs = step._replace(kind="issue").label if step.kind == "complete" else step.target
-            if step.lane in stuck or (needs is not None and needs not in done):
-                stuck.add(step.lane)
-                later.append(step)
-            else:
-                ordered.append(step)
-                done.add(step.label)
-        assert len(later) < len(left), "a verified plan has no deadlock"
-        left = later
-    return plan if tuple(ordered) == plan.steps else replace(plan, steps=tuple(ordered))
+    return _Dispatcher(landed(plan, alone), alone, one_stream).dispatch()
 
 
 def landed(plan: Plan, alone: Collection[str]) -> Plan:

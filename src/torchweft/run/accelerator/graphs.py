@@ -11,26 +11,36 @@ it moves. What an op marked `graph=False` makes is copied into the bytes it had 
 Outputs are copied out, for the next replay writes over them, but what a forward graph saves: its
 backward graph reads that where it is. All graphs share one pool of memory, so their replays are put
 one behind the other.
+
+`Pads` fill calls up to the next of a few sizes, so that few device graphs serve them all:
+
+    37 rows --fill--> 64 rows, the last one repeated --run--> 64 rows --take--> 37 rows
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, is_inference_mode_enabled
 from torch.nn import Parameter
 
+from torchweft.capture.rows.axes import rows_at
 from torchweft.errors import RunError, WeftError
+from torchweft.plan.graph import Graph, Value
 from torchweft.plan.machine import Lane
 from torchweft.run.accelerator.streams import StreamProgram, failed
 from torchweft.run.program import Inputs, Numbers, Outputs
+from torchweft.run.writer import taker
 
 if TYPE_CHECKING:
-    from torchweft.run.accelerator.accelerator import Accelerator, Loan, Runtime
+    from torchweft.run.accelerator.accelerator import Accelerator, Loan
 
 MAX_GRAPHS = 64
 MAX_CAPTURES = 4
@@ -44,7 +54,7 @@ OPAQUE = "graphs: an op marked graph=False makes something other than a tensor"
 class StreamCall(NamedTuple):
     """One call: what runs, and what it is given."""
 
-    runtime: Runtime
+    device: Accelerator
     program: StreamProgram
     inputs: Inputs
     bounds: Numbers
@@ -53,8 +63,8 @@ class StreamCall(NamedTuple):
     def issue(self, marks: list[Any] | None = None) -> Outputs:
         """Put all of it on its streams, function by function; no graph is used."""
         cells: list[Any] = [None] * self.program.num_cells
-        device, outputs = self.runtime.device, ()
-        with device.active(), self.runtime.lend(self.program) as loan:
+        device, outputs = self.device, ()
+        with device.active(), device.lend(self.program.dispatch) as loan:
             caller = device.current_stream()
             try:
                 for function in self.program.functions:
@@ -74,7 +84,7 @@ class StreamCall(NamedTuple):
         """Run one function of the program, its stream 0 being `first`."""
         return function(
             inputs, self.numbers, cells, loan.events, (first, *loan.streams), marks, self.bounds,
-            self.runtime.device.set_stream, self.runtime.now,
+            self.device.set_stream, self.device.now,
         )  # fmt: skip
 
 
@@ -133,13 +143,10 @@ class Graphs:
         addresses = [item.data_ptr() if isinstance(item, Tensor) else None for item in call.inputs]
         mode = is_inference_mode_enabled()  # tensors made in it cannot be written outside
         sizes = tuple(call.bounds), tuple(call.numbers)
-        if (
-            varying := self._varying.get(call.program)
-        ) is None:  # of a weight only the address counts
-            weights = [isinstance(item, Parameter) for item in call.inputs]
-            varying = self._varying[call.program] = [
-                at for at, is_one in enumerate(weights) if not is_one
-            ]
+        if (varying := self._varying.get(call.program)) is None:
+            pairs = enumerate(call.inputs)  # of a weight only the address counts
+            varying = [at for at, item in pairs if not isinstance(item, Parameter)]
+            self._varying[call.program] = varying
         key = (call.program, mode, *sizes, *[_facts(call.inputs[at]) for at in varying])
         with self.device.replaying:
             shape = self.shapes.get(key)
@@ -184,7 +191,7 @@ class Graphs:
             return call.issue()
         device = self.device
         # Streams and events are lent before a capture begins: none is made inside of it.
-        with device.active(), call.runtime.lend(call.program) as loan:
+        with device.active(), device.lend(call.program.dispatch) as loan:
             caller = self._behind()
             shape.slots = [
                 item.clone() if isinstance(item, Tensor) and not fixed else item
@@ -243,7 +250,7 @@ class Graphs:
                     continue
                 cells = list(part.before)
                 try:
-                    with call.runtime.lend(call.program) as loan:
+                    with self.device.lend(call.program.dispatch) as loan:
                         call.run(part.function, given, cells, caller, loan)
                 finally:
                     self.device.set_stream(caller)
@@ -308,3 +315,75 @@ def _uncapturable(program: StreamProgram, error: BaseException) -> BaseException
     text = f"graphs: {where} cannot be captured: {error} Mark it with graph=False, or compile the "
     text += "model without graphs."
     return RunError(text, story=own.story, lane=own.lane, step=own.step)
+
+
+class Pads:
+    """How the calls of one graph are filled up. `refused`: why they are not; empty if they are.
+
+    Rows that only fill must not be seen by the others, and must not be written anywhere: graphs
+    whose ops look across rows or draw numbers, or that change an input in place, are not padded.
+    """
+
+    def __init__(self, graph: Graph, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self.inputs = [_batched(graph.value[name]) for name in graph.inputs]
+        self.outputs = [_batched(graph.value[name]) for name in graph.outputs]
+        self.refused = _refusal(graph)
+
+    def size(self, rows: int) -> int:
+        """The next size that holds so many rows; beyond the largest, and for none, `rows`."""
+        at = bisect_left(self.sizes, rows)
+        return self.sizes[at] if rows > 0 and at < len(self.sizes) else rows
+
+    def rows(self, inputs: Sequence[Any]) -> int:
+        """How many rows a call has; where calls are not padded, too many to be filled up."""
+        for value, item in zip(self.inputs, inputs, strict=True):
+            if value is not None and (inner := _inner(value)):
+                return int(item.shape[value.batch.dim]) // (_outer(value) * inner)
+        return sys.maxsize
+
+    def fill(self, inputs: Sequence[Any], rows: int, size: int) -> list[Any]:
+        """The inputs with `size` rows: their last row is repeated."""
+        return [
+            item if value is None else _repeat_last(value, item, rows, size)
+            for value, item in zip(self.inputs, inputs, strict=True)
+        ]
+
+    def take(self, outputs: Sequence[Any], rows: int, size: int) -> tuple[Any, ...]:
+        """The rows of the outputs that the caller asked for."""
+        taken = []
+        for value, item in zip(self.outputs, outputs, strict=True):
+            if value is not None and isinstance(item, torch.Tensor):
+                item = taker(value)(item, size, 0, rows)
+                item = item if item.is_contiguous() else item.clone()
+            taken.append(item)
+        return tuple(taken)
+
+
+def _repeat_last(value: Any, item: Any, rows: int, size: int) -> Any:
+    index = torch.arange(size, device=item.device).clamp_(max=rows - 1)
+    return rows_at(item, value.batch, rows, index)
+
+
+def _refusal(graph: Graph) -> str:
+    for op in graph.ops:
+        if op.rows not in ("row-wise", "batch-free"):
+            return f"graphs: calls are not padded, for op {op.name!r} is {op.rows}"
+    if written := sorted(graph.mutated & set(graph.inputs)):
+        return f"graphs: calls are not padded, for input {written[0]!r} is changed in place"
+    inputs = [v for name in graph.inputs if (v := _batched(graph.value[name])) is not None]
+    if not any(_inner(value) for value in inputs) or not all(_outer(v) for v in inputs):
+        return "graphs: calls are not padded, for no input tells how many rows there are"
+    return ""
+
+
+def _batched(value: Value) -> Any:
+    return value if value.batch is not None and value.dtype != "opaque" else None
+
+
+def _outer(value: Any) -> int:
+    return value.batch.outer.constant or 0
+
+
+def _inner(value: Any) -> int:
+    return value.batch.inner.constant or 0

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.machine import Device, Lane, Link, Machine
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine
 from torchweft.run.workers.cell import Cell
 from torchweft.run.workers.pool import WorkerPool
 from torchweft.run.workers.program import HOME, Drawing, body_of
@@ -99,11 +98,6 @@ class Prices:
         self.write_s: float | None = None  # of the driver, for one group
         self.read_s: dict[str, float] = {}
         self.ran: set[str] = set()  # devices that have run something since the last look around
-
-    @property
-    def epoch(self) -> int:
-        """Changes when prices have moved so far that plans should be made anew."""
-        return self.drift.epoch
 
     def of(self, cell: Cell, num_rows: int, device: str) -> float:
         """Seconds of one run of a cell over so many rows."""

@@ -75,7 +75,6 @@ class Boundary:
         self.threads.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one call."""
         if listener() is not None:  # inside of a part of another model, or recorded by it
             return self.call(*args, **kwargs)
         try:
@@ -147,6 +146,9 @@ class Boundary:
     def _run(self, form: EagerForm, given: Arguments, args: Any, kwargs: Any) -> Any:
         """A call by a plan; until a split has been tried, with the means to take it back."""
         name = form.piece.graph.name
+        if not form.piece.is_planned:
+            self.service.num_stock += 1
+            return self._eager(args, kwargs)
         if form.fallen:
             return self._fall_back(form.fallen, args, kwargs, name)
         run = Run(self, form, given, (args, kwargs))

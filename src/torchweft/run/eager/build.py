@@ -67,7 +67,6 @@ class Nest:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The leaves that are tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Iterable[Any]) -> Any:
@@ -129,7 +128,6 @@ class RowSpan:
         self.shape = (stop - start,)
 
     def narrow(self, dim: int, start: int, length: int) -> RowSpan:
-        """Some of these rows."""
         return RowSpan(self.start + start, self.start + start + length)
 
 
@@ -162,7 +160,6 @@ class ChangedBytes:
         return self.slot is not None or bool(self.path)
 
     def tensor(self, model: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor in this call."""
         if self.slot is not None:
             return tensors[self.slot]
         owner, _, name = self.path.rpartition(".")

@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from torchweft.capture.marks import Mark, MarkRule, listener, listening
+from torchweft.capture.rows.axes import bind, flops_of, written_by
 from torchweft.errors import CaptureError, RunError, clip
 from torchweft.private.core import (
     DispatchKey,
@@ -238,7 +238,6 @@ class EagerPart:
         self._back.put(None)
 
     def stop(self, text: str, mark: Any) -> None:
-        """The model enters or leaves a mark."""
         self._come_to(text, None)
 
     def talk(self, caught: EagerCollective) -> Any:
@@ -433,7 +432,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unsplit = self.unsplit or why
 
     def stop(self, text: str, mark: Any) -> None:
-        """The model enters or leaves a mark."""
         self._halt(text)
         if isinstance(mark, MarkRule):
             self.rules.add(mark)
@@ -474,12 +472,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stretch.num_calls += 1
         if not isinstance(func, OpOverload):
             return results
-        stretch.flops += _flops(func, args, kwargs, results)
+        stretch.flops += int(flops_of(func, (args, kwargs), results))
         given, made = storages_of((args, kwargs)), storages_of(results)
+        named = bind(func, args, kwargs)
         stretch.touches |= given - self._fresh
-        stretch.writes |= _written(func, args, kwargs) - self._fresh
+        stretch.writes |= storages_of(written_by(func, named)) - self._fresh
         self._fresh |= made if "lift_fresh" in str(func) else made - given
-        if "batch_norm" in str(func) and _trains(func, args, kwargs):
+        if "batch_norm" in str(func) and named.get("training", named.get("train", True)):
             self.refuse(f"mixing: {func} looks at all rows while it trains")
         return results
 
@@ -493,27 +492,3 @@ def storages_of(nest: Any) -> set[int]:
         elif isinstance(leaf, torch.Tensor):
             numbers.add(int(leaf.untyped_storage()._cdata))  # views share it
     return numbers
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    written = [
-        args[number] if number < len(args) else kwargs.get(argument.name)
-        for number, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return storages_of(written) if written else set()
-
-
-def _trains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    name = next((name for name in ("training", "train") if name in names), "")
-    at = names.index(name) if name else len(args)
-    return bool(args[at] if at < len(args) else kwargs.get(name, not name))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
-    count = flop_registry.get(func.overloadpacket)
-    try:
-        return int(count(*args, **kwargs, out_val=results)) if count is not None else 0
-    except Exception:  # a count is a help, never a reason to fail
-        return 0

@@ -299,28 +299,17 @@ def _cut(item: _CellOps, layout: Layout) -> list[Group]:
 
 
 def _rings(reads: Sequence[set[int]]) -> list[list[int]]:
-    """Cells that feed each other, makers before readers (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    rings: list[list[int]] = []
-
-    def visit(node: int) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(reads[node]):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            ring: list[int] = []
-            while not ring or ring[-1] != node:
-                ring.append(stack.pop())
-            rings.append(sorted(ring))
-
-    for node in range(len(reads)):
-        if node not in index:
-            visit(node)
-    return rings
+    """Cells that feed each other, makers before readers: those that need the same cells."""
+    needs = [1 << node for node in range(len(reads))]  # a bit for each cell, its own among them
+    grows = True
+    while grows:
+        grows = False
+        for node, makers in enumerate(reads):
+            before = needs[node]
+            for maker in makers:
+                needs[node] |= needs[maker]
+            grows = grows or needs[node] != before
+    rings: dict[int, list[int]] = {}
+    for node, bits in enumerate(needs):
+        rings.setdefault(bits, []).append(node)
+    return [rings[bits] for bits in sorted(rings, key=int.bit_count)]

@@ -22,13 +22,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import InitVar, asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
-from torchweft.errors import MachineError, RunError
+from torchweft.errors import MachineError, RunError, clip
 from torchweft.plan.graph import check_name
 from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
 from torchweft.run.workers.program import HOME
@@ -151,9 +154,8 @@ class WorkerPool:
         self.watchdog_s = watchdog_s
         self.mates: dict[str, Mate] = {}
         self.listen, self.on_lost = listen, on_lost
-        self.answers: dict[int, Any] = {}  # by ticket; None: not there yet
-        self.news = threading.Condition()
-        self.tickets = 0
+        self.answers: dict[int, Future[tuple[Message, list[Tensor]]]] = {}  # by ticket
+        self.tickets = count()
         self.stopping = False
         self.join(*spots)
         self.watch = threading.Thread(target=self._watch, name="weft watch", daemon=True)
@@ -172,6 +174,8 @@ class WorkerPool:
 
     def join(self, *spots: Spot) -> None:
         """Start workers, all at once; they take part from the next plan on."""
+        if wrong := [spot for spot in spots if not isinstance(spot, Spot)]:
+            raise MachineError(f"pool: a worker is a weft.Spot('name'); got {clip(wrong[0])}.")
         names = [spot.name for spot in spots]
         if twice := [name for name in names if name in self.names or names.count(name) > 1]:
             raise MachineError(f"pool: there is a worker {twice[0]!r} already.")
@@ -229,11 +233,8 @@ class WorkerPool:
     def _hear(self, name: str, message: Message, tensors: list[Tensor]) -> None:
         if "ticket" not in message:
             self.listen(name, message, tensors)
-            return
-        with self.news:
-            if message["ticket"] in self.answers:
-                self.answers[message["ticket"]] = message, tensors
-                self.news.notify_all()
+        elif (answer := self.answers.pop(message["ticket"], None)) is not None:
+            answer.set_result((message, tensors))
 
     def _watch(self) -> None:
         while not self.stopping:
@@ -255,30 +256,26 @@ class WorkerPool:
         mate.lost = reason
         log.warning("%s; it is given up, and the others go on without it.", reason)
         mate.kill()  # stopped or stuck: it must not come back half-way
-        with self.news:
-            self.news.notify_all()
         self.on_lost(name)
 
     def ask(
         self, name: str, message: Mapping[str, Any], tensors: Sequence[Tensor] = ()
     ) -> tuple[Message, list[Tensor]]:
         """Send a message and wait for its answer. Raises `RunError` if the worker is lost."""
-        mate = self.mates[name]
-        with self.news:
-            self.tickets += 1
-            ticket = self.tickets
-            self.answers[ticket] = None
+        mate, ticket = self.mates[name], next(self.tickets)
+        answer: Future[tuple[Message, list[Tensor]]] = Future()
+        self.answers[ticket] = answer
         mate.send({**message, "ticket": ticket}, tensors)
-        with self.news:
-            while self.answers[ticket] is None:
-                if mate.lost:
-                    del self.answers[ticket]
-                    raise RunError(f"run: {mate.lost}.")
-                self.news.wait(timeout=0.5)
-            answer: tuple[Message, list[Tensor]] = self.answers.pop(ticket)
-        if answer[0]["kind"] == "failed":
-            raise RunError(f"run: worker {name!r} failed.", story=answer[0]["error"])
-        return answer
+        while not answer.done() and not mate.lost:
+            with suppress(TimeoutError):
+                answer.exception(timeout=0.1)
+        self.answers.pop(ticket, None)
+        if not answer.done():
+            raise RunError(f"run: {mate.lost}.")
+        said, rows = answer.result()
+        if said["kind"] == "failed":
+            raise RunError(f"run: worker {name!r} failed.", story=said["error"])
+        return said, rows
 
     def stop(self) -> None:
         """Stop all workers, and wait until they have ended."""

@@ -10,7 +10,7 @@ and the wanted values come back by spec.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,6 +227,7 @@ class RecordedRows(Layout):
     def __init__(self, device: torch.device | str = "cpu", *, grad: bool = False) -> None:
         super().__init__()
         self.store = RowStore(device, grad=grad)
+        # Values from `first_away` on stay on the workers, except those that were brought.
         self.first_away, self.brought = 1 << 62, frozenset[int]()
         self.owner: dict[tuple[Spec, int], int] = {}  # of rows that were given out: the value
 
@@ -240,10 +241,6 @@ class RecordedRows(Layout):
         for spec, start, rows in inputs:
             self.store.write(spec, start, rows.to(self.store.device))
         return groups
-
-    def stay(self, first: int, brought: Iterable[int]) -> None:
-        """Values from this number on stay on the workers, except those that were brought."""
-        self.first_away, self.brought = first, frozenset(brought)
 
     def value(self, number: int, spec: Spec) -> Tensor:
         """The tensor of a value."""

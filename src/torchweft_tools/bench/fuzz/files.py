@@ -13,25 +13,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torchweft.placement import Placement, plan
-from torchweft.placement.learn.served import ServedRun
-from torchweft.plan.blueprint import transformer
+from torchweft.placement import plan
 from torchweft.plan.context import Context
-from torchweft.plan.cost import Costs, CostTable
-from torchweft.plan.graph import Graph, Op, Value, graph_data, load_graph, read_graph
+from torchweft.plan.graph import Graph, Op, Value, graph_data
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Device, Lane, Link, Machine, cpu, load_machine
-from torchweft.plan.machine import from_data as read_machine
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, cpu
 from torchweft.plan.machine import to_data as machine_data
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import get_strategy
 from torchweft.plan.trace import Trace
-from torchweft.plan.trace import from_data as read_trace
 from torchweft.plan.trace import to_data as trace_data
 from torchweft.plan.verify import findings, verify
-from torchweft.plan.write.write import write
+from torchweft.plan.write.strategy import write
+from torchweft_tools.demo.blueprint import transformer
 from torchweft_tools.formats.read_any import ProblemOptions, read_problem
+from torchweft_tools.formats.weft_files import (
+    load_costs,
+    load_graph,
+    load_machine,
+    load_placement,
+    load_served,
+    load_trace,
+    placement_data,
+    read_graph,
+    read_machine,
+    read_placement,
+    read_trace,
+    save_costs,
+    served_problem,
+)
 
 CONTEXT = Context(batch=64)
 PAIR = Machine(
@@ -106,7 +117,7 @@ def formats() -> tuple[Format, ...]:
         Format("costs", _json({"weft_costs": 1, "entries": table.entries}), _costs),
         Format("trace", _json(trace.to_chrome()), _trace),
         Format("machine", _json(machine_data(PAIR)), _machine),
-        Format("placement", _json(placement.to_data()), _placement),
+        Format("placement", _json(placement_data(placement)), _placement),
         Format("served", _json(served), _served),
         Format("problem of a graph", _json(graph_data(local)), _problem),
         Format("DNN", _json(DNN), _problem),
@@ -164,17 +175,17 @@ def _plan(path: Path, graph: Graph) -> None:
 
 
 def _costs(path: Path) -> None:
-    table = CostTable.load(path)
+    table = load_costs(path)
     again = path.with_suffix(".again")
-    table.save(again)
-    _same(CostTable.load(again), table)
+    save_costs(table, again)
+    _same(load_costs(again), table)
     graph = transformer(1, 64, tensor_parallel=False)
     for op in graph.ops:
         Costs(PAIR, table).run_s(graph, op, CONTEXT.env(graph.batch), "a")
 
 
 def _trace(path: Path) -> None:
-    trace = Trace.load(path)
+    trace = load_trace(path)
     trace.to_text()
     trace.to_chrome()
     _same(read_trace(json.loads(json.dumps(trace_data(trace)))), trace)
@@ -189,23 +200,23 @@ def _machine(path: Path) -> None:
 
 
 def _placement(path: Path) -> None:
-    placement = Placement.load(path)
-    _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
+    placement = load_placement(path)
+    _same(read_placement(json.loads(json.dumps(placement_data(placement)))), placement)
 
 
 def _served(path: Path) -> None:
-    served = ServedRun.load(path)
+    served = load_served(path)
     again = path.with_suffix(".again")
     served.save(again)
-    _same(ServedRun.load(again), served)
-    served.problem()
+    _same(load_served(again), served)
+    served_problem(served)
 
 
 def _problem(path: Path) -> None:
     problem = read_problem(path, ProblemOptions(machine=PAIR, context=CONTEXT))
     if problem.num_ops < 100:
         placement = plan(problem, "heft")
-        _same(Placement.from_data(json.loads(json.dumps(placement.to_data()))), placement)
+        _same(read_placement(json.loads(json.dumps(placement_data(placement)))), placement)
 
 
 # What needs torch: policies, training runs, messages of workers.

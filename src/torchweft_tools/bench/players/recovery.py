@@ -31,9 +31,8 @@ import torch
 from torchweft.dynamic.model import Dynamic
 from torchweft.errors import PlacementError
 from torchweft.placement import Placement, Planner, Problem, plan
-from torchweft.placement.learn.learned import default_policy, guarded, learned, planner_of
 from torchweft.placement.learn.learner import Learner, Pace, one_thread
-from torchweft.placement.learn.policy import Policy
+from torchweft.placement.learn.policy import Policy, default_policy, guarded, learned, planner_of
 from torchweft.placement.placement import placed
 from torchweft.placement.planners.annealing import annealing
 from torchweft.run.driver.prices import Drift

@@ -24,8 +24,8 @@ from functools import cached_property
 from random import Random
 
 from torchweft.plan.context import Context
-from torchweft.plan.cost import Costs, Env
 from torchweft.plan.graph import Graph, Op
+from torchweft.plan.machine import Costs, Env
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.trace import Trace

@@ -18,9 +18,9 @@ import re
 from dataclasses import dataclass, replace
 
 from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
-from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan, Step
 from torchweft.plan.sizes import Size
+from torchweft_tools.buffers import lower_into_buffers
 
 _OP = re.compile(
     r"(\w+) +(\S+) -> (\S+)(?: mutates (\S+))?(?: (\w+)@(\w+)(?:>([0-9]+))?)?( two-phase)?"
@@ -65,7 +65,7 @@ class KnownRace:
     def lowered_plans(self) -> list[Plan]:
         """The order of the mended form without waits, copies, frees and places, lowered by us."""
         return [
-            lower(replace(plan, steps=_bare(plan), buffers=(), places=()), buffers=True)
+            lower_into_buffers(replace(plan, steps=_bare(plan), buffers=(), places=()))
             for plan in self.mended_plans()
         ]
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -119,8 +120,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op under a number, and note what it touched."""
         kwargs = kwargs or {}
-        # A thread may have inherited the modes of another: then there are two watches.
-        if FakeTensor in types or hasattr(local, "op"):
+        # A thread may have inherited the modes of another: then there are two watches. Some
+        # compilers run late (DDP's, at the first call of a bucket), and do not ignore us.
+        if not {FakeTensor, FunctionalTensor}.isdisjoint(types) or hasattr(local, "op"):
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a subclass that runs other ops: those are seen

@@ -34,7 +34,7 @@ from torchweft.placement.problem import INF, Matrix, Problem, heads, tails
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
 
-ReadSolution = Callable[["CpSolver"], tuple[list[int], list[int]]]  # devices, order
+ReadSolution = Callable[["CpSolver"], tuple[list[int], list[int]]]  # its devices, and an order
 DEFAULT_S = 10.0
 LOAD_S = 1.2
 """What loading the solver takes, once a process; half of it on a quick machine."""
@@ -48,9 +48,10 @@ def is_loaded() -> bool:
     return "ortools.sat.python.cp_model" in sys.modules
 
 
-def writing_s(problem: Problem) -> float:
-    """About what it takes to write a problem down for the solver."""
-    return SIZE_S * (problem.num_ops + len(problem.edges)) * problem.num_devices
+def loading_s(problem: Problem, load_s: float = LOAD_S) -> float:
+    """About what it takes to load the solver, once, and to write a problem down for it."""
+    writing_s = SIZE_S * (problem.num_ops + len(problem.edges)) * problem.num_devices
+    return writing_s + (0.0 if is_loaded() else load_s)
 
 
 def cp_sat(
@@ -67,7 +68,7 @@ def cp_sat(
     """
     deadline_s = DEFAULT_S if deadline_s is None else deadline_s
     ends_s = time.perf_counter() + deadline_s
-    if find_spec("ortools") and deadline_s < writing_s(problem) + (not is_loaded()) * LOAD_S / 2:
+    if find_spec("ortools") and deadline_s < loading_s(problem, LOAD_S / 2):
         return start or best_quick(problem, ends_s)
     try:
         from ortools.sat.python import cp_model
@@ -78,7 +79,11 @@ def cp_sat(
     first = start or best_quick(problem, ends_s)
     small, tick_s = in_ticks(problem, first.score_s)
     model: CpModel = cp_model.CpModel()
-    answer = _write(model, small, first, tick_s)
+    answer: ReadSolution
+    if small.objective == "throughput":
+        answer = _write_stream(model, small, first, tick_s)
+    else:
+        answer = (_write_equal if _equal(small) else _write_unlike)(model, small, first)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, ends_s - time.perf_counter())
     solver.parameters.num_workers = max(2, min(8, os.cpu_count() or 1))
@@ -89,13 +94,6 @@ def cp_sat(
     known = best([placed(problem, *answer(solver)), first])
     bound_s = max(0.0, solver.best_objective_bound) * tick_s
     return placed(problem, known.device, known.order, bound_s=min(bound_s, known.score_s))
-
-
-def _write(model: CpModel, small: Problem, first: Placement, tick_s: float) -> ReadSolution:
-    """Write a problem down; how to read devices and an order off the solution."""
-    if small.objective == "throughput":
-        return _write_stream(model, small, first, tick_s)
-    return (_write_equal if _equal(small) else _write_unlike)(model, small, first)
 
 
 def _equal(problem: Problem) -> bool:

@@ -1,1 +1,0 @@
-"""The aten level: the forward and backward graphs of AOTAutograd."""
