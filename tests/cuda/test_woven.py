@@ -235,6 +235,22 @@ def test_the_law_holds_for_random_plans(dry: Dry) -> None:
     assert num_waits >= 60 and num_frees >= 4
 
 
+def test_an_all_reduce_of_the_host_runs_on_the_network_lane_as_it_is(dry: Dry) -> None:
+    code, ranks = dry("foreign.py", ranks=2)
+    assert code == 0
+    assert [str(fault) for fault in check(ranks) if not fault.is_advice] == []
+    for rank in ranks:
+        calls = steady(rank, "foreign")
+        assert not [call for call in calls if call.kind in ("collective", "sync")]
+        own = [call for call in calls if call.kind == "kernel" and "lerp" in call.name]
+        assert len(own) == 2 * 3 * 2, "calls, layers, parts"
+        (lane,) = {call.stream for call in own}
+        others = {call.stream for call in calls if call.kind == "kernel" and call not in own}
+        assert lane not in others
+        num_waits = sum(call.kind == "wait" for call in calls)
+        assert num_waits <= 2 * len(own), "there and back"
+
+
 def test_many_graphs_of_a_process_share_their_streams(dry: Dry) -> None:
     """Torch has 32 streams of a priority, and hands them out in turn."""
     code, (rank,) = dry("guests.py", "pieces")

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import torchweft as weft
-from torchweft.capture.ops.collectives import reduce_by_torch
+from torchweft.capture.ops.collectives import reduce_in_phases
 from torchweft.options import Options
+from torchweft.ranks import flights
+from torchweft.ranks.flights import HOST, land
 from torchweft.serve.session import Session
 
 
@@ -70,7 +72,7 @@ def test_foreign_reductions_have_two_phases(in_place: bool) -> None:
     session = Session(Options(weft.overlap(parts=2)))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return session.backend(reduce_by_torch(gm, PLACES, dist.group.WORLD.group_name), inputs)
+        return session.backend(reduce_in_phases(gm, PLACES, dist.group.WORLD.group_name), inputs)
 
     compiled = torch.compile(model, backend=backend, dynamic=True)
     x = torch.randn(6, 4)
@@ -84,3 +86,25 @@ def test_foreign_reductions_have_two_phases(in_place: bool) -> None:
     assert all(op.two_phase and op.rows == "row-wise" for op in talks)
     assert session.fallbacks == {}
     assert [plan.num_parts for plan in (entry.plan for entry in piece.plans.entries)] == [2]
+
+
+def test_an_operator_of_the_host_runs_as_it_is_told() -> None:
+    """What an accelerator's lane runs: functional or in place, in a copy or where it may."""
+    twice = torch.library.Library("toy_foreign", "FRAGMENT")
+    twice.define("twice(Tensor x, str name) -> Tensor")
+    twice.impl("twice", lambda x, name: 2 * x, "CPU")
+    twice.define("twice_(int handle, Tensor(a!) x) -> ()")
+    twice.impl("twice_", lambda handle, x: (x.mul_(2), None)[1], "CPU")
+    whole = HOST + '["toy_foreign.twice.default", 0, ["", "tp"]]'
+    in_place = HOST + '["toy_foreign.twice_.default", 1, [7, ""]]'
+    for call in (whole, in_place):
+        x = torch.ones(3)
+        assert torch.equal(land(flights.all_reduce(x, call, "0"))[0], 2 * x)
+        assert torch.equal(torch.ops.weft.all_reduce(x, call, "0"), 2 * x)
+        assert torch.equal(x, torch.ones(3)), "nobody asked for it"
+        (made,) = land(flights.all_reduce(x, call, "0", out=x))
+        assert torch.equal(x, torch.full((3,), 2.0))
+    assert made.data_ptr() == x.data_ptr()
+    y = torch.ones(3)
+    (made,) = land(flights.all_reduce(y, in_place, "0", mine=True))
+    assert made is y

@@ -30,7 +30,7 @@ from torch import distributed, fx, nn
 
 from torchweft.capture import splitters
 from torchweft.capture.marks import row_wise
-from torchweft.capture.ops.collectives import reduce_by_torch
+from torchweft.capture.ops.collectives import reduce_in_phases
 from torchweft.capture.splitters import Parts, Splitter, by_rows
 from torchweft.errors import RefusedError, WeftError
 from torchweft.options import Options, check_names, is_disabled
@@ -146,7 +146,7 @@ class Weft:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs in the place of vLLM's graph."""
-        mine = reduce_by_torch(gm, REDUCES, self.group.device_group.group_name)
+        mine = reduce_in_phases(gm, REDUCES, self.group.device_group.group_name)
         by_plans = self.session.backend(mine, example_inputs)
         return functools.partial(self.step, gm.forward, by_plans)
 

@@ -14,12 +14,18 @@ the operator's arguments:
 On an accelerator a collective runs on the current stream, which is its lane's: NCCL would take one
 of its own, without the lane's priority and two events away. Whoever completes it waits for the lane
 as for any other step, so there is no work to wait for.
+
+A host's own all_reduce is one whose reduction tells the call: `host: ["vllm.all_reduce.default", 0,
+["", "tp:0"]]`, an operator, which of its arguments is reduced, and all of them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +43,9 @@ NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REDUCE: Mapping[str, Any] = MappingProxyType(
     {name: getattr(c10d.ReduceOp, name.upper()) for name in NAMES}
 )
+
+
+HOST = "host: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,12 @@ def all_reduce(
     input: Tensor, reduce_op: str, group_name: Any, *, out: Out = None, mine: bool = False
 ) -> Flight:
     """Everybody's sum (or another reduction), on every rank."""
+    if reduce_op.startswith(HOST):
+        function, before, behind = _host_call(reduce_op)
+        in_place = not function._schema.returns
+        given = _copied(input, out, mine) if in_place else input
+        made = function(*before, given, *behind)
+        return _flight(None, [given if in_place else made], out)
     room = _copied(input, out, mine)
     # Complex numbers go as pairs, as the functional operator sends them.
     sent = torch.view_as_real(room) if room.is_complex() else room
@@ -148,6 +163,27 @@ def reduce_scatter_tensor_coalesced(
     ranks = _group(group_name)
     work = ranks.reduce_scatter_tensor_coalesced(list(rooms), list(given), options)
     return _flight(work, rooms, None, *given)
+
+
+@cache
+def _host_call(text: str) -> tuple[Any, list[Any], list[Any]]:
+    """A host's operator, and the arguments before and behind the one that is reduced."""
+    name, place, args = json.loads(text.removeprefix(HOST))
+    return attrgetter(name)(torch.ops), args[:place], args[place + 1 :]
+
+
+@torch.library.custom_op(
+    "weft::all_reduce", mutates_args=(),
+    schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
+)  # fmt: skip
+def host_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    """A host's own all_reduce, as graphs show it."""
+    return all_reduce(input, reduce_op, group_name).made[0]
+
+
+@host_all_reduce.register_fake
+def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return torch.empty_like(input)
 
 
 _KINDS: tuple[Callable[..., Flight], ...] = (

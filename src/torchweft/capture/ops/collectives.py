@@ -7,11 +7,12 @@
 
 Between issue and complete the tensor and its aliases belong to the collective. How c10d is talked
 to says `flights`. `dead_inputs` may be reduced where they are, `drop_buffers` takes
-out buffers that only a collective fills, `reduce_by_torch` turns a host's collectives into these.
+out buffers that only a collective fills, `reduce_in_phases` makes these of a host's own.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ from torchweft.capture.ops.regions import Region
 from torchweft.capture.ops.units import is_collective, is_copy, is_wait, state_name, storages
 from torchweft.capture.rows.rows import Rows
 from torchweft.plan.graph import Collective
-from torchweft.ranks.flights import IN_PLACE, SINGLE, STARTS, Flight, land
+from torchweft.private.core import OpOverload, OpOverloadPacket
+from torchweft.ranks.flights import HOST, IN_PLACE, SINGLE, STARTS, Flight, land
 
 aten = torch.ops.aten
 Phases = tuple[Function | None, Function | None]
@@ -222,14 +224,15 @@ def _fits(out: Any, source: Any) -> bool:
     return alike and list(map(str, mine.shape)) == list(map(str, theirs.shape))
 
 
-def reduce_by_torch(gm: fx.GraphModule, places: Mapping[str, int], group: str) -> fx.GraphModule:
-    """A copy of a graph whose all_reduces are those of torch.distributed, in a process group.
+def reduce_in_phases(gm: fx.GraphModule, places: Mapping[str, int], group: str) -> fx.GraphModule:
+    """A copy of a graph in which a host's all_reduces are collectives of a process group.
 
         y = host.all_reduce(x, "tp")       ->   t = all_reduce(x, "sum", "1");  y = wait_tensor(t)
         host.reduce_in_place(handle, x)    ->   t = ...;  w = wait_tensor(t);  x.copy_(w)
 
-    A host's own operator comes back when all is done. In this form it has two phases, and other
-    parts compute in between.
+    On a CPU the host's operator comes back when all is done; that of torch has two phases, and
+    other parts compute in between. On an accelerator it is the host's own that starts on the stream
+    of its lane, and the lane's event ends it: hosts have kernels that are faster than NCCL's.
 
     places: targets, such as `host.all_reduce`, and which argument is reduced. An operator without
     a result reduces it in place.
@@ -244,13 +247,26 @@ def reduce_by_torch(gm: fx.GraphModule, places: Mapping[str, int], group: str) -
             continue
         given = node.args[places[name]]
         assert isinstance(given, fx.Node), "a collective works on a tensor of the graph"
+        value = given.meta["example_value"]
+        start, how = functional.all_reduce.default, "sum"
+        if value.device.type != "cpu" and (call := host_call(node, given)):
+            start, how = torch.ops.weft.all_reduce.default, call
         with graph.inserting_before(node):
-            sent = graph.call_function(functional.all_reduce.default, (given, "sum", group))
+            sent = graph.call_function(start, (given, how, group))
             made = [sent, graph.call_function(functional.wait_tensor.default, (sent,))]
             if not isinstance(node.meta.get("example_value"), torch.Tensor):
                 made.append(graph.call_method("copy_", (given, made[-1])))
         for new in made:
-            new.meta = {**node.meta, "example_value": given.meta["example_value"]}
+            new.meta = {**node.meta, "example_value": value}
         node.replace_all_uses_with(made[1])
         graph.erase_node(node)
     return fx.GraphModule(gm, graph)
+
+
+def host_call(node: fx.Node, given: fx.Node) -> str:
+    """A host's all_reduce as `flights.all_reduce` takes it; empty if it has other arguments."""
+    args = ["" if arg is given else arg for arg in node.args]
+    plain = all(isinstance(arg, str | int | float | bool | None) for arg in args)
+    if not plain or node.kwargs or not isinstance(node.target, OpOverload | OpOverloadPacket):
+        return ""
+    return HOST + json.dumps([str(node.target), node.args.index(given), args])

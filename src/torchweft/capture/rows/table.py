@@ -42,7 +42,7 @@ from torchweft.capture.rows.axes import (
 )
 from torchweft.private.core import tree_leaves
 
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")  # of collectives
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "weft")  # of collectives
 
 POINTWISE = """
     copy copy_ clone lift_fresh_copy _to_copy contiguous zeros_like ones_like full_like
