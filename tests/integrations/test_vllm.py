@@ -165,6 +165,7 @@ def test_a_prefix_that_is_written_in_the_same_step_forbids_the_split(
 def test_warm_up_runs_unsplit_and_is_counted(engines: Any) -> None:
     for report in engines["both"]["reports"]:
         assert report["fallbacks"][WARM_UP] >= 1
+        assert not [reason for reason in report["fallbacks"] if "there is no 'forward'" in reason]
 
 
 def test_what_is_fastest_is_chosen_alike_on_both_ranks(engines: Any) -> None:

@@ -326,6 +326,16 @@ def test_merged_runs_get_the_state_of_their_range() -> None:
     assert HOST.state is whole
 
 
+def test_a_call_without_state_is_cut_only_where_the_splitter_says_so() -> None:
+    call = Context(9), (0, 4, 9), [(0, 1), (1, 2)]
+    with pytest.raises(RefusedError, match="there is no 'forward' in this call"):
+        switch_for([splitter()], *call)
+    with switch_for([splitter(may_be_absent=True)], *call) as switch:
+        for number in range(3):
+            switch(number)
+            assert HOST.state is None
+
+
 def test_calls_that_an_argument_tells_apart_share_an_op() -> None:
     """Each layer has a cache of its own, so a part may go through several layers at once."""
     plain, model = compiled(splitters=[splitter(by="layer")])

@@ -147,7 +147,7 @@ def test_steps_of_each_phase_have_strategies_of_their_own():
         phases.call(tokens, lambda: note("stock"), lambda: note("plans"), (), {})
     assert seen == [
         ("plans", "prefill", (5, 3)), ("stock", "decode", (1, 1, 1)), ("plans", "mixed", (4, 1)),
-        ("stock", None, None),
+        ("plans", None, ()), ("plans", None, ()), ("stock", None, None),
     ]  # fmt: skip
     assert session.fallbacks == {"warm-up: no request is in this call": 1}
     for _ in range(5):
@@ -168,3 +168,19 @@ def test_a_configuration_names_strategies():
 def test_what_names_no_strategy_is_an_error_that_tells_the_forms(wrong):
     with pytest.raises(StrategyError, match=r"names no strategy.*'auto', 'stock'"):
         wanted_by(wrong, ())
+
+
+def test_the_first_warm_up_runs_by_every_strategy_too():
+    """A host sizes its caches by the memory that it sees there."""
+    two, four = weft.overlap(parts=2), weft.overlap(parts=4)
+    session = session_of(weft.compile(torch.relu))
+    phases = Phases(session, {"prefill": (None, two, four), "decode": (None, two)})
+    ran = []
+
+    def by_plans():
+        ran.append(TOLD.get().strategy)
+
+    for _ in range(2):
+        assert phases.call((), lambda: "stock", by_plans, (), {}) == "stock"
+    assert ran == [two, four]
+    assert session.fallbacks["warm-up: no request is in this call"] == 2

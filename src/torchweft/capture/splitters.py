@@ -154,6 +154,7 @@ class Splitter:
     fields: how each field of the state falls into parts.
     touched: (state, parts) -> for each part what it reads and what it writes, as sets; without
     what it writes for its own requests.
+    may_be_absent: whether a call without state may be cut; else it is refused.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Splitter:
     fields: Mapping[str, Rule] = field(default_factory=dict, hash=False)
     touched: Callable[[Any, Parts], Sequence[tuple[Collection[Any], Collection[Any]]]] | None = None
     by: str = ""
+    may_be_absent: bool = False
 
     def split(self, state: Any, parts: Parts) -> list[Any]:
         """The state of each part. Raises `StateError` and `RefusedError`."""
@@ -206,14 +208,12 @@ class Switch:
     """
 
     def __init__(self, splitters: Sequence[Splitter], states: Sequence[Sequence[Any]]) -> None:
-        self.pairs = [
-            [(splitter.enforce, states[at][number]) for at, splitter in enumerate(splitters)]
-            for number in range(len(states[0]) if states else 1)
-        ]
+        given = zip(splitters, states, strict=True)
+        self.pairs = [(splitter.enforce, each) for splitter, each in given if each]
 
     def __call__(self, number: int) -> None:
-        for enforce, state in self.pairs[number]:
-            enforce(state)
+        for enforce, states in self.pairs:
+            enforce(states[number])
 
     def __enter__(self) -> Switch:
         return self
@@ -233,9 +233,9 @@ def switch_for(
     states = []
     for splitter in splitters:
         state = splitter.current()
-        if state is None:
+        if state is None and not splitter.may_be_absent:
             raise RefusedError(f"state: there is no {splitter.name!r} in this call", rule="state")
-        states.append([state, *splitter.split(state, parts)])
+        states.append([] if state is None else [state, *splitter.split(state, parts)])
     return Switch(splitters, states)
 
 

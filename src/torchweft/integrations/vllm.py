@@ -138,7 +138,7 @@ class Weft:
         touched = self.touched if config.cache_config.enable_prefix_caching else None
         enforce = splitters.entering(self.current, forward_context.override_forward_context)
         state = (r"^vllm\.unified_", self.current, enforce)
-        forward = Splitter("forward", *state, rules, touched, by="layer_name")
+        forward = Splitter("forward", *state, rules, touched, "layer_name", may_be_absent=True)
         self.config, self.host, self.group = config, forward_context, get_tp_group()
         self.group_of = functools.cache(self._group_of)
         self.phases = phases_of(config.additional_config[KEY], rules=[ROWS], splitters=[forward])

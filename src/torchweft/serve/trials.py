@@ -130,6 +130,7 @@ class Phases:
     def __init__(self, session: Session, strategies: Mapping[str, Sequence[Wanted]]) -> None:
         self.session = session
         self.trials = {phase: Trials(session, each) for phase, each in strategies.items()}
+        self.rehearsed = False
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -146,7 +147,19 @@ class Phases:
         """
         if not tokens:  # expected, so no fallback that is warned of or forbidden
             self.session.fallbacks["warm-up: no request is in this call"] += 1
+            if not self.rehearsed:
+                self.rehearsed = True
+                self._rehearse(by_plans, args, kwargs)
             return stock(*args, **kwargs)
         phase = phase_of(tokens)
         kind, told = (phase, sum(tokens).bit_length()), {"tokens_per_request": tokens}
         return self.trials[phase].call(kind, stock, by_plans, args, kwargs, phase=phase, **told)
+
+    def _rehearse(self, by_plans: Way, args: Args, kwargs: Kwargs) -> None:
+        """Run the first warm-up by every strategy too, for their peak of memory and their buffers:
+        a host sizes its caches by what it sees there, with as many rows as a step may have."""
+        trials = self.trials.values()
+        for strategy in dict.fromkeys(each for trial in trials for each in trial.strategies):
+            if strategy is not None:
+                with context(strategy=strategy):
+                    by_plans(*args, **kwargs)

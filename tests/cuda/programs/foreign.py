@@ -17,7 +17,7 @@ from torchweft_tools.dryrun import mark
 
 LIBRARY = torch.library.Library("host", "DEF")
 LIBRARY.define("all_reduce(Tensor x, str group) -> Tensor")
-LIBRARY.impl("all_reduce", lambda x, group: torch.lerp(x, x, 0.5), "CUDA")  # a kernel with a name
+LIBRARY.impl("all_reduce", lambda x, group: torch.lerp(x, x, 0.5), "CUDA")
 LIBRARY.impl("all_reduce", lambda x, group: torch.empty_like(x), "Meta")
 
 

@@ -269,4 +269,5 @@ def host_call(node: fx.Node, given: fx.Node) -> str:
     plain = all(isinstance(arg, str | int | float | bool | None) for arg in args)
     if not plain or node.kwargs or not isinstance(node.target, OpOverload | OpOverloadPacket):
         return ""
-    return HOST + json.dumps([str(node.target), node.args.index(given), args])
+    name = str(node.target) + ".default" * isinstance(node.target, OpOverloadPacket)
+    return HOST + json.dumps([name, node.args.index(given), args])
