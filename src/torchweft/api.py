@@ -30,11 +30,13 @@ from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.options import Options, is_disabled
 from torchweft.plan.plan import Plan
+from torchweft.plan.predict import auto
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.ranks import EVERY
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
+from torchweft.serve.auto import Auto
 from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
 from torchweft.serve.session import Report, Session
 
@@ -143,19 +145,34 @@ def _wrap_eager(session: Session, call: Callable[..., Any], model: Any) -> Calla
     """The call in boundary mode: the model itself, part by part."""
     boundary = session.boundary(call, model)
 
-    def weft_call(*args: Any, **kwargs: Any) -> Any:
-        if session.share != EVERY and not session.is_planned():
-            return call(*args, **kwargs)
+    def woven(args: Any, kwargs: Any) -> Any:
         with session.speaker if is_initialized() else ALONE:
             if session.shadow is None:
                 return boundary(*args, **kwargs)
             return session.shadow(boundary, call, args, kwargs)
+
+    return _choosing(session, call, woven)
+
+
+def _choosing(
+    session: Session, call: Callable[..., Any], woven: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:
+    """The call of a compiled model: by plans, unless it is not to be, or `auto` knows better."""
+    if session.options.resolved_strategy == auto:
+        session.auto = Auto(session, call, woven)
+        woven = session.auto
+
+    def weft_call(*args: Any, **kwargs: Any) -> Any:
+        if session.share != EVERY and not session.is_planned():
+            return call(*args, **kwargs)
+        return woven(args, kwargs)
 
     return weft_call
 
 
 def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
+    plain = call
     if isinstance(model, nn.Module) and trace_rules.check(model.forward):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     fall_back, here = session.service.fall_back, session.service.here
@@ -167,9 +184,7 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
         fall_back=fall_back,
     )
 
-    def weft_call(*args: Any, **kwargs: Any) -> Any:
-        if session.share != EVERY and not session.is_planned():
-            return call(*args, **kwargs)
+    def woven(args: Any, kwargs: Any) -> Any:
         here.ran = False
         with session.speaker if is_initialized() else ALONE:
             if session.shadow is None:
@@ -183,7 +198,7 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
             fall_back("capture: Dynamo captured no graph of this call")
         return outputs
 
-    return weft_call
+    return _choosing(session, plain, woven)
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,10 +304,16 @@ def check(
 
 
 def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:
-    """Make plans ahead of traffic: one call for each of the inputs, given as for `check`."""
+    """Make plans ahead of traffic: one call for each of the inputs, given as for `check`.
+
+    Under "auto" each is called until its choice is made, with torch.compile as one to choose from.
+    """
+    chooser = session_of(model).auto
     for args, kwargs in map(arguments_of, inputs):
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if chooser is None else chooser.tuning():
             model(*args, **kwargs)
+            while chooser is not None and not chooser.is_settled(args, kwargs):
+                model(*args, **kwargs)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,6 +22,7 @@ from torchweft.capture.marks import INNERS, MarkRule, touches_state
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, unknown
 from torchweft.plan.machine import Machine, cpu
+from torchweft.plan.predict import auto  # noqa: F401 - so that the name is known
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import has_mkldnn
 from torchweft.ranks.ranks import WATCHDOG_S
@@ -43,7 +44,7 @@ class Options:
     """How a model is compiled. Raises `StrategyError` for a value that cannot be.
 
     strategy: what writes the plans: a name, a strategy with options (`weft.overlap(parts=4)`), or
-        any function of a scheduler.
+        any function of a scheduler. "auto" finds out by itself, and is never slower than the model.
     rules: marks from outside the model.
     inner: what runs the calls inside an op, "eager", "onednn" or "inductor".
     fallback: what happens to a call that cannot run as the strategy says, "sequential" (counted,
@@ -69,7 +70,7 @@ class Options:
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     """
 
-    strategy: str | Strategy | Callable[..., None] = "sequential"
+    strategy: str | Strategy | Callable[..., None] = "auto"
     _: KW_ONLY
     rules: Sequence[MarkRule] = ()
     inner: str = "eager"

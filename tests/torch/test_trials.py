@@ -10,7 +10,16 @@ from torchweft.api import session_of
 from torchweft.errors import StrategyError
 from torchweft.plan.context import TOLD
 from torchweft.serve import trials
-from torchweft.serve.trials import GAIN, Phases, Trials, wanted_by
+from torchweft.serve.trials import (
+    GAIN,
+    GUARD_EVERY,
+    GUARD_PAIRS,
+    NUM_ROUNDS,
+    Choice,
+    Phases,
+    Trials,
+    wanted_by,
+)
 
 
 class Clock:
@@ -40,11 +49,20 @@ def take(found, clock, kind, costs):
     return strategy.name if strategy else "stock"
 
 
-def test_strategies_take_turns_and_the_fastest_stays(clock):
+def settle(found, clock, kind, costs):
+    """Calls until the choice is made; the ways that they took."""
+    order = []
+    while kind not in found.choices:
+        order.append(take(found, clock, kind, costs))
+        assert len(order) < 200
+    return order
+
+
+def test_ways_warm_up_and_take_turns_and_the_fastest_stays(clock):
     found = make([None, "sequential", "overlap"], num_rounds=2)
-    costs = {"stock": 3.0, "sequential": 2.0, "overlap": 1.0}
-    order = [take(found, clock, "prefill", costs) for _ in range(6)]
-    assert order == ["stock", "sequential", "overlap"] * 2
+    costs = {"stock": 3.0, "sequential": 2.9, "overlap": 2.8}
+    warm = ["stock", "sequential", "sequential", "overlap", "overlap"]
+    assert settle(found, clock, "prefill", costs) == warm + ["stock", "sequential", "overlap"] * 2
     costs["overlap"] = 9.0  # too late
     assert {take(found, clock, "prefill", costs) for _ in range(3)} == {"overlap"}
     assert take(found, clock, "decode", costs) == "stock"
@@ -52,29 +70,52 @@ def test_strategies_take_turns_and_the_fastest_stays(clock):
     assert take(found, clock, "prefill", costs) == "stock"
 
 
+def test_a_way_that_is_far_behind_leaves(clock):
+    found = make([None, "sequential", "overlap"])
+    costs = {"stock": 1.0, "sequential": 2.0, "overlap": 0.95}
+    order = settle(found, clock, "prefill", costs)
+    assert order.count("sequential") == 2 + 2 and order.count("overlap") == 2 + NUM_ROUNDS
+    assert found.chosen["prefill"].name == "overlap"
+    assert "overlap" in found.lines()[0] and "1.05" in found.lines()[0]
+
+
+def test_a_clear_case_ends_early(clock):
+    found = make([None, "overlap"])
+    assert len(settle(found, clock, "prefill", {"stock": 2.0, "overlap": 1.0})) == 3 + 2 * 4
+    assert len(settle(found, clock, "decode", {"stock": 1.0, "overlap": 2.0})) == 3 + 2 * 2
+
+
 def test_a_call_that_compiles_decides_nothing(clock):
     found = make([None, "overlap"], num_rounds=3)
-    for number in range(6):
-        overlap_s = 60.0 if number < 2 else 1.0
+    for number in range(12):
+        overlap_s = 60.0 if number < 3 else 1.0
         take(found, clock, "prefill", {"stock": 2.0, "overlap": overlap_s})
     assert found.chosen["prefill"].name == "overlap"
 
 
 def test_the_first_stays_unless_another_is_clearly_faster(clock):
     found = make([None, "overlap"], num_rounds=2)
-    for _ in range(4):
-        take(found, clock, "near", {"stock": 1.0, "overlap": 1.001 / GAIN})
-        take(found, clock, "far", {"stock": 1.0, "overlap": 0.999 / GAIN})
+    settle(found, clock, "near", {"stock": 1.0, "overlap": 1.001 / GAIN})
+    settle(found, clock, "far", {"stock": 1.0, "overlap": 0.999 / GAIN})
     assert found.chosen["near"] is None and found.chosen["far"].name == "overlap"
+
+
+def test_one_lucky_round_decides_nothing(clock):
+    found = make([None, "overlap"])
+    overlap_s = iter([1.0, 1.0, 0.5, 0.5, *[1.0] * 99])
+    while "prefill" not in found.choices:
+        with found.turn("prefill") as way:
+            clock.now_s += 1.0 if way is None else next(overlap_s)
+    assert found.chosen["prefill"] is None
 
 
 def test_a_strategy_that_falls_back_is_not_chosen(clock):
     found = make([None, "overlap"], num_rounds=2)
-    for _ in range(2):
-        take(found, clock, "decode", {"stock": 2.0})
-        with found.turn("decode"):
-            found.session.fallbacks["split: 1 rows cannot make 2 parts"] += 1
-            clock.now_s += 1.0
+    while "decode" not in found.choices:
+        with found.turn("decode") as way:
+            clock.now_s += 1.0 if way else 2.0
+            if way is not None:
+                found.session.fallbacks["split: 1 rows cannot make 2 parts"] += 1
     assert found.chosen["decode"] is None
 
 
@@ -82,7 +123,56 @@ def test_a_call_that_fails_is_not_counted(clock):
     found = make([None, "overlap"], num_rounds=1)
     with pytest.raises(ValueError, match="no"), found.turn("prefill"):
         raise ValueError("no")
-    assert found.times["prefill"] == [[], []]
+    assert found.races["prefill"].num_calls == 0
+
+
+def test_more_ways_are_asked_for_before_the_race_and_behind_each_heat(clock):
+    asked = []
+
+    def propose(kind, race):
+        asked.append((race.num_heats, len(race.rounds)))
+        return {1: [weft.overlap(parts=4)], 2: [weft.branches()]}.get(race.num_heats, ())
+
+    found = make([None, "sequential"], propose=propose)
+    costs = {"stock": 1.0, "sequential": 2.0, "overlap": 0.5, "branches": 0.4}
+    order = settle(found, clock, "prefill", costs)
+    assert asked == [(1, 0), (2, 4), (3, 4)]
+    assert order.count("branches") == 2 + 4 and found.chosen["prefill"].name == "branches"
+    speeds = {
+        str(way).partition("(")[0]: speed for way, speed in found.choices["prefill"].speeds.items()
+    }
+    assert speeds == {"None": 1.0, "sequential": 0.5, "overlap": 2.0, "branches": 2.5}
+
+
+def test_the_choice_may_be_known_before_the_race(clock):
+    known = Choice(weft.overlap(parts=4))
+    found = make([None, "sequential"], propose=lambda kind, race: known)
+    assert len(settle(found, clock, "prefill", {"stock": 1.0, "sequential": 1.0})) == 3
+    assert found.choices["prefill"] is known
+
+
+def test_a_choice_that_falls_behind_is_given_up_and_told(clock, caplog):
+    found = make([None, "overlap"])
+    costs = {"stock": 2.0, "overlap": 1.0}
+    settle(found, clock, "prefill", costs)
+    costs["overlap"] = 3.0
+    used = [take(found, clock, "prefill", costs) for _ in range(GUARD_EVERY * GUARD_PAIRS)]
+    assert used.count("stock") == GUARD_PAIRS, "the rival is tried now and then"
+    assert found.chosen["prefill"] is None
+    assert "given up" in found.lines()[0] and "given up" in caplog.text
+    costs["overlap"] = 1.0
+    for _ in range(GUARD_EVERY * GUARD_PAIRS):
+        take(found, clock, "prefill", costs)
+    assert found.chosen["prefill"].name == "overlap", "and may come back"
+
+
+def test_a_choice_that_holds_stays(clock):
+    found = make([None, "overlap"])
+    costs = {"stock": 2.0, "overlap": 1.0}
+    settle(found, clock, "prefill", costs)
+    for _ in range(3 * GUARD_EVERY * GUARD_PAIRS):
+        take(found, clock, "prefill", costs)
+    assert found.chosen["prefill"].name == "overlap" and not found.choices["prefill"].note
 
 
 class Queue:
@@ -112,15 +202,15 @@ class Moment:
 def test_on_a_device_the_time_is_that_of_its_work_not_of_the_launch(clock, monkeypatch):
     queue, found = Queue(), make([None, "overlap"], num_rounds=2)
     monkeypatch.setattr(trials, "accelerator_of", lambda device: queue)
-    for _ in range(4):
-        assert queue.num_waits == 0
-        with found.turn("decode", torch.device("cuda", 0)) as strategy:
+    while "decode" not in found.choices:
+        with found.turn("decode", lambda: {torch.device("cuda", 0)}) as strategy:
             queue.busy_s += 2.0 if strategy is None else 1.0
             clock.now_s += 0.1 if strategy is None else 0.5  # more launches, less work
-    assert found.chosen["decode"].name == "overlap" and queue.num_waits == 4
-    with found.turn("decode", torch.device("cuda", 0)):
+    assert found.chosen["decode"].name == "overlap"
+    assert queue.num_waits == 2 * 2, "at the ends of rounds"
+    with found.turn("decode", lambda: {torch.device("cuda", 0)}):
         pass
-    assert queue.num_waits == 4
+    assert queue.num_waits == 2 * 2
 
 
 def test_a_call_that_a_host_captures_is_the_firsts_and_decides_nothing(monkeypatch):
@@ -128,9 +218,9 @@ def test_a_call_that_a_host_captures_is_the_firsts_and_decides_nothing(monkeypat
     monkeypatch.setattr(trials, "accelerator_of", lambda device: queue)
     queue.captures = True
     for _ in range(4):
-        with found.turn("decode", torch.device("cuda", 0)) as strategy:
+        with found.turn("decode", lambda: {torch.device("cuda", 0)}) as strategy:
             assert strategy is None
-    assert found.chosen == found.times == {}
+    assert found.chosen == {} and found.races["decode"].num_calls == 0
     assert found.session.fallbacks == {"trials: the host captures this call": 4}
 
 

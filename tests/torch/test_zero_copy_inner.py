@@ -34,7 +34,7 @@ def run(model, x, strategy, inner):
 
 def forms_of(session):
     """What Inductor compiled: plain forms, and those that write in place."""
-    bodies = [body for piece in session.pieces for body in piece.bodies.values()]
+    bodies = [body for piece in session.pieces for body in piece.bodies]
     forms = {id(form): form for body in bodies for form in getattr(body, "by", ())}
     plain = [form for form in forms.values() if not form.rooms]
     return plain, [form for form in forms.values() if form.rooms]

@@ -34,6 +34,7 @@ def weave(model: Model, strategies: Sequence[Wanted] = STRATEGIES, **options: An
     strategies: None stands for the library's own way.
     options: those of `weft.compile`. With WEFT_DISABLE=1 the model comes back untouched.
     """
+    options = {"strategy": sequential} | options
     call = getattr(compile(model, **options), "_compiled_call_impl", None)
     if call is None:
         return model

@@ -99,7 +99,8 @@ def phases_of(given: Any, **more: Any) -> Phases:
     check_names(given, {*AUTO, *Options.names()} - OURS)
     strategies = {phase: wanted_by(given.get(phase, "auto"), AUTO[phase]) for phase in AUTO}
     # What boundary mode cannot put back is the KV cache, of which each part writes its own slots.
-    options = {"strict": False} | {n: value for n, value in given.items() if n not in AUTO}
+    options = {"strict": False, "strategy": "sequential"}
+    options |= {n: value for n, value in given.items() if n not in AUTO}
     return Phases(Session(Options.of(**options, **more)), strategies)
 
 

@@ -30,6 +30,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from hashlib import blake2b
 
 from torchweft.errors import MachineError, clip, unknown
 from torchweft.plan.graph import NAME, USES, Graph, Op, check_name
@@ -309,6 +310,9 @@ class Costs:
     def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds of one run of an op. Of a network op: from its start to its end."""
         rates, key = self._device(device), op.body or op.name
+        shaped = cost_key(graph, op, env) if self.table.entries else key
+        if (shaped, device) in self.table.seconds:
+            key = shaped
         return self._seconds(key, device, graph, env, lambda env: _formula(graph, op, env, rates))
 
     def group_s(
@@ -367,6 +371,17 @@ class Costs:
         if graph.batch is None or (there := formula({**env, graph.batch: near})) <= 0:
             return near_s
         return near_s * (formula(env) / there)
+
+
+def cost_key(graph: Graph, op: Op, env: Env) -> str:
+    """What an op is called in a table of measured costs: equal ops on equal shapes have one key,
+    in every process; the rows of the batch do not count. A table may also have plain names."""
+    sizes = [
+        [[dim.evaluate({**env, **rows}) for dim in graph.value[name].shape] for name in op.reads]
+        for rows in ([{graph.batch: 1}, {graph.batch: 2}] if graph.batch else [{}])
+    ]
+    text = f"{sizes} {[graph.value[name].dtype for name in op.reads]}"
+    return f"{op.body or op.name}:{blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _formula(graph: Graph, op: Op, env: Env, rates: Device) -> float:

@@ -40,7 +40,7 @@ CONNECT_S = 8.0
 MAX_AHEAD = 16  # calls that a host may be ahead of another
 NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
-REFUSED, EAGER = 0, 1
+REFUSED, EAGER, STOCK = 0, 1, 2
 WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model as it is"})
 """What a rank does whose digest is not that of a plan."""
 MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
@@ -55,7 +55,12 @@ def is_among(number: int, share: int) -> bool:
 
 
 class EagerError(PlanError):
-    """Some rank runs its model as it is, and this one has a plan, or the other way round."""
+    """Some rank runs its model as it is, and this one has a plan, or the other way round.
+
+    is_over: whether that rank waits for nobody; then nothing hinders this one from doing the same.
+    """
+
+    is_over = False
 
 
 class LostError(Exception):
@@ -113,6 +118,7 @@ class Channel:
             self._shares.update({speaker: (share, share, 0) for speaker, (_, share, _) in shares})
         self._opening, self._busy = threading.Lock(), threading.Lock()
         self._told: tuple[Any, torch.Tensor] | None = None
+        self._announced: tuple[Any, torch.Tensor, Speaker] | None = None
         self._speaker: Speaker | None = None
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
         self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
@@ -141,6 +147,7 @@ class Channel:
                 f"run: group {self.name!r} is in another call; with collectives there is one "
                 "caller at a time, for ranks could not tell whose turn it is."
             )
+        self._await_announced()
         self.num_calls, self.differs = self.num_calls + 1, False
         self._digest, self._speaker, self._graph = digest, speaker, graph
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
@@ -148,6 +155,27 @@ class Channel:
         wish = NO_WISH if speaker.wanted is None else speaker.wanted
         message = [self.num_calls, digest, self._claim, self._place, wish]
         self._told = self._send(message, torch.int64)
+
+    def announce(self, speaker: Speaker) -> None:
+        """Tell the other ranks that this one runs a call as it is, and go on.
+
+        Who has a plan for that call leaves it before the first collective: `EagerError`.
+        """
+        try:
+            self.begin(STOCK, speaker)
+        except LostError as error:
+            self.fail(self.why(str(error)))
+            raise RunError(f"run: {self.dead}.") from error
+        assert self._told is not None, "a call that has begun was told"
+        self._announced, self._told = (*self._told, speaker), None
+        self.end(())
+
+    def _await_announced(self) -> None:
+        """What others said of a call that was only announced; by now they have come to it."""
+        if self._announced is not None:
+            (work, told, speaker), self._announced = self._announced, None
+            wait(work, self.name)
+            self._hear(told.tolist(), speaker)
 
     def agree(self) -> None:
         """Wait until every rank has told its plan. Raises `PlanError`, on all, if they differ.
@@ -171,6 +199,11 @@ class Channel:
         _, digest, claim, _ = rows[0]
         if any(row != rows[0] for row in rows) or digest == REFUSED:
             _, digests, claims, _ = zip(*rows, strict=True)
+            if STOCK in digests:  # who says so has gone on, so nobody can be asked for more
+                self.differs = True
+                over = EagerError("ranks: another rank runs the model as it is.", rule=RANKS)
+                over.is_over = True
+                raise over
             if REFUSED in digests or len(set(digests)) > 1:
                 kind = EagerError if EAGER in digests else PlanError
                 raise self._disagree(kind, "do not plan the same collectives")
@@ -346,6 +379,7 @@ class Channel:
                 self._pending.put_nowait(None)
         if self.group is not None:
             held, self.group, self._told = [self.group, self.store], None, None
+            self._announced = None
             self.store = None
             threading.Thread(target=held.clear, name="weft close", daemon=True).start()
 

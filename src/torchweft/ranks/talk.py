@@ -99,6 +99,12 @@ def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> No
     _say(EAGER, names, speaker, watchdog_s)
 
 
+def announce(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
+    """Tell the other ranks that this one runs a call as it is, and wait for none of them."""
+    for name in sorted(names):
+        channel(_group_of(name), watchdog_s).announce(speaker)
+
+
 def _say(digest: int, names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """A call without a plan, as the other ranks of these communicators see it."""
     told = {_group_of(name): digest for name in names}

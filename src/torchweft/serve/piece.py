@@ -9,6 +9,7 @@ and the reason is counted; nothing is ever changed in silence.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from torchweft.capture.bodies.inner import compile_bodies, trusted_inputs
+from torchweft.capture.bodies.bodies import Body
+from torchweft.capture.bodies.inner import TrustedInputs, compile_bodies, trusted_inputs
 from torchweft.capture.dynamo import Capture
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.guards import guards_of, shared_bytes
@@ -37,6 +39,7 @@ from torchweft.plan.graph import Graph
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs
 from torchweft.plan.plan import Plan
+from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
@@ -59,25 +62,32 @@ MAX_SHAPES = 4096
 class CallShape(NamedTuple):
     """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
 
-    refused: why the call must not be cut at these borders; empty if it may.
+    refused: why the call must not be cut at these borders; empty if it may. context: what was known
+    of the call.
     """
 
     bounds: tuple[int, ...]
     numbers: tuple[int, ...]
     digests: dict[str, int]
     refused: str = ""
+    context: Context = Context()
 
 
 @dataclass
 class PlanEntry:
-    """A plan in use, with its program and what calls have shown of it."""
+    """A plan in use, with its program and what calls have shown of it.
+
+    inner: what runs the calls inside of its ops. traced: the call that its trace is of.
+    """
 
     plan: Plan
     program: Any
     bucket: Bucket
     facts: tuple[object, ...] = ()
+    inner: str | None = None
     num_calls: int = 0
     trace: Trace | None = None
+    traced: CallShape | None = None
     shapes: dict[object, CallShape] = field(default_factory=dict)
 
 
@@ -149,7 +159,8 @@ class PlanCache:
             shape = CallShape(bounds, (), {}, refused)
             if not refused:
                 said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
-                shape = CallShape(bounds, entry.program.numbers(env, bounds), said)
+                numbers = entry.program.numbers(env, bounds)
+                shape = CallShape(bounds, numbers, said, context=context)
             remember(entry.shapes, key, shape)
         return shape
 
@@ -192,11 +203,24 @@ class PlanCache:
             raise StrategyError(
                 f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
             )
-        entry = PlanEntry(plan, self.compile(plan), bucket_of(context, seen), _facts(context))
+        inner, bucket = strategy.inner, bucket_of(context, seen)
+        entry = PlanEntry(plan, self.compile(plan, inner), bucket, _facts(context), inner)
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
         self.entries.append(entry)
         return entry
+
+    def predict(self, strategy: Strategy, context: Context, costs: Costs) -> float:
+        """Seconds of a call by a strategy, as simulated; without end if it cannot run so."""
+        try:
+            plan = lower(write(strategy, self.graph, context, costs.machine, costs=costs))
+            if plan.num_parts > 1:
+                bounds = plan.cut.bounds(context.batch, context.tokens_per_request)
+                if self._refusal(bounds, context.env(self.graph.batch)):
+                    return math.inf
+            return simulate(plan, context, costs.machine, costs).makespan_s
+        except WeftError:
+            return math.inf
 
     def _refusal(self, bounds: Sequence[int], env: Mapping[str, int]) -> str:
         """Why a call cannot be cut at these borders; empty if it can."""
@@ -244,6 +268,14 @@ class Ready(NamedTuple):
     entry: PlanEntry
     alone: Program | None
     shape: CallShape
+    trusted: TrustedInputs | None
+
+
+class Inner(NamedTuple):
+    """The bodies of a graph by one inner compiler, and the inputs that they take for granted."""
+
+    bodies: Mapping[str, Body]
+    trusted: TrustedInputs | None
 
 
 class Piece:
@@ -257,8 +289,8 @@ class Piece:
     ) -> None:
         options = service.options
         self.service, self.captured, self.gm = service, captured, gm
-        self.bodies = compile_bodies(captured, options.inner)
         self.graph = captured.graph
+        self._inners: dict[str, Inner] = {}
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(
@@ -286,7 +318,8 @@ class Piece:
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
         self._constants = (*captured.constants.values(), None)
-        self._trusted = trusted_inputs(self.graph, self.bodies)
+        self.inner(None)
+        self.traced: CallShape | None = None  # the last call that was traced
         self._ready: dict[object, Ready] = {}
         self._failed: dict[object, WeftError] = {}
         # What every call needs, looked up once.
@@ -307,8 +340,10 @@ class Piece:
             return self.service.run_stock(self.gm, inputs, self.communicators)
         if ready is None or self.service.watches:
             return self._first_call(inputs, key)
-        entry, alone, shape = ready
-        given = self._given(inputs)
+        entry, alone, shape, trusted = ready
+        given = self._pick(inputs + self._constants)
+        if trusted is not None:
+            self._check(trusted, given)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs, key)
         entry.num_calls += 1
@@ -318,20 +353,31 @@ class Piece:
             outputs = self.run(entry, given, shape)
         return outputs if self._as_made else self._rebuild(outputs, self.captured.env(inputs))
 
-    def _given(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = self._pick(inputs + self._constants)
-        if self._trusted is not None:
-            try:
-                self._trusted.check(given)
-            except WeftError:
-                self.service.refuse(self.communicators)
-                raise
-        return given
+    def inner(self, name: str | None) -> Inner:
+        """The bodies as an inner compiler makes them, by default as the model was compiled."""
+        name = name or self.service.options.inner
+        if name not in self._inners:
+            bodies = compile_bodies(self.captured, name)
+            self._inners[name] = Inner(bodies, trusted_inputs(self.graph, bodies))
+        return self._inners[name]
+
+    @property
+    def bodies(self) -> list[Body]:
+        """The bodies of all inner compilers in use."""
+        return [body for inner in self._inners.values() for body in inner.bodies.values()]
+
+    def _check(self, trusted: TrustedInputs, given: Sequence[Any]) -> None:
+        """Raise `RunError` if weights are not as they were compiled for."""
+        try:
+            trusted.check(given)
+        except WeftError:
+            self.service.refuse(self.communicators)
+            raise
 
     def _first_call(self, inputs: tuple[Any, ...], key: object) -> Any:
         """Find or make the plan of a call, and run it."""
         self.service.keep(self, inputs)
-        given = self._given(inputs)
+        given = self._pick(inputs + self._constants)
         try:
             if key in self._failed:
                 raise self._failed[key]
@@ -353,6 +399,8 @@ class Piece:
         except Exception as error:  # there is no plan, not even without parts
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
         entry.num_calls += 1
+        if (trusted := self.inner(entry.inner).trusted) is not None:
+            self._check(trusted, given)
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
         with switch or nullcontext():
@@ -405,7 +453,8 @@ class Piece:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
         by_plan = self.runtime is None and not self.service.options.graphs and not shape.digests
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
-        remember(self._ready, key, Ready(entry, alone, shape))
+        trusted = self.inner(entry.inner).trusted
+        remember(self._ready, key, Ready(entry, alone, shape, trusted))
 
     def _rebuild(self, outputs: Sequence[Any], env: dict[str, int]) -> Any:
         return self.captured.rebuild(dict(zip(self.graph.outputs, outputs, strict=True)), env)
@@ -417,7 +466,10 @@ class Piece:
             self._fall_back(reason)
         if not shape.digests:
             return self._run(entry, given, shape)
-        with Talk(entry.plan, shape.digests, self.service.speaker, options.watchdog_s) as talk:
+        told, salt = shape.digests, self.service.salt
+        if salt:
+            told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
+        with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
             if options.graphs or talk.by_kernel:
                 talk.agree()
             return self._run(entry, given, shape)
@@ -447,6 +499,7 @@ class Piece:
             outputs: tuple[Any, ...] = self._runs(entry.program, given, bounds, numbers=numbers)
             return outputs
         outputs, entry.trace = self._runs_traced(program, given, bounds, numbers=numbers)
+        self.traced = entry.traced = shape
         if collected is not None:
             collected.append(entry.trace)
         return outputs
@@ -454,7 +507,7 @@ class Piece:
     def _traced(self, entry: PlanEntry) -> Any:
         """The program that measures its steps; None, counted, if it cannot be made."""
         try:
-            return self.compile(entry.plan, traced=True)
+            return self.compile(entry.plan, entry.inner, traced=True)
         except Exception as error:
             own = as_own(error, "trace")
             if self.service.traces is not None:
@@ -463,10 +516,11 @@ class Piece:
             self._fall_back(first_line(own))
             return None
 
-    def compile(self, plan: Plan, *, traced: bool = False) -> Any:
+    def compile(self, plan: Plan, inner: str | None = None, *, traced: bool = False) -> Any:
         """The program of a plan, for the runtime of the piece."""
         compiler = compile_program if self.runtime is None else self.runtime.compile
-        return compiler(plan, self.bodies, traced=traced, jitter=self.service.options.jitter)
+        bodies, jitter = self.inner(inner).bodies, self.service.options.jitter
+        return compiler(plan, bodies, traced=traced, jitter=jitter)
 
     def forget(self) -> None:
         """Forget all plans: the next call writes a new one."""

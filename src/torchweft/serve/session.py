@@ -73,6 +73,7 @@ class Session:
         self.pieces: list[Piece] = []
         self.num_uncaptured = self.num_shared = 0
         self.share = EVERY
+        self.auto: Any = None  # what chooses how calls run, if nobody has said it: `Auto`
         self.breaks: dict[str, None] = {}
         self._held = contextlib.ExitStack()  # hooks and threads of boundary mode
         introduce()
@@ -229,7 +230,7 @@ class PieceReport:
         self.split_share = in_parts_s / self.measured_s if self.measured_s else None
         self.head_room = _head_room(entries)
         self.num_copies = sum(step.kind == "copy" for plan in self.plans for step in plan.steps)
-        self.num_compiled, refused = compiled(piece.bodies.values())
+        self.num_compiled, refused = compiled(piece.bodies)
         self.notes, self.broken = captured.notes + refused, captured.broken
         self.copied = copied_values(piece)
 
@@ -243,6 +244,7 @@ class Report:
         self.pieces = tuple(map(PieceReport, session.pieces))
         self.fallbacks = tuple(session.fallbacks.most_common())
         self.num_stock = session.service.num_stock
+        self.choices = tuple(session.auto.lines()) if session.auto is not None else ()
         self.assumed = tuple(n for piece in session.pieces for n in piece.captured.assumed)
         self.num_uncaptured = session.num_uncaptured
         self.num_shadowed = shadow.num_compared if shadow else 0
@@ -281,6 +283,7 @@ class Report:
             lines += _piece_lines(piece)
         if self.num_stock:
             lines.append(f"  {self.num_stock} call(s) ran as they are: weft.disable or a share")
+        lines += [f"  {line}" for line in self.choices]
         for reason, count in self.fallbacks:
             lines.append(f"  fallback {count} x: {reason}")
         lines.append(f"  assumed ops: {', '.join(self.assumed) or 'none'}")

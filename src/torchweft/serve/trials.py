@@ -1,23 +1,29 @@
-"""`Trials`: which strategy serves which kind of call, found by trying, equal on all ranks.
+"""`Trials`: which way serves which kind of call, found by timing, equal on all ranks.
 
     trials = Trials(session, [None, "sequential", overlap(parts=2)])
     outputs = trials.call(("prefill", 16), stock, by_plans, args, kwargs)
 
-The first calls of a kind (a phase, a power of two of rows) take the strategies in turn, round by
-round, and are timed: they are the kind's warm-up. Then the fastest stays. None stands for the
-host's own way, without plans. The first of the strategies stays unless another is faster by more
-than `GAIN`. A time is that of the slowest rank, the best of all rounds: a call that compiles
-decides nothing, nor does one that fell back. On an accelerator it is the device's time, from event
-to event, looked at when the choice is made: the host's clock would measure launches.
+A way is a strategy, or None: the model as the user or the host wrote it. The first calls of a kind
+(a phase, a power of two of rows) are a `Race`: after some calls to warm up the ways take turns,
+round by round, and are timed. A way that is far behind leaves. The first way stays unless another
+is faster by more than `GAIN` in the median of the rounds, and in most of them. A time is that of
+the slowest rank, told to all ranks at the end of a round, so all of them decide alike; a call that
+fell back decides nothing. On an accelerator it is the device's time, from event to event, looked at
+when the round is over: the host's clock would measure launches.
+
+Then the `Choice` is held to it: now and then the chosen way and its rival are timed again, one
+after the other, and a way that has fallen behind is given up for the other, which is counted.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,10 +36,16 @@ from torchweft.ranks.talk import slowest
 from torchweft.run.accelerator.accelerator import Accelerator, accelerator_of, devices_of
 from torchweft.serve.session import Session, context
 
-NUM_ROUNDS = 6
+log = logging.getLogger("torchweft")
+NUM_ROUNDS = 8
 GAIN = 1.02
+BEHIND = ((2, 0.90), (4, 0.97))
+"""After so many rounds a way that has less than this share of the best one's speed leaves."""
+WARM = 2  # calls of a plan that do not count: it is made in the first and traced in the second
+GUARD_EVERY, GUARD_PAIRS = 256, 5
 Wanted = str | Strategy | Callable[..., None] | None
-Way = Callable[..., Any]
+Way = Strategy | None
+Call = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
@@ -56,59 +68,291 @@ def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
     return tuple(as_strategy(name)(**given) for name, given in named.items())
 
 
+class Race:
+    """The calls of one kind while the choice is open. The first way stays if none is better."""
+
+    def __init__(self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS) -> None:
+        self.first, self.num_rounds = ways[0], num_rounds
+        self.ways: list[Way] = []
+        self.warm: dict[Way, int] = {}  # calls left that do not count
+        self.rounds: list[dict[Way, float]] = []
+        self.times: dict[Way, tuple[Any, Any]] = {}  # start and end of the calls of this round
+        self.num_calls = self.num_heats = 0
+        self.speeds: dict[Way, float] = {}  # of all ways that were timed, in their last heat
+        self.add(ways)
+
+    def add(self, ways: Sequence[Way]) -> None:
+        """Let more ways take part, in a new heat. Of those that were there the best stay."""
+        self.num_heats += 1
+        if self.rounds:
+            self.ways = list(dict.fromkeys([self.first, self.winner()]))
+            self.rounds.clear()
+        new = [way for way in ways if way not in self.warm]
+        self.ways += new
+        self.warm |= {way: 1 if way is None else WARM for way in new}
+
+    def next(self) -> Way:
+        """The way whose turn it is."""
+        warming = (way for way in self.ways if self.warm[way])
+        timed = (way for way in self.ways if way not in self.times)
+        return next(warming, next(timed, self.first))
+
+    def note(self, way: Way, start: Any, end: Any) -> None:
+        """A call has run."""
+        self.num_calls += 1
+        if self.warm[way]:
+            self.warm[way] -= 1
+        else:
+            self.times[way] = start, end
+
+    @property
+    def has_warmed_up(self) -> bool:
+        """Whether the ways of the first heat have just warmed up."""
+        begun = self.times or self.rounds or self.num_heats > 1
+        return not begun and not any(self.warm.values())
+
+    @property
+    def is_round_over(self) -> bool:
+        """Whether every way has been timed in this round."""
+        return len(self.times) == len(self.ways)
+
+    def close_round(self, seconds: Mapping[Way, float]) -> None:
+        """Count a round, by times that all ranks have; ways that are far behind leave."""
+        self.rounds.append(dict(seconds))
+        self.times.clear()
+        self.speeds |= {way: self.speed(way) for way in self.ways}
+        best = max(self.speeds[way] for way in self.ways)
+        for least_rounds, share in BEHIND:
+            if len(self.rounds) >= least_rounds:
+                self.ways = [
+                    way for way in self.ways
+                    if way is self.first or self.speed(way) >= share * best
+                ]  # fmt: skip
+
+    def speed(self, way: Way) -> float:
+        """How fast a way is, in the median of its rounds; the first way has 1."""
+        return median(each[self.first] / each[way] for each in self.rounds if way in each)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough is known."""
+        if len(self.rounds) >= self.num_rounds or len(self.ways) == 1:
+            return True
+        best = max(self.ways, key=self.speed)
+        clear = min(each[self.first] / each[best] for each in self.rounds) > 1.1
+        return len(self.rounds) >= BEHIND[-1][0] and clear and len(self.ways) == 2
+
+    def winner(self) -> Way:
+        """The fastest way, if it is ahead of the first by more than noise."""
+        if not self.rounds:
+            return self.first
+        best = max(self.ways, key=self.speed)
+        num_won = sum(each[self.first] > each[best] for each in self.rounds if best in each)
+        is_ahead = self.speed(best) > GAIN and 3 * num_won >= 2 * len(self.rounds)
+        return best if is_ahead else self.first
+
+
+@dataclass
+class Choice:
+    """The way that serves a kind of calls.
+
+    speeds: of all ways that were tried, the first way having 1. rival: what it is compared with now
+    and then, if it is guarded: the first way, or the best of the others.
+    """
+
+    way: Way
+    speeds: Mapping[Way, float] = field(default_factory=dict)
+    rival: Way = None
+    is_guarded: bool = False
+    note: str = ""
+    num_calls: int = 0
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    timed: dict[Way, tuple[Any, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(race: Race) -> Choice:
+        """What a race has shown."""
+        winner, speeds = race.winner(), race.speeds
+        others = [way for way in speeds if way is not winner]
+        rival = max(others, key=speeds.__getitem__, default=None)
+        if winner is not race.first:
+            rival = race.first
+        is_near = rival in speeds and speeds[rival] > BEHIND[0][1]
+        return Choice(winner, speeds, rival, bool(others) and is_near)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call is one of the two that are timed now and then."""
+        return self.is_guarded and self.num_calls % GUARD_EVERY >= GUARD_EVERY - 2
+
+    def next(self) -> tuple[Way, bool]:
+        """The way of the next call, and whether it is timed; the last of two is one by a plan, in
+        which ranks see that they count alike."""
+        is_timed = self.is_due
+        self.num_calls += 1
+        is_first = self.num_calls % GUARD_EVERY == GUARD_EVERY - 1
+        plain_first = (self.way, self.rival) if self.way is None else (self.rival, self.way)
+        return (plain_first[not is_first] if is_timed else self.way), is_timed
+
+    def switch(self) -> bool:
+        """Take the rival if it has been faster; whether that is so."""
+        faster = median(own / rival for own, rival in self.pairs)
+        self.pairs.clear()
+        if faster < 1 / BEHIND[1][1]:
+            return False
+        self.note = (
+            f"{name_of(self.way)} was given up after {self.num_calls} calls, for "
+            f"{name_of(self.rival)} was {faster:.2f} times as fast"
+        )
+        self.way, self.rival = self.rival, self.way
+        return True
+
+
+def name_of(way: Way) -> str:
+    """A way as people read it."""
+    return "as it is" if way is None else str(way)
+
+
 class Trials:
-    """Trials of one session. Ranks that make the same calls make the same choices."""
+    """Trials of one session. Ranks that make the same calls make the same choices.
+
+    propose: asked when the ways of a kind have warmed up, and at the end of each heat: more ways to
+    try, or the choice itself.
+    """
 
     def __init__(
-        self, session: Session, strategies: Sequence[Wanted], *, num_rounds: int = NUM_ROUNDS
+        self,
+        session: Session,
+        strategies: Sequence[Wanted],
+        *,
+        num_rounds: int = NUM_ROUNDS,
+        propose: Callable[[Hashable, Race], Sequence[Way] | Choice] = lambda kind, race: (),
     ) -> None:
-        self.session = session
-        self.strategies = [each if each is None else as_strategy(each) for each in strategies]
-        self.num_calls = num_rounds * len(self.strategies)
-        self.times: dict[Hashable, list[list[tuple[Any, Any]]]] = {}  # start and end of each call
-        self.chosen: dict[Hashable, Strategy | None] = {}
+        self.session, self.propose, self.num_rounds = session, propose, num_rounds
+        self.ways: list[Way] = [way if way is None else as_strategy(way) for way in strategies]
+        self.races: dict[Hashable, Race] = {}
+        self.choices: dict[Hashable, Choice] = {}
+        self.on_choice: Callable[[Hashable, Choice], None] = lambda kind, choice: None
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls of a kind may pass until its choice is made."""
+        return (self.num_rounds + WARM) * len(self.ways)
+
+    @property
+    def chosen(self) -> dict[Hashable, Way]:
+        """What was found to be fastest, by kind."""
+        return {kind: choice.way for kind, choice in self.choices.items()}
 
     def forget(self) -> None:
         """Begin anew: what was found holds for the machine as it was."""
-        self.times.clear()
-        self.chosen.clear()
+        self.races.clear()
+        self.choices.clear()
 
     def call(
-        self, kind: Hashable, stock: Way, by_plans: Way, args: Args, kwargs: Kwargs, **told: Any
+        self, kind: Hashable, stock: Call, by_plans: Call, args: Args, kwargs: Kwargs, **told: Any
     ) -> Any:
-        """One call of a kind, by the strategy whose turn it is. told: what `weft.context` takes."""
-        devices = () if kind in self.chosen else devices_of(tree_leaves((args, kwargs)))
-        with self.turn(kind, *devices) as strategy, context(strategy=strategy, **told):
-            return (stock if strategy is None else by_plans)(*args, **kwargs)
+        """One call of a kind, by the way whose turn it is. told: what `weft.context` takes."""
+        with (
+            self.turn(kind, lambda: devices_of(tree_leaves((args, kwargs)))) as way,
+            context(strategy=way, **told),
+        ):
+            return (stock if way is None else by_plans)(*args, **kwargs)
 
     @contextmanager
-    def turn(self, kind: Hashable, *devices: torch.device) -> Iterator[Strategy | None]:
-        """The strategy for the one call inside; it is timed as long as the choice is open.
+    def turn(
+        self, kind: Hashable, devices: Callable[[], Collection[torch.device]] = tuple
+    ) -> Iterator[Way]:
+        """The way of the one call inside; it is timed as long as the choice is open.
 
         devices: the accelerators that it works on. A call that a host captures is the first's.
         """
-        if kind in self.chosen:
-            yield self.chosen[kind]
-            return
-        device = accelerator_of(*devices) if len(devices) == 1 else None
+        choice = self.choices.get(kind)
+        if choice is not None:
+            way, is_timed = choice.next()
+            if not is_timed:
+                yield way
+                return
+        race = self._race(kind) if choice is None else None
+        used = devices()
+        device = accelerator_of(*used) if len(used) == 1 else None
         if device is not None and device.is_capturing():
             self.session.fallbacks["trials: the host captures this call"] += 1
-            yield self.strategies[0]
+            yield self.ways[0]
             return
-        times = self.times.setdefault(kind, [[] for _ in self.strategies])
-        number = min(range(len(times)), key=lambda at: len(times[at]))
+        if race is not None:
+            way = race.next()
         fallen, start = self.session.fallbacks.total(), _moment(device)
-        yield self.strategies[number]
+        yield way
         lost = self.session.fallbacks.total() > fallen
-        times[number].append((0.0, math.inf) if lost else (start, _moment(device)))
-        if sum(map(len, times)) >= self.num_calls:
-            self.chosen[kind] = self._choose([min(starmap(_seconds, each)) for each in times])
+        moments = (0.0, math.inf) if lost else (start, _moment(device))
+        if race is not None:
+            self._note(kind, race, way, *moments)
+        elif choice is not None:
+            self._guard(kind, choice, way, *moments)
 
-    def _choose(self, own_s: Sequence[float]) -> Strategy | None:
+    def _race(self, kind: Hashable) -> Race:
+        if kind not in self.races:
+            self.races[kind] = Race(self.ways, self.num_rounds)
+        return self.races[kind]
+
+    def _note(self, kind: Hashable, race: Race, way: Way, start: Any, end: Any) -> None:
+        race.note(way, start, end)
+        if race.has_warmed_up and self._ask(kind, race):
+            return
+        if race.is_round_over:
+            own_s = [_seconds(*race.times[way]) for way in race.ways]
+            race.close_round(dict(zip(race.ways, self.agreed(own_s), strict=True)))
+            if race.is_over and not self._ask(kind, race):
+                choice = Choice.of(race)
+                self._choose(kind, choice)
+                self.on_choice(kind, choice)
+
+    def _ask(self, kind: Hashable, race: Race) -> bool:
+        """Ask what else to try; whether there is something, or nothing is left to be tried."""
+        proposed = self.propose(kind, race)
+        if isinstance(proposed, Choice):
+            self._choose(kind, proposed)
+        elif proposed:
+            race.add(proposed)
+        return bool(proposed)
+
+    def _choose(self, kind: Hashable, choice: Choice) -> None:
+        self.choices[kind] = choice
+        self.races.pop(kind, None)
+        log.info("%s: calls of kind %s run %s", self.session, kind, name_of(choice.way))
+
+    def _guard(self, kind: Hashable, choice: Choice, way: Way, start: Any, end: Any) -> None:
+        choice.timed[way] = start, end
+        if len(choice.timed) < 2:
+            return
+        timed = [choice.timed[each] for each in (choice.way, choice.rival)]
+        own_s, rival_s = self.agreed([_seconds(*moments) for moments in timed])
+        choice.timed.clear()
+        choice.pairs.append((own_s, rival_s))
+        if len(choice.pairs) >= GUARD_PAIRS and choice.switch():
+            log.warning("calls of kind %s: %s", kind, choice.note)
+            self.on_choice(kind, choice)
+
+    def agreed(self, own: Sequence[float]) -> list[float]:
+        """The largest of these numbers on all ranks that the model talks with."""
         graphs = (piece.graph for piece in self.session.pieces)
-        best_s = slowest(graphs, own_s, self.session.options.watchdog_s)
-        best = best_s.index(min(best_s))
-        return self.strategies[best if best_s[0] > GAIN * best_s[best] else 0]
+        return slowest(graphs, own, self.session.options.watchdog_s)
+
+    def lines(self) -> list[str]:
+        """What was chosen and why, for people."""
+        told = [f"{kind}: {_told(choice)}" for kind, choice in self.choices.items()]
+        trying = [f"{kind}: {len(race.rounds)} rounds so far" for kind, race in self.races.items()]
+        return told + trying
+
+
+def _told(choice: Choice) -> str:
+    others = [
+        f"{name_of(way)} {speed:.2f}" for way, speed in choice.speeds.items() if way != choice.way
+    ]
+    speed = f" {choice.speeds[choice.way]:.2f}" if choice.way in choice.speeds else ""
+    against = f" (others: {', '.join(others)})" if others else ""
+    return f"{name_of(choice.way)}{speed}{against}" + (f"; {choice.note}" if choice.note else "")
 
 
 def _moment(device: Accelerator | None) -> Any:
@@ -139,7 +383,7 @@ class Phases:
         return {str(kind): str(strategy) for kind, strategy in chosen}
 
     def call(
-        self, tokens: Sequence[int], stock: Way, by_plans: Way, args: Args, kwargs: Kwargs
+        self, tokens: Sequence[int], stock: Call, by_plans: Call, args: Args, kwargs: Kwargs
     ) -> Any:
         """One step: its phase and a power of two of its tokens are its kind.
 
@@ -155,11 +399,11 @@ class Phases:
         kind, told = (phase, sum(tokens).bit_length()), {"tokens_per_request": tokens}
         return self.trials[phase].call(kind, stock, by_plans, args, kwargs, phase=phase, **told)
 
-    def _rehearse(self, by_plans: Way, args: Args, kwargs: Kwargs) -> None:
+    def _rehearse(self, by_plans: Call, args: Args, kwargs: Kwargs) -> None:
         """Run the first warm-up by every strategy too, for their peak of memory and their buffers:
         a host sizes its caches by what it sees there, with as many rows as a step may have."""
         trials = self.trials.values()
-        for strategy in dict.fromkeys(each for trial in trials for each in trial.strategies):
+        for strategy in dict.fromkeys(each for trial in trials for each in trial.ways):
             if strategy is not None:
                 with context(strategy=strategy):
                     by_plans(*args, **kwargs)

@@ -32,11 +32,15 @@ from torchweft.plan.write.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Strategy:
-    """A function that writes plans, and the options it is called with."""
+    """A function that writes plans, and the options it is called with.
+
+    inner: what runs the calls inside of its ops; None: as the model was compiled.
+    """
 
     name: str
     function: Callable[..., None]
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    inner: str | None = None
 
     def __call__(self, **options: Any) -> Strategy:
         """The same strategy with these options. Raises `StrategyError` for one it does not have."""
@@ -50,7 +54,8 @@ class Strategy:
 
     def __str__(self) -> str:
         chosen = {**option_defaults(self.function), **self.options}
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
+        by = f" by {self.inner}" if self.inner else ""
+        return f"{self.name}({', '.join(f'{n}={value!r}' for n, value in chosen.items())}){by}"
 
 
 def option_defaults(function: Callable[..., object]) -> dict[str, Any]:

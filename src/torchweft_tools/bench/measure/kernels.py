@@ -73,7 +73,7 @@ def _sources(session: Session, *, in_place: bool) -> list[tuple[tuple[int, str],
     return [
         ((number, name), form, form.variants[0].source)
         for number, piece in enumerate(session.pieces)
-        for name, body in piece.bodies.items()
+        for name, body in piece.inner(None).bodies.items()
         for form in body.by
         if form.variants and bool(form.rooms) is in_place
     ]

@@ -1,0 +1,210 @@
+"""`Auto`: a model that finds out by itself how it runs best, and never loses to what it was.
+
+    call 1          the model as it is
+    call 2          captured, and run by the plan without parts
+    further calls   a race (`Trials`) for each kind of inputs: the model as it is, the plan without
+                    parts, and the strategies that the simulator expects to be faster
+
+All of these calls give right answers; they are only timed. Kinds are shapes by powers of two. What
+is captured shows which strategies can gain at all: those that split, where something waits for a
+network; `branches`, where ops can run side by side. The best few by simulation are raced.
+
+Ranks race together: times are exchanged, and a call of a race is told to the other ranks with its
+kind, so that ranks whose calls are of different kinds notice it before the first collective. Then
+all of them run that call as it is. A call that runs as it is on one rank does so on all: it says so
+in a message that it does not wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed import is_initialized
+
+from torchweft.errors import PlanError
+from torchweft.plan.context import TOLD, HostFacts
+from torchweft.plan.predict import candidates
+from torchweft.plan.strategies import sequential
+from torchweft.plan.write.strategy import Strategy
+from torchweft.private.core import has_mkldnn, tree_leaves
+from torchweft.ranks.ranks import RANKS, EagerError
+from torchweft.ranks.speakers import number_of
+from torchweft.ranks.talk import announce
+from torchweft.run.accelerator.accelerator import devices_of
+from torchweft.serve.costbook import CostBook
+from torchweft.serve.session import Session
+from torchweft.serve.trials import Choice, Race, Trials, Way
+
+NUM_PROPOSED = 3
+MIN_GAIN = 1.03
+MAX_DISAGREED, MAX_UNCAPTURED = 3, 4
+NO_FACTS = HostFacts()
+
+
+def _no_plan(s: Any) -> None:
+    raise AssertionError("torch.compile runs without our plans")
+
+
+COMPILED = Strategy("torch.compile", _no_plan)
+"""The way of stock torch.compile, with Inductor."""
+
+
+class Auto:
+    """The calls of one model. `plain`: the model as it is; `woven`: by plans, as TOLD says."""
+
+    def __init__(
+        self, session: Session, plain: Callable[..., Any], woven: Callable[[Any, Any], Any]
+    ) -> None:
+        self.session, self.plain, self.woven = session, plain, woven
+        self.book = CostBook()
+        self.trials = Trials(session, (None, sequential), propose=self._propose)
+        self.tries_compiled = False  # only where nobody minds that a call compiles for long
+        self.retired = ""
+        self.num_calls = self.num_disagreed = 0
+        self._compiled: Callable[..., Any] | None = None
+        self._facts: dict[tuple[HostFacts, Strategy], HostFacts] = {}
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One call."""
+        self.num_calls += 1
+        if self.retired:
+            return self._stock(None, args, kwargs)
+        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
+            if self.num_calls > MAX_UNCAPTURED:
+                self.retired = "nothing of the model could be captured"
+            return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
+        kind = kind_of(args, kwargs)
+        choice = self.trials.choices.get(kind)
+        if choice is not None and not choice.is_due:
+            choice.num_calls += 1
+            return self._run(choice.way, args, kwargs)
+        race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
+        number = race.num_calls if race is not None else choice.num_calls if choice else 0
+        with self.trials.turn(kind, lambda: devices_of(tree_leaves(given))) as way:
+            warms_up = race is not None and race.warm.get(way) == 1 and way is not None
+            service.salt = number_of(f"{kind} {number}")
+            for piece in self.session.pieces if warms_up else ():
+                piece.traced = None
+            try:
+                with service.collect() if warms_up else nullcontext():
+                    return self._run(way, args, kwargs)
+            finally:
+                service.salt = 0
+
+    def _run(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if way is None or way is COMPILED:
+            return self._stock(way, args, kwargs)
+        facts = TOLD.get() or NO_FACTS
+        mine = self._facts.get((facts, way))
+        if mine is None:
+            mine = self._facts[facts, way] = replace(facts, strategy=way)
+        token = TOLD.set(mine)
+        try:
+            return self.woven(args, kwargs)
+        except PlanError as error:
+            if error.rule != RANKS or not self._may_repeat():
+                raise
+            self._disagree(isinstance(error, EagerError))
+            return self.plain(*args, **kwargs)
+        finally:
+            TOLD.reset(token)
+
+    def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The model as it is, or by torch.compile; no rank may run it by a plan then."""
+        if not self.retired and is_initialized() and (names := self._communicators()):
+            announce(names, self.session.speaker, self.session.options.watchdog_s)
+        if way is None:
+            return self.plain(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.plain)
+        return self._compiled(*args, **kwargs)
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        """Calls inside may take long: torch.compile takes part in their races."""
+        self.tries_compiled = True
+        try:
+            yield
+        finally:
+            self.tries_compiled = False
+
+    def is_settled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether it is known how calls of this kind run best."""
+        return bool(self.retired) or kind_of(args, kwargs) in self.trials.choices
+
+    def lines(self) -> list[str]:
+        """What was chosen for which calls, and why, for people."""
+        return [f"auto: {self.retired}"] * bool(self.retired) + self.trials.lines()
+
+    def _communicators(self) -> set[str]:
+        return {name for piece in self.session.pieces for name in piece.communicators}
+
+    def _may_repeat(self) -> bool:
+        """Whether a call that no collective of was started may be run once more."""
+        return not any(piece.writes or piece.splitters for piece in self.session.pieces)
+
+    def _disagree(self, by_turns: bool) -> None:
+        """Ranks have calls of different kinds: this one runs as it is, and after some, all do."""
+        reason = "auto: the ranks have calls of different kinds"
+        self.session.fallbacks[reason] += 1
+        self.num_disagreed += not by_turns
+        if self.num_disagreed > MAX_DISAGREED:
+            self.retired = f"{reason}; name a strategy that suits all of them"
+
+    def _propose(self, kind: Hashable, race: Race) -> Sequence[Way] | Choice:
+        """What else to try: what is predicted to be faster, then other kernels for the winner."""
+        if race.num_heats == 1 and not race.rounds:
+            return self._predicted()
+        if race.num_heats <= 2 and all(way.inner is None for way in race.speeds if way):
+            best = race.winner() or sequential
+            others = ["onednn"] * has_mkldnn + ["inductor"] * self.tries_compiled
+            ways: list[Way] = [replace(best, inner=inner) for inner in others]
+            return [*ways, COMPILED] if self.tries_compiled else ways
+        return ()
+
+    def _predicted(self) -> list[Way]:
+        """The strategies that can gain here, best first, by simulation of the last call."""
+        pieces = [piece for piece in self.session.pieces if piece.traced is not None]
+        for piece in pieces:
+            self.book.read(piece)
+        ways = list(dict.fromkeys(way for piece in pieces for way in candidates(piece.graph)))
+        whole = [self.book.predict(piece, sequential) for piece in pieces]
+        own_s = [
+            sum(
+                min(self.book.predict(piece, way), s)
+                for piece, s in zip(pieces, whole, strict=True)
+            )
+            for way in ways
+        ]
+        whole_s, *all_s = self.trials.agreed([sum(whole), *own_s])
+        ranked = sorted(zip(all_s, range(len(ways)), strict=True))
+        good = [number for seconds, number in ranked if whole_s > MIN_GAIN * seconds]
+        return [ways[number] for number in good[:NUM_PROPOSED]]
+
+
+def kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    """What calls must have in common to be served alike: types, and sizes by powers of two."""
+    facts = TOLD.get()
+    kind: list[Hashable] = [torch.is_grad_enabled(), facts.phase if facts is not None else None]
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            kind.append((name, value.dtype, *map(_bucket, value.shape)))
+        elif isinstance(value, list | tuple | dict):
+            kind.append((name, kind_of(tree_leaves(value), {})))
+        else:
+            kind.append((name, _scalar(value)))
+    return tuple(kind)
+
+
+def _bucket(size: int) -> int:
+    return size if size < 4 else -size.bit_length()
+
+
+def _scalar(value: Any) -> Hashable:
+    if value is None or isinstance(value, bool | str):
+        return value
+    return _bucket(value) if isinstance(value, int) else type(value).__name__
