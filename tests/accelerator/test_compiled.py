@@ -114,11 +114,11 @@ def test_graphs_without_an_accelerator_are_a_counted_fallback():
     model, x = nn.Linear(4, 4), torch.randn(6, 4)
     with torch.no_grad():
         wanted = model(x)
-        assert torch.equal(weft.compile(model, graphs=True)(x), wanted)
+        assert torch.equal(weft.compile(model, "sequential", graphs=True)(x), wanted)
     ((reason, count),) = weft.report(model).fallbacks
     assert (reason, count) == ("graphs: the inputs live on no accelerator", 1)
     with pytest.raises(StrategyError, match="no accelerator"), torch.no_grad():
-        weft.compile(nn.Linear(4, 4), graphs=True, fallback="error")(x)
+        weft.compile(nn.Linear(4, 4), "sequential", graphs=True, fallback="error")(x)
     torch._dynamo.reset()
 
 
@@ -160,7 +160,7 @@ def test_calls_of_many_sizes_are_filled_up_to_the_few_that_are_captured(strategy
 def test_rows_in_another_dim_are_filled_up_and_sizes_are_the_callers_own(made):
     model = Columns()
     with torch.no_grad():
-        compiled = weft.compile(Columns(), graphs=[8], batch=1)
+        compiled = weft.compile(Columns(), "sequential", graphs=[8], batch=1)
         for rows in (4, 5, 6, 7, 8, 9, 5):
             x = torch.randn(3, rows, 8)
             found, wanted = compiled(x), model(x)
@@ -172,12 +172,12 @@ def test_rows_in_another_dim_are_filled_up_and_sizes_are_the_callers_own(made):
 def test_what_must_not_be_padded_is_not_and_says_why(made):
     x, cache = torch.randn(5, 8), torch.zeros(1)
     with torch.no_grad():
-        mean = weft.compile(Mean(), graphs=[8])
+        mean = weft.compile(Mean(), "sequential", graphs=[8])
         torch.testing.assert_close(mean(x), Mean()(x))
-        cached = weft.compile(Cached(), graphs=[8])
+        cached = weft.compile(Cached(), "sequential", graphs=[8])
         before = cache.clone()
         torch.testing.assert_close(cached(x, cache), Cached()(x, before))
-        told = weft.compile(Branches(), graphs=[8])
+        told = weft.compile(Branches(), "sequential", graphs=[8])
         with weft.context(tokens_per_request=[2, 3]):
             told(x)
     (reason, _), *_ = weft.report(mean).fallbacks
@@ -191,7 +191,7 @@ def test_what_must_not_be_padded_is_not_and_says_why(made):
 @pytest.mark.parametrize("sizes", [[], [0], [4, -1], ["4"], "48", [True], 4, None, [1] * 65])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(weft.WeftError, match=r"graphs must be True, False or 1 to 64 sizes"):
-        weft.compile(nn.Linear(4, 4), graphs=sizes)
+        weft.compile(nn.Linear(4, 4), "sequential", graphs=sizes)
 
 
 @pytest.mark.skipif(HARDWARE, reason="there is an accelerator here")

@@ -85,7 +85,7 @@ def test_each_block_has_its_own_weights():
     torch.manual_seed(0)
     model, x = Stack(num_layers=5).eval(), torch.randn(4, 8)
     wanted = model(x)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     assert torch.equal(model(x), wanted)
     reads = [set(op.reads) for op in ops_of(model)]
     assert len(reads) == 6
@@ -108,7 +108,7 @@ CHANGES = {
 def test_a_change_in_any_block_is_noticed(change, which):
     torch.manual_seed(0)
     model, x = Stack().eval(), torch.randn(4, 8)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     before = model(x)
     assert weft.report(model).unblocked == ""
     CHANGES[change](model.layers[which])
@@ -122,7 +122,7 @@ def test_nothing_of_the_model_is_changed():
     model, x = Stack().eval(), torch.randn(4, 8)
     forward, state = Block.forward, list(model.state_dict())
     seen = {name: set(vars(module)) for name, module in model.named_modules()}
-    weft.compile(model)
+    weft.compile(model, "sequential")
     wanted = model(x)
     assert Block.forward is forward
     assert not vars(forward)
@@ -139,7 +139,7 @@ def test_nothing_of_the_model_is_changed():
 @torch.no_grad()
 def test_a_known_call_is_not_traced_again():
     model = Stack().eval()
-    weft.compile(model)
+    weft.compile(model, "sequential")
     for rows in (4, 5, 6, 4, 7):
         model(torch.randn(rows, 8))
     assert len(session_of(model).pieces) == 1
@@ -214,7 +214,7 @@ def test_nothing_runs_twice_when_blocks_are_given_up():
             return super().forward(x)
 
     model, log = Counts(Breaks).eval(), [torch.zeros(1)]
-    weft.compile(model)
+    weft.compile(model, "sequential")
     model(torch.randn(4, 8), log)
     assert float(log[0]) == 1.0
     assert len(log) == 2
@@ -226,7 +226,7 @@ def test_gradients_flow_as_ever():
     model(x).sum().backward()
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    weft.compile(model)
+    weft.compile(model, "sequential")
     model(x).sum().backward()
     for parameter, grad in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
@@ -263,7 +263,7 @@ def test_marks_make_the_same_ops_with_blocks_and_without(rules):
     model, x = Stack(kind).eval(), torch.randn(4, 8)
     wanted = model(x)
     for blocks in (False, True):
-        weft.compile(model, rules=given, blocks=blocks)
+        weft.compile(model, "sequential", rules=given, blocks=blocks)
         assert torch.equal(model(x), wanted)
         marks = [op.mark for op in ops_of(model) if op.mark]
         assert {mark: marks.count(mark) for mark in marks} == counts
@@ -280,10 +280,10 @@ def test_a_mark_around_the_stack_makes_one_op():
 
     model, x = Whole().eval(), torch.randn(4, 8)
     wanted = model(x)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     assert torch.equal(model(x), wanted)
     without = copy.deepcopy(model)
-    weft.compile(without, blocks=False)
+    weft.compile(without, "sequential", blocks=False)
     without(x)
     assert [op.mark for op in ops_of(model)] == [op.mark for op in ops_of(without)]
 
@@ -292,7 +292,7 @@ def test_a_mark_around_the_stack_makes_one_op():
 def test_a_mark_on_one_instance_marks_one():
     model, x = Stack().eval(), torch.randn(4, 8)
     wanted = model(x)
-    weft.compile(model, rules=[weft.mark_module(model.layers[1], "second")])
+    weft.compile(model, "sequential", rules=[weft.mark_module(model.layers[1], "second")])
     assert torch.equal(model(x), wanted)
     assert [op.mark for op in ops_of(model) if op.mark] == ["second"]
 
@@ -306,7 +306,7 @@ def test_modes_around_the_stack_reach_into_blocks():
 
     model, x = Autocast().eval(), torch.randn(4, 8)
     wanted = model(x)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     assert torch.equal(model(x), wanted)
     assert weft.report(model).unblocked == ""
 
@@ -349,7 +349,7 @@ def test_weights_of_another_block_are_refused(monkeypatch):
     torch.manual_seed(0)
     model, x = Stack().eval(), torch.randn(4, 8)
     wanted = model(x)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     session = session_of(model)
     session.blocks = ByInstance(model)
     make = partial(compile_by, session.backend, model._call_impl)
@@ -370,7 +370,7 @@ def test_a_model_has_hardly_more_guards_than_by_torch_compile():
     model, other, x = Stack(Block, 16).eval(), Stack(Block, 16).eval(), torch.randn(4, 8)
     other.compile(backend="eager", dynamic=True)
     wanted = guards_of(other, x)
-    assert guards_of(weft.compile(model), x) < 1.05 * wanted
+    assert guards_of(weft.compile(model, "sequential"), x) < 1.05 * wanted
     model.layers[3].register_forward_hook(lambda module, args, made: made * 2)
     with torch.no_grad():
         assert torch.equal(model(x), model.forward(x))
@@ -378,7 +378,7 @@ def test_a_model_has_hardly_more_guards_than_by_torch_compile():
 
 
 def test_what_was_there_before_is_collected_again_behind_a_capture():
-    weft.compile(model := Stack().eval())
+    weft.compile(model := Stack().eval(), "sequential")
     with torch.no_grad():
         model(torch.randn(4, 8))
     assert gc.get_freeze_count() == 0

@@ -122,7 +122,7 @@ def _(x):
 @torch.no_grad()
 def test_an_error_names_the_op_that_raised():
     model = Chain(refuse_large).eval()
-    weft.compile(model)
+    weft.compile(model, "sequential")
     for _ in range(3):
         model(torch.randn(4, 8))
     (piece,) = session_of(model).pieces

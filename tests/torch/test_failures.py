@@ -322,7 +322,7 @@ class Narrow(nn.Module):
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_mistake_of_the_model_comes_out_as_it_is_and_nothing_runs_twice(broken: bool) -> None:
     model = Narrow(broken)
-    own = weft.compile(copy.deepcopy(model))
+    own = weft.compile(copy.deepcopy(model), "sequential")
     for number, rows in enumerate((4, 6, 5, 6), 1):
         x = torch.randn(rows, 4)
         if rows == 6:
@@ -360,7 +360,7 @@ def untraced(monkeypatch):
 
 @torch.no_grad()
 def test_a_frame_that_is_never_traced_is_tried_ever_less_and_counted_every_time(untraced):
-    model, x = weft.compile(Untraceable()), torch.randn(4, 4)
+    model, x = weft.compile(Untraceable(), "sequential"), torch.randn(4, 4)
     wanted = Untraceable()(x)
     for _ in range(32):
         assert torch.equal(model(x), wanted)
@@ -381,7 +381,7 @@ def test_a_frame_that_can_be_traced_again_is(untraced, monkeypatch):
 
 @torch.no_grad()
 def test_threads_that_fail_at_once_are_each_counted(untraced):
-    model, x = weft.compile(Untraceable()), torch.randn(4, 4)
+    model, x = weft.compile(Untraceable(), "sequential"), torch.randn(4, 4)
     gate = threading.Barrier(4)
 
     def work():

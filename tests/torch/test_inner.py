@@ -102,7 +102,7 @@ def test_ops_of_one_structure_are_compiled_once():
 @torch.no_grad()
 def test_a_steady_call_never_enters_dynamo():
     model = Stack(2).eval()
-    weft.compile(model, inner="inductor")
+    weft.compile(model, "sequential", inner="inductor")
     for rows in (4, 5, 6, 7):
         model(torch.randn(rows, 32))
     frames = dict(torch._dynamo.utils.counters["frames"])
@@ -124,7 +124,7 @@ def test_a_mark_keeps_an_op_eager():
 
     model, x = Two(), torch.randn(8, 16)
     wanted = model(x)
-    weft.compile(model, inner="inductor")
+    weft.compile(model, "sequential", inner="inductor")
     torch.testing.assert_close(model(x), wanted)
     assert [structure.name for structure in structures_of(model)] == ["fused"]
     with pytest.raises(CaptureError, match="Known: eager, inductor, onednn"):
@@ -135,7 +135,7 @@ def test_a_mark_keeps_an_op_eager():
 @pytest.mark.parametrize("num_rows", [6, 1, 0])
 def test_a_layout_that_was_not_compiled_for_gives_the_same_numbers(num_rows):
     model, x = Stack(1).eval(), torch.randn(6, 32)
-    weft.compile(model, inner="inductor")
+    weft.compile(model, "sequential", inner="inductor")
     model(x)
     structure = structures_of(model)[0]
     state = {tuple(weight.shape): weight for weight in model.parameters()}
@@ -180,7 +180,7 @@ def test_a_write_into_shared_bytes_is_seen_by_the_other_name():
                 return two * 2
 
     model, x, base = Writes(), torch.randn(4, 2), torch.zeros(8, 2)
-    weft.compile(model, inner="inductor")
+    weft.compile(model, "sequential", inner="inductor")
     apart = model(x, base[:4], torch.ones(4, 2))
     torch.testing.assert_close(apart, torch.full((4, 2), 2.0))
     wanted = (base[:4] + x) * 2
@@ -195,7 +195,7 @@ def test_inductor_lets_gradients_through():
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     for level in ("torch", "aten"):
         model.zero_grad()
-        weft.compile(model, inner="inductor", level=level)
+        weft.compile(model, "sequential", inner="inductor", level=level)
         model(x).sum().backward()
         for parameter, grad in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, grad)
@@ -211,7 +211,7 @@ def test_what_inductor_refuses_runs_eagerly_and_is_told(monkeypatch):
     monkeypatch.setattr(inductor, "compile_fx_inner", fail)
     model, x = Stack(1).eval(), torch.randn(6, 32)
     wanted = model(x)
-    weft.compile(model, inner="inductor")
+    weft.compile(model, "sequential", inner="inductor")
     assert torch.equal(model(x), wanted)
     assert "layer runs eagerly: Inductor failed" in str(weft.report(model))
 
@@ -255,7 +255,7 @@ def test_a_last_op_without_products_writes_where_it_belongs(inner):
 def test_a_weight_that_changes_where_dynamo_does_not_look_is_noticed(level):
     torch._dynamo.reset()
     model, x = Stack(2).eval(), torch.randn(6, 32)
-    weft.compile(model, inner="inductor", level=level)
+    weft.compile(model, "sequential", inner="inductor", level=level)
     for _ in range(4):
         model(x)
     weight = model.layers[1].up.weight
@@ -289,7 +289,7 @@ def test_an_operator_that_lies_about_its_shape_is_caught_before_a_kernel_runs():
                 return x * 2 + 1
 
     torch._dynamo.reset()
-    model = weft.compile(Lies(), inner="inductor")
+    model = weft.compile(Lies(), "sequential", inner="inductor")
     with pytest.raises(RunError, match=r"of shape \(4, 4\), but its graph says \(4, 3\)"):
         model(torch.randn(4, 3))
 
@@ -306,7 +306,7 @@ def test_sizes_are_looked_at_once_where_torch_vouches_for_them():
                 return longer(x, 0) * 2
 
     torch._dynamo.reset()
-    model, x = weft.compile(Both(), inner="inductor"), torch.randn(4, 3)
+    model, x = weft.compile(Both(), "sequential", inner="inductor"), torch.randn(4, 3)
     torch.testing.assert_close(model(x), (x.sin() + 1) * 2)
     found: dict[str, Structure] = {s.name: s for s in structures_of(model)}
     assert {name: s.is_vouched for name, s in found.items()} == {"own": True, "foreign": False}

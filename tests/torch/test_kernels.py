@@ -159,5 +159,5 @@ def test_a_model_that_is_compiled_again_stays_the_same_to_other_ranks():
     model = weft.compile(Marked(), "sequential")
     speaker = session_of(model).speaker
     assert session_of(weft.compile(model, "overlap")).speaker is speaker
-    assert session_of(weft.compile(model, capture="boundary")).speaker is speaker
-    assert session_of(weft.compile(Marked())).speaker is not speaker
+    assert session_of(weft.compile(model, "sequential", capture="boundary")).speaker is speaker
+    assert session_of(weft.compile(Marked(), "sequential")).speaker is not speaker

@@ -83,7 +83,7 @@ def test_closing_a_dynamic_model_leaves_a_submodule_its_own_compilation():
 def test_what_was_compiled_after_a_dynamic_model_was_made_stays_when_that_closes():
     model = layers()
     dynamic = weft.dynamic(model)
-    weft.compile(model[0])
+    weft.compile(model[0], "sequential")
     own = model[0]._compiled_call_impl
     dynamic.close()
     assert model[0]._compiled_call_impl is own
@@ -155,7 +155,9 @@ def test_options_are_frozen_values():
     rules.clear()
     assert len(options.rules) == 1
     split = weft.Splitter("state", "call", dict, dict, {"rows": weft.by_rows})
-    assert hash(Options(splitters=[split])) == hash(Options(splitters=(split,)))
+    assert hash(Options("sequential", splitters=[split])) == hash(
+        Options("sequential", splitters=(split,))
+    )
 
 
 def test_an_unknown_option_lists_the_choices_at_every_door():
@@ -191,7 +193,7 @@ def test_a_new_field_reaches_every_door(monkeypatch):
     )  # fmt: skip
     for module in ("api", "backend", "integrations.vllm"):
         monkeypatch.setattr(f"torchweft.{module}.Options", made)
-    model = weft.compile(layers(), more=3)
+    model = weft.compile(layers(), "sequential", more=3)
     assert session_of(model).options.more == 3
     assert weft.check(model, torch.randn(8, 8), more=4)
     assert session_of(weave(layers(), more=5)).options.more == 5
@@ -227,13 +229,16 @@ def test_every_option_stands_in_the_docs():
 
 
 def test_what_follows_from_options_is_found_in_one_place():
-    options = Options()
+    options = Options("sequential")
     assert options.resolved_strategy is weft.sequential
     assert options.resolved_machine == weft.cpu()
-    assert options.batch_dim == 0 and Options(batch=1).batch_dim == 1
-    assert Options(graphs=[8, 2]).graph_sizes == (2, 8) and Options(graphs=True).graph_sizes == ()
+    assert options.batch_dim == 0 and Options("sequential", batch=1).batch_dim == 1
+    assert (
+        Options("sequential", graphs=[8, 2]).graph_sizes == (2, 8)
+        and Options("sequential", graphs=True).graph_sizes == ()
+    )
     split = weft.Splitter("state", "call", dict, dict)
-    assert [rule.form for rule in Options(splitters=[split]).all_rules] == ["state"]
+    assert [rule.form for rule in Options("sequential", splitters=[split]).all_rules] == ["state"]
 
 
 def test_a_session_takes_the_value():

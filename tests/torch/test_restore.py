@@ -62,7 +62,7 @@ def test_restoring_twice_is_restoring_once():
     model = weft.compile(Net(), "overlap")
     weft.restore(model)
     assert weft.restore(model) is model
-    function = weft.compile(torch.relu)
+    function = weft.compile(torch.relu, "sequential")
     assert weft.restore(function) is torch.relu
     assert weft.restore(function) is torch.relu
 
@@ -97,7 +97,7 @@ def test_a_compilation_of_torch_comes_back():
 
 def test_a_model_can_be_compiled_again():
     x, model = torch.randn(6, 8), Net().eval()
-    weft.restore(weft.compile(model))
+    weft.restore(weft.compile(model, "sequential"))
     weft.compile(model, weft.overlap(parts=2))
     model(x)
     assert weft.plans(model)[0].num_parts == 2
@@ -105,7 +105,7 @@ def test_a_model_can_be_compiled_again():
 
 def test_submodules_keep_their_own_compilation():
     model = Net().eval()
-    weft.compile(model.layers[0])
+    weft.compile(model.layers[0], "sequential")
     own = model.layers[0]._compiled_call_impl
     weft.restore(weft.compile(model, "overlap"))
     assert model.layers[0]._compiled_call_impl is own

@@ -254,7 +254,7 @@ def stack_of(kind, num_layers=3):
 def compare(model, *inputs, atol=0.0):
     """A compiled copy gives what the model gives, now and by another strategy."""
     own = copy.deepcopy(model)
-    weft.compile(own)
+    weft.compile(own, "sequential")
     for strategy in (None, HALVES):
         with weft.context(strategy=strategy):
             torch.manual_seed(0)
@@ -283,7 +283,7 @@ def test_a_block_that_becomes_unlike_is_noticed(start):
     for kind in {CHANGES[name][0]: None for name in chosen}:
         names = [name for name in chosen if CHANGES[name][0] is kind]
         model = stack_of(kind, len(names) + 1)
-        weft.compile(model)
+        weft.compile(model, "sequential")
         model(INPUT)
         assert weft.report(model).unblocked == ""
         for layer, name in zip(model.layers[1:], names, strict=True):
@@ -301,7 +301,7 @@ def test_like_blocks_are_traced_once(kind):
     for number, layer in enumerate(model.layers):
         layer.number, layer.name = number, f"layer{number}"  # nobody reads them
         layer.up.number = number
-    weft.compile(model)
+    weft.compile(model, "sequential")
     assert torch.equal(model(INPUT), model.forward(INPUT))
     piece = session_of(model).pieces[0]
     codes = [id(piece.captured.bodies[op.name].code) for op in piece.graph.ops]
@@ -599,7 +599,7 @@ def test_what_a_forward_holds_is_read_and_written(make):
     Counts.forward.__defaults__[0].clear()
     wanted = [model(INPUT) for model in [stack_of(make())] for _ in range(3)]
     Counts.forward.__defaults__[0].clear()
-    model = weft.compile(stack_of(make()))
+    model = weft.compile(stack_of(make()), "sequential")
     for each in wanted:
         assert torch.equal(model(INPUT), each)
     assert "its forward holds" in weft.report(model).unblocked
@@ -624,7 +624,7 @@ class ChosenElsewhere(Given):
 def test_blocks_that_a_class_knows_are_told_apart(kind):
     model = stack_of(kind, 4)
     Chosen.those = {model.layers[1]}
-    weft.compile(model)
+    weft.compile(model, "sequential")
     for layer in model.layers[1:3]:
         Chosen.those.add(layer)
         assert torch.equal(model(INPUT), model.forward(INPUT))
@@ -646,7 +646,7 @@ class Known(Given):
     vars(chosen).update(torch=torch, nn=nn, WIDTH=WIDTH, Plain=Plain, THOSE=set())
     exec(code, vars(chosen))
     model = stack_of(chosen.Known, 4)
-    weft.compile(model)
+    weft.compile(model, "sequential")
     for layer in model.layers[1:3]:
         chosen.THOSE.add(layer)
         assert torch.equal(model(INPUT), model.forward(INPUT))

@@ -89,7 +89,7 @@ def test_an_error_in_a_steady_call_tells_its_step():
         def forward(self, x, index):
             return x[:, index] * 2
 
-    model = weft.compile(Picky())
+    model = weft.compile(Picky(), "sequential")
     x, good = torch.randn(6, 8), torch.tensor([0, 3])
     steady(model, x, good)
     with pytest.raises(weft.RunError, match=r"run: .* failed: IndexError"):
@@ -121,7 +121,7 @@ def test_overlapping_inputs_are_seen_in_steady_calls_too():
 
 def test_a_batch_stays_dynamic_after_dynamo_was_reset():
     plain = layers()
-    model = weft.compile(nn.Sequential(*plain))
+    model = weft.compile(nn.Sequential(*plain), "sequential")
     model(torch.randn(6, 8))
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
@@ -143,7 +143,7 @@ def test_who_else_compiles_with_our_inputs_does_not_compile_anew():
 
 def test_every_call_of_which_nothing_is_captured_is_counted():
     inner = torch.compiler.disable(lambda x: x * 2)
-    model, x = weft.compile(lambda x: inner(x)), torch.randn(6, 8)
+    model, x = weft.compile(lambda x: inner(x), "sequential"), torch.randn(6, 8)
     for _ in range(3):
         model(x)
     assert weft.report(model).fallbacks[0][1] == 3

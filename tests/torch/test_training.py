@@ -338,7 +338,7 @@ def test_the_level_can_be_forced_and_misspelt():
         assert [piece.graph.level for piece in session_of(model).pieces] == [level]
         same(step(model, x), step(plain, x), exact=False)
     with pytest.raises(weft.StrategyError, match="aten"):
-        weft.compile(Mlp(), level="atne")
+        weft.compile(Mlp(), "sequential", level="atne")
 
 
 CHANNELS_LAST = """

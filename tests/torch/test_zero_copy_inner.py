@@ -234,7 +234,7 @@ def test_without_onednn_the_error_names_the_cure(monkeypatch):
     with pytest.raises(CaptureError, match=r"no oneDNN\. Take inner='eager'"):
         weft.mark("sin", inner="onednn").__enter__()
     with pytest.raises(StrategyError, match=r"no oneDNN\. Take inner='eager'"):
-        weft.compile(nn.Linear(2, 2), inner="onednn")
+        weft.compile(nn.Linear(2, 2), "sequential", inner="onednn")
 
 
 def test_gradients_are_the_reason_of_copies_in_the_report():

@@ -91,7 +91,7 @@ def run(
     inner: the compiler inside of ops: eager or inductor.
     quick: the first two models of those, to see that everything runs.
     """
-    Options(inner=inner)  # raises if there is no such compiler
+    Options("sequential", inner=inner)  # raises if there is no such compiler
     zoo = {model.name: model for model in MODELS}
     wanted = chosen("memory", "model", models, (*zoo, *RANKED))[: 2 if quick else None]
     ranked = [name for name in wanted if name in RANKED]
