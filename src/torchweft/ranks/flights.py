@@ -43,8 +43,6 @@ NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REDUCE: Mapping[str, Any] = MappingProxyType(
     {name: getattr(c10d.ReduceOp, name.upper()) for name in NAMES}
 )
-
-
 HOST = "host: "
 
 
