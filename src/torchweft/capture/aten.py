@@ -169,8 +169,11 @@ class _Pair:
         self, kind: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """What runs in the place of a graph: inference, forward, or backward (of gradients)."""
-        if kind != "inference":
-            _keep_saved()
+        context = TracingContext.try_get() if kind != "inference" else None
+        if context is not None and context.fw_metadata is not None:
+            # Nothing writes into saved values: backward may run again. Graphs of tensor subclasses
+            # share the list that AOTAutograd asks, so it is emptied, not replaced.
+            (context.fw_metadata.bw_donated_idxs or []).clear()
         return make_boxed_func(self.make(gm, partial(self._capture, kind, gm)))
 
     def _capture(self, kind: str, gm: fx.GraphModule) -> Capture:
@@ -226,16 +229,6 @@ class _Pair:
         return axes.pop() if len(axes) == 1 else None
 
 
-def _keep_saved() -> None:
-    """Tell AOTAutograd that nothing writes into saved values: backward may run again.
-
-    It asks a list that graphs of tensor subclasses share; so the list is emptied, not replaced.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        (context.fw_metadata.bw_donated_idxs or []).clear()
-
-
 def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
     """Run all passes; the names of the outputs as they were before, and notes on mutations."""
     notes = put_back(gm)
@@ -255,7 +248,7 @@ def prepare(gm: fx.GraphModule) -> tuple[list[str], list[str]]:
             node.target, node.args = aten.zeros.default, node.args[1:]
             node.kwargs = {"dtype": node.meta["val"].dtype, **node.kwargs}
         elif node.target in NORMS:
-            drop_statistics(gm.graph, node)
+            drop_statistics(node)
     part_outputs(gm.graph, output)
     for node in gm.graph.nodes:
         if "val" in node.meta:
@@ -363,15 +356,13 @@ def split_dropout(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def drop_statistics(graph: fx.Graph, node: fx.Node) -> None:
+def drop_statistics(node: fx.Node) -> None:
     """Batch norm by running statistics saves two empty tensors, which have no rows."""
     for user in list(node.users):
-        if user.args[1] != 0:
-            value = user.meta["val"]
-            if value.numel() == 0:
-                user.target = aten.empty.memory_format
-                user.args = ([0],)
-                user.kwargs = {"dtype": value.dtype, "device": value.device}
+        value = user.meta["val"]
+        if user.args[1] != 0 and value.numel() == 0:
+            user.target, user.args = aten.empty.memory_format, ([0],)
+            user.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _size(graph: fx.Graph, source: Any, dim: int, length: Any) -> Any:
@@ -432,10 +423,8 @@ def put_back(gm: fx.GraphModule) -> list[str]:
     notes: list[str] = []
     for node in list(gm.graph.nodes):
         if node.target is aten.copy_.default and node.args[0].op == "placeholder":
-            why = _put_back(gm.graph, node)
-            if why:
-                name = node.args[0].name
-                notes.append(f"{name} is written through a copy of the whole: {why}")
+            name, why = node.args[0].name, _put_back(gm.graph, node)
+            notes += [f"{name} is written through a copy of the whole: {why}"] if why else []
     return notes
 
 
@@ -449,8 +438,7 @@ def _put_back(graph: fx.Graph, copy: fx.Node) -> str:
         return f"{last.name} is no known write to it" if target in last.all_input_nodes else ""
     for version in versions:
         inside = _inside(version)
-        why = _refused(graph, target, inside, copy)
-        if why:
+        if why := _refused(graph, target, inside, copy):
             return why
         with graph.inserting_before(version):
             _write(graph, target, inside)

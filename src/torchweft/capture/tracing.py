@@ -33,6 +33,7 @@ from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.dynamo import MARKED, mark_batch
 from torchweft.capture.failures import as_own, breaks_since, first_line
 from torchweft.capture.ops.units import TORCH
+from torchweft.capture.rows.axes import tensors_in
 from torchweft.errors import WeftError
 from torchweft.private.core import tree_leaves
 from torchweft.private.dynamo import (
@@ -296,29 +297,25 @@ def make_dynamic(inputs: Any, dim: int | None = 0) -> None:
     what was asked for.
     """
     if dim is None:
-        for leaf in _plain((inputs, _locals())):
+        for leaf in tensors_in((inputs, _locals())):
             vars(leaf).pop(MARKED, None)
         return
     batches, got = _batches(inputs, dim), _locals()
-    given = _plain(inputs) + _held(inputs, batches, dim)
+    given = tensors_in(inputs) + _held(inputs, batches, dim)
     for leaf in given:
         if leaf.dim() > dim and leaf.shape[dim] > 1:
             mark_batch(leaf, dim)
     known = {id(leaf) for leaf in given}
-    for leaf in _plain(got) + _held(got, batches, dim):
+    for leaf in tensors_in(got) + _held(got, batches, dim):
         seen = id(leaf) in known or hasattr(leaf, MARKED) or isinstance(leaf, torch.nn.Parameter)
         at = None if seen else _rows_at(leaf.shape, batches, dim)
         if at is not None:
             mark_batch(leaf, at)
 
 
-def _plain(inputs: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-
-
 def _batches(inputs: Any, dim: int) -> set[int]:
     """How many rows a call may have: the sizes of its tensors, or the commonest inside objects."""
-    if sizes := {leaf.shape[dim] for leaf in _plain(inputs) if leaf.dim() > dim}:
+    if sizes := {leaf.shape[dim] for leaf in tensors_in(inputs) if leaf.dim() > dim}:
         return sizes
     counts = Counter(leaf.shape[dim] for leaf in _held(inputs, None, dim))
     return {size for size in counts if counts[size] == max(counts.values())}

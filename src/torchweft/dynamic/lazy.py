@@ -68,12 +68,10 @@ class Lazy:
         """Where the caller's tensors are."""
         return self.home.device
 
-    @property
-    def ndim(self) -> int:
-        return len(self.spec.shape)
-
     def dim(self) -> int:
         return len(self.spec.shape)
+
+    ndim = property(dim)
 
     def numel(self) -> int:
         return self.shape.numel()

@@ -39,7 +39,7 @@ from torchweft.private.core import pytree
 from torchweft.run.driver.executor import Executor, Job
 from torchweft.run.driver.placing import SLOTS, Feed, Placer, Turns
 from torchweft.run.workers.cell import Cell, Spec
-from torchweft.run.workers.grouping import Block, Group
+from torchweft.run.workers.grouping import Block
 from torchweft.run.workers.pool import Spot, WorkerPool
 from torchweft.run.workers.program import Load
 from torchweft.run.workers.recorded import RecordedRows, away
@@ -324,7 +324,13 @@ class Dynamic:
         bundles: Sequence[int] = (),
     ) -> None:
         if self.placer is None or self.weights.grad or not recording.used:
-            groups = flush_here(recording, self.weights)
+            rows = rows_of(recording, grad=self.weights.grad)
+            with torch.autocast(self.weights.device.type, enabled=False):
+                groups = rows.add(recording.take())
+                cells = dict.fromkeys(each.cell for each in groups)
+                ready = {cell: self.weights(cell) for cell in cells}
+                for each in groups:
+                    rows.store.run(each, ready.__getitem__)
         else:
             pending = load(recording, wanted, bundles)
             groups = pending.groups
@@ -351,17 +357,6 @@ def rows_of(recording: Recording, *, grad: bool) -> RecordedRows:
         recording.store = RecordedRows(recording.device, grad=grad)
     rows: RecordedRows = recording.store
     return rows
-
-
-def flush_here(recording: Recording, weights: Weights) -> list[Group]:
-    """Run what is pending, in this process."""
-    rows = rows_of(recording, grad=weights.grad)
-    with torch.autocast(weights.device.type, enabled=False):
-        groups = rows.add(recording.take())
-        ready = {cell: weights(cell) for cell in dict.fromkeys(each.cell for each in groups)}
-        for each in groups:
-            rows.store.run(each, ready.__getitem__)
-    return groups
 
 
 def load(recording: Recording, wanted: Sequence[Lazy] | None, bundles: Sequence[int] = ()) -> Load:

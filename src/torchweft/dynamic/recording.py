@@ -128,13 +128,9 @@ class Recording:
             raise IndexError("invalid index of a 0-dim tensor")
         if not self.open or shape[0] == 0:
             return self.at_once(Tensor.__getitem__, (lazy, index), {})
-        return self.rows(lazy)[index]
-
-    def rows(self, lazy: Lazy) -> list[Lazy]:
-        """The rows of a value."""
         if lazy.id not in self.rows_of:
             self.rows_of[lazy.id] = lazies(self._apart(lazy), self._row(lazy))
-        return self.rows_of[lazy.id]
+        return self.rows_of[lazy.id][index]
 
     def _row(self, lazy: Lazy) -> Kind:
         return self.kind(spec_of(lazy.spec.shape[1:], lazy.spec.dtype))

@@ -104,7 +104,12 @@ class State:
         """A new recording; module calls inside go into it."""
         if self.recording is not None:
             raise CaptureError("dynamic: this model is being recorded already, in another call.")
-        self._refresh()
+        for kept, key, name in self.slots:  # what was done to the model since: other weights, hooks
+            new = kept.get(key)
+            if new is not None and new is not self.book.weights[name]:
+                self.book.replace(name, new)
+        if self.fast and (not self.book.entries or _hooked(self.modules)):
+            self.fast.clear()  # the fast way does not look for hooks
         recording = self.recording = Recording(self.book, self.device, self.flush)
         collecting = gc.isenabled()
         gc.disable()  # thousands of small objects would wake it again and again, for nothing
@@ -126,15 +131,6 @@ class State:
             recording.close()
             if collecting:
                 gc.enable()
-
-    def _refresh(self) -> None:
-        """See what was done to the model since: other weights, hooks."""
-        for kept, key, name in self.slots:
-            new = kept.get(key)
-            if new is not None and new is not self.book.weights[name]:
-                self.book.replace(name, new)
-        if self.fast and (not self.book.entries or _hooked(self.modules)):
-            self.fast.clear()  # the fast way does not look for hooks
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A module's call: an op, or its own forward."""

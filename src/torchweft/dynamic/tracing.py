@@ -255,7 +255,8 @@ def trace(
         raise CaptureError(f"cell: {name} cannot run over many rows: {reason[0]}") from cause
     if num_rows.node.maybe_as_int() is not None:  # such as a convolution with a kernel for each row
         raise CaptureError(f"cell: {name} cannot run over many rows: it needs a fixed number.")
-    if not any(_mutable(node) for node in module.graph.nodes):  # else their order must be kept
+    schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
+    if not any(schema and schema.is_mutable for schema in schemas):  # else their order must be kept
         join_products(module.graph)
         stable_topological_sort(module)
         module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
@@ -338,11 +339,6 @@ def join_products(graph: fx.Graph) -> None:
 def is_linear(node: Any) -> bool:
     """Whether a node is a linear whose weights are shared by all rows."""
     return isinstance(node, fx.Node) and str(node.target).startswith("weft.linear")
-
-
-def _mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _bias(node: fx.Node) -> Any:

@@ -223,7 +223,13 @@ def _faults(graph: Graph) -> Iterator[str]:
         if check_name(value.name, "value") in seen:
             yield f"duplicate: two values are named {value.name!r}."
         seen.add(value.name)
-        yield from _value_faults(graph, value)
+        where, batch = f"value {value.name!r}", value.batch
+        if value.dtype not in ITEM_BYTES:
+            yield f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}"
+        if batch is not None and graph.batch is None:
+            yield f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
+        if batch is not None and not 0 <= batch.dim < max(1, len(value.shape)):
+            yield f"batch: {where} has no dim {batch.dim}."
     assert len(graph.root) == len(graph.values), "every value has a root"
     names = Counter(check_name(op.name, "op") for op in graph.ops)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -249,17 +255,6 @@ def _faults(graph: Graph) -> Iterator[str]:
             )
     if orphans := [value.name for value in graph.values if value.name not in defined]:
         yield f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
-
-
-def _value_faults(graph: Graph, value: Value) -> Iterator[str]:
-    where = f"value {value.name!r}"
-    if value.dtype not in ITEM_BYTES:
-        yield f"dtype: {where}: {unknown('dtype', value.dtype, ITEM_BYTES)}"
-    if value.batch is not None:
-        if graph.batch is None:
-            yield f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
-        if not 0 <= value.batch.dim < max(1, len(value.shape)):
-            yield f"batch: {where} has no dim {value.batch.dim}."
 
 
 def _op_faults(graph: Graph, op: Op, defined: set[str]) -> Iterator[str]:

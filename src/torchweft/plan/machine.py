@@ -109,6 +109,10 @@ class Link:
     bytes_per_s: float = 1e10
     latency_s: float = 1e-5
 
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds of a copy over it."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -178,7 +182,10 @@ def _faults(machine: Machine) -> Iterator[str]:
             number = getattr(item, spec.name)
             if "str" in str(spec.type) or (number is None and spec.default is None):
                 continue
-            least, most = _limits(spec.name)
+            # A rate is above zero, a latency or share zero or more; neither is without end.
+            is_time = spec.name.endswith("_s") and "per_s" not in spec.name
+            least = 0.0 if is_time or spec.name.endswith("_share") else 1e-12
+            most = MAX_S if is_time else MAX_RATE
             if not isinstance(number, int | float) or not least <= number <= most:
                 limits = f"must be a number from {least:g} to {most:g}; got {clip(number)}"
                 yield f"{type(item).__name__.lower()}: {spec.name} {limits}."
@@ -202,13 +209,6 @@ def _faults(machine: Machine) -> Iterator[str]:
     for link in machine.links:
         if not {link.source, link.target} <= set(machine.device):
             yield f"link {link.source!r} -> {link.target!r} joins no two devices."
-
-
-def _limits(name: str) -> tuple[float, float]:
-    """A rate is above zero, a latency or share zero or more; neither is without end."""
-    is_time = name.endswith("_s") and "per_s" not in name
-    least = 0.0 if is_time or name.endswith("_share") else 1e-12
-    return least, MAX_S if is_time else MAX_RATE
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
@@ -332,8 +332,7 @@ class Costs:
     def copy_s(self, num_bytes: int, source: str, target: str) -> float:
         """Seconds of a copy: over the link, or (on one device) reading and writing its memory."""
         if source != target:
-            link = self.machine.link(source, target)
-            return link.latency_s + num_bytes / link.bytes_per_s
+            return self.machine.link(source, target).copy_s(num_bytes)
         rates = self._device(source)
         return rates.overhead_s + 2 * num_bytes / rates.bytes_per_s
 

@@ -258,7 +258,7 @@ class _Parser:
         self.lines = text.splitlines()
         self.at = 0
 
-    def fail(self, rule: str, why: str) -> NoReturn:
+    def fail(self, why: str, rule: str = "syntax") -> NoReturn:
         lines = [line[:120] for line in self.lines] or [""]
         shown = excerpt(lines, min(self.at, len(lines) - 1), around=2, count_from=1)
         raise PlanError(f"{rule}: line {self.at + 1}: {why}\n{shown}", rule=rule) from None
@@ -267,26 +267,31 @@ class _Parser:
         """The plan, or the error of the first line that is wrong."""
         first = self.lines[0].split() if self.lines else []
         if first[:2] != ["weft", "plan"]:
-            self.fail("syntax", "this is not a plan; a plan starts with 'weft plan 1'.")
+            self.fail("this is not a plan; a plan starts with 'weft plan 1'.")
         self.format = " ".join(first[2:])
         if self.format not in FORMATS:
             why = f"this torchweft reads plan formats {' and '.join(FORMATS)}"
-            self.fail("version", f"{why}; got {clip(self.format)}. Use the one that wrote it.")
+            self.fail(f"{why}; got {clip(self.format)}. Use the one that wrote it.", "version")
         if len(self.lines) > MAX_STEPS or max(map(len, self.lines)) > MAX_LINE:
             limit = f"{MAX_STEPS} lines of at most {MAX_LINE} characters"
-            self.fail(
-                "syntax", f"a plan has at most {limit}; this one has {len(self.lines)} lines."
-            )
+            self.fail(f"a plan has at most {limit}; this one has {len(self.lines)} lines.")
         head: dict[str, list[Any]] = {word: [] for word in _HEAD}
         self.at = 1
         while self.here() != "steps":
             word, _, rest = self.here().partition(" ")
             if word not in _HEAD:
-                self.fail("syntax", f"a head line starts with {', '.join(_HEAD)} or steps.")
-            head[word].append(self.head_line(word, rest))
+                self.fail(f"a head line starts with {', '.join(_HEAD)} or steps.")
+            pattern, make = _HEAD[word]
+            match = re.fullmatch(pattern, rest)
+            if match is None:
+                self.fail(f"cannot read this {word!r} line.")
+            try:
+                head[word].append(make(*match.groups()))
+            except (WeftError, ZeroDivisionError) as error:
+                self.fail(f"{error}")
             self.at += 1
             if len(head["buffer"]) + len(head["place"]) > MAX_MEMORY:
-                self.fail("syntax", f"a plan has at most {MAX_MEMORY} buffers and places.")
+                self.fail(f"a plan has at most {MAX_MEMORY} buffers and places.")
         self.at += 1
         steps = []
         while self.here() != "end":
@@ -294,56 +299,41 @@ class _Parser:
             self.at += 1
         if any(line.strip() for line in self.lines[self.at + 1 :]):
             self.at += 1
-            self.fail("syntax", "something stands behind the end of the plan.")
+            self.fail("something stands behind the end of the plan.")
         return self.build(head, tuple(steps))
 
     def here(self) -> str:
         while self.at < len(self.lines) and not self.lines[self.at].strip():
             self.at += 1
         if self.at >= len(self.lines):
-            self.fail("truncated", "the plan is cut off: there is no line 'end'.")
+            self.fail("the plan is cut off: there is no line 'end'.", "truncated")
         return self.lines[self.at].strip()
-
-    def head_line(self, word: str, rest: str) -> object:
-        pattern, make = _HEAD[word]
-        match = re.fullmatch(pattern, rest)
-        if match is None:
-            self.fail("syntax", f"cannot read this {word!r} line.")
-        try:
-            return make(*match.groups())
-        except (WeftError, ZeroDivisionError) as error:
-            self.fail("syntax", f"{error}")
 
     def step(self, line: str) -> Step:
         if match := _WAIT.fullmatch(line):
             return Step("wait", match[1], target=match[2])
         match = _STEP.fullmatch(line)
         if match is None:
-            self.fail("syntax", "cannot read this step.")
+            self.fail("cannot read this step.")
         lane, kind, name, names, start, stop, to, by, on = match.groups()
         kind = kind or "run"
         if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
-            self.fail("syntax", f"'{'to' if to else 'by'}' does not go with a {kind} step.")
+            self.fail(f"'{'to' if to else 'by'}' does not go with a {kind} step.")
         if bool(on) != (kind == "issue") or (names and kind not in ("run", "issue", "complete")):
-            self.fail(
-                "syntax", "an issue step, and no other, says 'on LANE'; only ops stand in ( )."
-            )
+            self.fail("an issue step, and no other, says 'on LANE'; only ops stand in ( ).")
         parts = None
         if start is not None:
             parts = (int(start), int(stop) if stop is not None else int(start) + 1)
             if parts[0] >= parts[1] or (stop is not None and parts[1] == parts[0] + 1):
-                self.fail("syntax", f"the range [{start}:{stop}] is not one of several parts.")
+                self.fail(f"the range [{start}:{stop}] is not one of several parts.")
         return Step(kind, lane, tuple(names.split(" ")) if names else (name,), parts, to or on, by)
 
     def build(self, head: Mapping[str, list[Any]], steps: tuple[Step, ...]) -> Plan:
         for word in ("graph", "parts"):
             if len(head[word]) != 1:
-                self.fail(
-                    "syntax",
-                    f"a plan has exactly one {word!r} line; this one has {len(head[word])}.",
-                )
+                self.fail(f"a plan has exactly one {word!r} line; this one has {len(head[word])}.")
         if len(head["lane"]) > MAX_DEVICES:
-            self.fail("syntax", f"a plan has at most {MAX_DEVICES} lanes.")
+            self.fail(f"a plan has at most {MAX_DEVICES} lanes.")
         (name, digest), cut = head["graph"][0], head["parts"][0]
         places, history = tuple(head["place"]), tuple(head["history"])
         lanes, buffers = tuple(map(self.lane, head["lane"])), tuple(head["buffer"])
@@ -354,7 +344,7 @@ class _Parser:
         if self.format != "1":
             return lane
         if lane.to is not None:
-            self.fail("version", f"lane {lane.name!r} has 'to', which starts with plan format 2.")
+            self.fail(f"lane {lane.name!r} has 'to', which starts with plan format 2.", "version")
         source, _, target = lane.name.partition(".to.")
         is_link = source == lane.device and target and lane.uses == ("io",) and lane.via is None
         return replace(lane, to=target) if is_link else lane

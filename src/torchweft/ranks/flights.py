@@ -15,7 +15,7 @@ On an accelerator a collective runs on the current stream, which is its lane's: 
 of its own, without the lane's priority and two events away. Whoever completes it waits for the lane
 as for any other step, so there is no work to wait for.
 
-A host's own all_reduce is one whose reduction tells the call: `host: ["vllm.all_reduce.default", 0,
+A host's own all_reduce is one whose reduction tells the call: `host: ["host.all_reduce.default", 0,
 ["", "tp:0"]]`, an operator, which of its arguments is reduced, and all of them.
 """
 
@@ -43,8 +43,6 @@ NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REDUCE: Mapping[str, Any] = MappingProxyType(
     {name: getattr(c10d.ReduceOp, name.upper()) for name in NAMES}
 )
-
-
 HOST = "host: "
 
 

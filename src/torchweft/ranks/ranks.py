@@ -191,7 +191,10 @@ class Channel:
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="weft keeper", daemon=True)
                 self._keeper.start()
-            self._hand_over(work, told)
+            try:
+                self._pending.put((work, told, self._speaker), timeout=self.watchdog_s)
+            except queue.Full:
+                raise LostError(f"timed out: a rank is {MAX_AHEAD} calls behind", self) from None
             return
         wait(work, self.name)
         assert self._speaker is not None, "only a call that has begun is agreed on"
@@ -218,13 +221,6 @@ class Channel:
             self.roles[self._speaker] = claim
         if digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
-
-    def _hand_over(self, work: Any, told: torch.Tensor) -> None:
-        """Leave an agreement to the keeper. Raises `LostError` if others are too far behind."""
-        try:
-            self._pending.put((work, told, self._speaker), timeout=self.watchdog_s)
-        except queue.Full:
-            raise LostError(f"timed out: a rank is {MAX_AHEAD} calls behind", self) from None
 
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""
@@ -361,8 +357,7 @@ class Channel:
         if note:
             self.tell((f"mends {self.mends}: " if self.mends else "") + note)
         self.close()
-        if self._busy.locked():
-            self._busy.release()
+        self.leave()
 
     def tell(self, note: str) -> None:
         """Leave a note for the ranks that wait for this one, if the store still answers."""
@@ -422,10 +417,6 @@ class Channel:
     def _quoted(self, notes: Mapping[int, str]) -> str:
         return "; ".join(f"rank {self.world[rank]} {note}" for rank, note in notes.items())
 
-    def is_over(self, user: dist.ProcessGroup) -> bool:
-        """Whether another channel takes the place of this one at the next call."""
-        return self.user() is not user or bool(self.dead and self.mends)
-
     # Connecting.
 
     def open(self, user: dist.ProcessGroup) -> None:
@@ -447,7 +438,9 @@ class Channel:
         """A group of our own with the same ranks. Between accelerators it only tells the calls."""
         self.carried = is_carried(str(dist.get_backend_config(user)))
         try:
-            self.store = _store_of(user, self.name)
+            # A corner of the group's store, new at each opening: all ranks open equally often.
+            store = c10d.PrefixStore(f"weft/{self.name}", user.get_group_store())
+            self.store = c10d.PrefixStore(str(store.add(f"opened/{self.rank}", 1)), store)
             self.store.set(f"ready/{self.rank}", own_identity())
             self._meet()
             if notes := self._notes():
@@ -497,7 +490,7 @@ def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     user = _user_group(name)
     with _registering:
         known = _channels.get(name)
-        if known is None or known.is_over(user):
+        if known is None or known.user() is not user or (known.dead and known.mends):
             if known is not None:
                 known.close()
             known = _channels[name] = Channel(name, user, watchdog_s, known)
@@ -543,12 +536,6 @@ def introduce() -> None:
 def _introduced(rank: int) -> str:
     store, key = c10d._get_default_store(), f"weft/rank/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _store_of(user: dist.ProcessGroup, name: str) -> Any:
-    """A corner of the group's store, new at each opening: all ranks open equally often."""
-    store = c10d.PrefixStore(f"weft/{name}", user.get_group_store())
-    return c10d.PrefixStore(str(store.add(f"opened/{user.rank()}", 1)), store)
 
 
 def _bounded(ask: Callable[[], Answer]) -> Answer | None:

@@ -27,9 +27,11 @@ class Modes:
         self.num_threads = num_threads or torch.get_num_threads()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        accelerator = torch.accelerator.current_accelerator()
+        devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            for device in _devices()
+            for device in devices
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -53,11 +55,6 @@ class Modes:
 
     def __exit__(self, *error: Any) -> None:
         self.local.entered.__exit__(*error)
-
-
-def _devices() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 @contextlib.contextmanager

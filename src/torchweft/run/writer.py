@@ -283,7 +283,8 @@ class Writer:
         reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
-        arguments = reads + self._z(step)
+        sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
+        arguments = reads + [self._numbers([size], (start, stop)) for size in sizes]
         if step.kind == "issue":
             return [f"{flight} = i{which}({', '.join(arguments)})"]
         return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)
@@ -340,12 +341,6 @@ class Writer:
         if self.threads and len({other.lane for other in steps}) > 1:
             return [f"first(c, {{at_{variable}}}, lambda: {make})"]
         return [f"{held} = {make}"] if steps[0] is step else []
-
-    def _z(self, step: Step) -> list[str]:
-        """The sizes that the body needs for the rows of the step."""
-        sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        parts = step.parts or (0, self.plan.num_parts)
-        return [self._numbers([size], parts) for size in sizes]
 
     def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
         """The makes of a step from a call, or, with its arguments, from the calls in its body."""
@@ -489,7 +484,7 @@ class Writer:
         if name in self.placed:
             return self._take(name, f"p{self.index[name]}", None, parts)
         for piece in self.made[name]:
-            if piece is None or (parts and piece[0] <= parts[0] and parts[1] <= piece[1]):
+            if holds(piece, parts):
                 return self._take(name, self._variable(name, piece), piece, parts)
         raise PlanError(f"memory: {name!r} is in no single piece for {parts}.", rule="memory")
 

@@ -243,20 +243,15 @@ def _reached(things: Iterable[Any]) -> set[int]:
             continue
         seen[id(thing)] = thing  # what is known by its id must not go away
         waiting.append(type(thing))
-        if isinstance(thing, type):
-            waiting += _of_class(thing)
+        if isinstance(thing, type):  # what a class of the user's holds for all its instances
+            theirs = [c for c in thing.__mro__ if c.__module__.partition(".")[0] not in NOT_THEIRS]
+            held = [item for each in theirs for item in vars(each).items()]
+            waiting += [value for name, value in held if not name.startswith("__")]
         elif isinstance(thing, nn.Module):
             waiting += vars(thing).values()
         elif not isinstance(thing, Tensor):
             waiting += thing if isinstance(thing, set | frozenset) else _held(thing) or ()
     return set(seen)
-
-
-def _of_class(kind: type) -> list[Any]:
-    """What a class of the user's holds for all its instances."""
-    theirs = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in NOT_THEIRS]
-    held = [item for each in theirs for item in vars(each).items()]
-    return [value for name, value in held if not name.startswith("__")]
 
 
 def _arguments(call: InputFingerprint) -> list[tuple[InputTag, Any, Source | None]]:

@@ -155,9 +155,7 @@ class Body:
 
 
 # This Python function refuses a part of one row, for the sake of training; its kernel does not.
-UNCHECKED: Mapping[Any, Any] = MappingProxyType(
-    {torch.nn.functional.group_norm: torch.group_norm},
-)
+UNCHECKED: Mapping[Any, Any] = MappingProxyType({torch.nn.functional.group_norm: torch.group_norm})
 COPIES_OR_NOT = ("reshape", "reshape_as", "flatten", "ravel", "contiguous")
 Modes = tuple[tuple[fx.Node, ...], bool | None]
 

@@ -63,9 +63,12 @@ class _Compiler:
         self, op: Op, chosen: str, body: Body, into: Into | None
     ) -> tuple[Function, tuple[Structure, ...]]:
         """A body's plain form, or the one that writes where it is told; what Inductor compiles."""
-        reads = [self.captured.graph.value[name] for name in op.reads]
+        graph, given, writes = self.captured.graph, self.captured.slots, bool(op.mutates)
+        reads = [graph.value[name] for name in op.reads]
         shapes = tuple((value.shape, value.dtype) for value in reads)
-        guarded, writes = _guarded(self.captured, op), bool(op.mutates)
+        # Dynamo checks the layout of these at every call: inputs that are not split.
+        unsplit = {n for n, v in enumerate(reads) if v.name in given and v.batch is None}
+        guarded = frozenset(unsplit if graph.level == "torch" else ())
         key = (chosen, id(body.code), into and into.key, shapes, _laid(body), guarded, writes)
         if key in self.made:
             return self.made[key]
@@ -118,14 +121,6 @@ def _laid(body: Body) -> tuple[object, ...]:
     strides = tuple(str(getattr(leaf, "stride", tuple)()) for leaf in body.examples)
     numbers = [sorted(storages(leaf)) for leaf in body.examples]
     return strides, tuple(numbers.index(number) for number in numbers)
-
-
-def _guarded(captured: Capture, op: Op) -> frozenset[int]:
-    """The reads of an op whose layout Dynamo checks at every call: inputs that are not split."""
-    graph = captured.graph
-    given = [(n, name) for n, name in enumerate(op.reads) if name in captured.slots]
-    unsplit = frozenset(n for n, name in given if graph.value[name].batch is None)
-    return unsplit if graph.level == "torch" else frozenset()
 
 
 def _by_onednn(body: Body) -> Function:

@@ -103,7 +103,10 @@ class Makers:
             raise Unfit("its sizes depend on data") from None
         if batch is None or batch.outer != ONE:
             raise Unfit("its rows are not next to each other")
-        order = tuple(sorted(range(len(shape)), key=lambda dim: (-_hint(tensor.stride(dim)), dim)))
+        hints = [s.node.hint if isinstance(s, torch.SymInt) else s for s in tensor.stride()]
+        if None in hints:
+            raise Unfit("its sizes depend on data")
+        order = tuple(sorted(range(len(shape)), key=lambda dim: (-hints[dim], dim)))
         step = ONE
         for dim in reversed(order):
             if shape[dim] != ONE and strides[dim] != step:
@@ -114,13 +117,6 @@ class Makers:
 
 PRODUCTS = (F.linear, c_linear, aten.mm.default)  # what oneDNN has its own kernels for
 GAPS = "its batch is not the leading dim"
-
-
-def _hint(size: Any) -> int:
-    hint = size.node.hint if isinstance(size, torch.SymInt) else size
-    if hint is None:
-        raise Unfit("its sizes depend on data")
-    return int(hint)
 
 
 # Forms: (graph, maker's args, kwargs, slices by result) -> nodes for all results.
@@ -142,7 +138,8 @@ def _form(call: AtenCall) -> Function:
             options: dict[str, Any] = {"dtype": made.dtype, "device": made.device}
             fresh = None if number in given else graph.call_function(torch.empty, (0,), options)
             outs[name] = given.get(number, fresh)
-        kept = {k: v for k, v in kwargs.items() if k in _names(overload)}
+        known = {item.name for item in overload._schema.arguments}
+        kept = {k: v for k, v in kwargs.items() if k in known}
         all_made = graph.call_function(overload, args, {**kept, **outs})
         if len(names) == 1:
             return [all_made]
@@ -163,10 +160,6 @@ def unfit_for(inner: str, room: ResultBytes) -> str:
     if room.has_gaps:
         return GAPS
     return f"Inductor copies what {room.made_by} makes" if called_from_outside(room.made_by) else ""
-
-
-def _names(overload: Any) -> list[str]:
-    return [item.name for item in overload._schema.arguments]
 
 
 def _out_overload(func: Any) -> Any:
@@ -191,8 +184,6 @@ def _asked(func: Any) -> tuple[list[tuple[str, str]], set[str]]:
 
 
 ALLOCATING = ("dtype", "layout", "device", "pin_memory")
-
-
 FILLS = ("empty", "empty_strided", "zeros", "ones", "full", "clone", "_to_copy")
 STRIDED = ("cat", *FILLS)  # they write into a slice with gaps as well as into one without
 

@@ -87,7 +87,13 @@ def two_phases(code: fx.GraphModule, *, mine: bool = False) -> Phases:
         options["out"] = copies[0].args[0]
     elif mine and kind_of(start) in IN_PLACE:
         options["mine"] = True
-    return _issue(code, before, start, options), _complete([place[made] for made in makes])
+    places = [place[made] for made in makes]
+
+    def complete(flight: Flight) -> tuple[torch.Tensor, ...]:
+        landed = land(flight)
+        return tuple([landed[at] for at in places])
+
+    return _issue(code, before, start, options), complete
 
 
 def _places(start: fx.Node, behind: list[fx.Node]) -> dict[fx.Node, int] | None:
@@ -117,14 +123,6 @@ def _issue(
     graph.output(graph.call_function(STARTS[kind_of(start)], args, kwargs))
     forward: Function = fx.GraphModule(code, graph, class_name="Issue").forward
     return forward
-
-
-def _complete(places: list[int]) -> Function:
-    def complete(flight: Flight) -> tuple[torch.Tensor, ...]:
-        made = land(flight)
-        return tuple([made[place] for place in places])
-
-    return complete
 
 
 def dead_inputs(

@@ -322,20 +322,16 @@ def _places(call: AtenCall, given: Any, own: Axis | None) -> tuple[Axis | None, 
 def index_put(call: AtenCall) -> Axes:
     """x[:, i] = v with the same places for all rows, or with each row's own; x[mask] = 0."""
     own, given = call.rows("self", MET), given_places(call)
-    if _is_fill(call) and call.axis_of(given[0][1]) in (own, None):
+    indices, values = call.args["indices"], call.args["values"]
+    single = all(size == 1 for size in values.shape) and call.axis_of(values) is None
+    fills = single and len(indices) == 1 and indices[0].dtype == torch.bool
+    if fills and call.axis_of(given[0][1]) in (own, None):  # one number, wherever a mask says so
         return own
     refuse(any(item.dtype in MASKS for _, item in given), MET)
     wanted = _indexed(call)
     rank = call.rank("self") - len(given) + max(item.dim() for _, item in given)
-    refuse(wanted is None or not call.shares(call.args["values"], wanted, rank), ELSEWHERE)
+    refuse(wanted is None or not call.shares(values, wanted, rank), ELSEWHERE)
     return own
-
-
-def _is_fill(call: AtenCall) -> bool:
-    """Whether one number goes wherever a mask says so."""
-    indices, values = call.args["indices"], call.args["values"]
-    single = all(size == 1 for size in values.shape) and call.axis_of(values) is None
-    return single and len(indices) == 1 and indices[0].dtype == torch.bool
 
 
 def gather(call: AtenCall) -> Axes:

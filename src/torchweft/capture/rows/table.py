@@ -179,10 +179,6 @@ SCATTER = "reduce_scatter_tensor reduce_scatter_tensor_coalesced"
 Move = Callable[[Axis, AtenCall], Axis]
 
 
-def stay(axis: Axis, call: AtenCall) -> Axis:
-    return axis
-
-
 def all_gather(axis: Axis, call: AtenCall) -> Axis:
     return Axis(0, axis.outer * call.args["group_size"], axis.inner) if axis.dim == 0 else axis
 
@@ -228,7 +224,7 @@ def _rule(move: Move, sizes: str = "") -> RowRule:
 
 COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
     {
-        **dict.fromkeys(STAY.split(), _rule(stay)),
+        **dict.fromkeys(STAY.split(), _rule(lambda axis, call: axis)),
         **dict.fromkeys(GATHER.split(), _rule(all_gather)),
         **dict.fromkeys(SCATTER.split(), _rule(reduce_scatter)),
         "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),
@@ -306,6 +302,4 @@ def rule_for(func: Any) -> RowRule | None:
     for key in (f"{name}.{func._overloadname}", name, name.removesuffix("_")):
         if key in TABLE:
             return TABLE[key]
-    if torch.Tag.pointwise in func.tags:
-        return TABLE["clone"]
-    return None
+    return TABLE["clone"] if torch.Tag.pointwise in func.tags else None

@@ -250,11 +250,14 @@ def guided(
     scorer = Scorer(policy or default_policy(), numbers)
     known = best([one_pass(problem, numbers, scorer), best_quick(problem, began_s + budget_s)])
     draw = np.random.default_rng(seed)
-    free = not problem.limited and not problem.together
     last_s = time.perf_counter() - began_s
-    while free and time.perf_counter() - began_s + last_s < DRAWN_SHARE * budget_s:
+    while problem.free and time.perf_counter() - began_s + last_s < DRAWN_SHARE * budget_s:
         turn_s = time.perf_counter()
-        known = best([known, drawn_passes(problem, numbers, scorer, draw)])
+        rollout = Rollout(numbers, NUM_TRIES)
+        while rollout.going:
+            scores = scorer(rollout, rollout.look())
+            rollout.put((scores + draw.gumbel(size=scores.shape)).argmax(1))
+        known = best([known, _of_try(problem, rollout, int(rollout.end_s.argmin()))])
         last_s = time.perf_counter() - turn_s
     left_s = budget_s - (time.perf_counter() - began_s)
     return annealing(problem, deadline_s=left_s, seed=seed, start=known) if left_s > 0 else known
@@ -262,7 +265,6 @@ def guided(
 
 def planner_of(policy: Policy, planner: Planner = learned) -> Planner:
     """A planner of this file with a policy of the user's own."""
-
     return update_wrapper(partial(planner, policy=policy), planner)  # type: ignore[call-arg]
 
 
@@ -283,17 +285,6 @@ def one_pass(problem: Problem, numbers: Numbers, scorer: Scorer) -> Placement:
         if room is not None:
             room.take(int(rollout.order[-1][0]), int(rollout.device[-1][0]))
     return _of_try(problem, rollout, 0)
-
-
-def drawn_passes(
-    problem: Problem, numbers: Numbers, scorer: Scorer, draw: np.random.Generator
-) -> Placement:
-    """The best of several passes whose choices are drawn by their scores."""
-    rollout = Rollout(numbers, NUM_TRIES)
-    while rollout.going:
-        scores = scorer(rollout, rollout.look())
-        rollout.put((scores + draw.gumbel(size=scores.shape)).argmax(1))
-    return _of_try(problem, rollout, int(rollout.end_s.argmin()))
 
 
 def with_room(room: OpenDevices, seen: Observed, num_devices: int) -> Bools:

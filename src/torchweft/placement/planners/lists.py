@@ -257,7 +257,12 @@ def stages(problem: Problem, *, deadline_s: float | None = None, seed: int = 0) 
 
 def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
     """The assignment without a limit, and that of the least limit: in this order, and by index."""
-    turns = _turns(problem)
+
+    def mean_of(device: int) -> float:
+        finite = [row[device] for row in problem.seconds if row[device] < INF]
+        return sum(finite) / max(1, len(finite))  # of what a device can run, if not everything
+
+    turns = sorted(range(problem.num_devices), key=mean_of)  # the fastest first
     for by_index in (False, True):
         ops = range(problem.num_ops) if by_index else order
         loose = _cut(problem, ops, turns, INF)
@@ -275,16 +280,6 @@ def cuts(problem: Problem, order: Sequence[int]) -> Iterator[list[int]]:
                 least, high_s = tried, tried_s
         if least is not None:
             yield least
-
-
-def _turns(problem: Problem) -> list[int]:
-    """The devices, the fastest first; one that cannot run everything counts by what it can."""
-
-    def mean_of(device: int) -> float:
-        finite = [row[device] for row in problem.seconds if row[device] < INF]
-        return sum(finite) / max(1, len(finite))
-
-    return sorted(range(problem.num_devices), key=lambda d: (mean_of(d), d))
 
 
 def _cut(

@@ -26,7 +26,7 @@ from torchweft.placement.planners import lists
 from torchweft.placement.planners.annealing import annealing
 from torchweft.placement.planners.lists import STAGES_S, guard, stages, wants_stages
 from torchweft.placement.planners.tree_dp import fits, tree_dp
-from torchweft.placement.problem import INF, Problem, bound_s
+from torchweft.placement.problem import Problem, bound_s
 
 DEFAULT_S = 2.0
 QUICK = (lists.critical_path, lists.greedy, lists.cpop)
@@ -73,7 +73,8 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
             known = better(planner(problem))
     if wants_stages(problem) and left_s(LEAST_S + STAGES_S * problem.num_ops):
         known = better(stages(problem))
-    solve = left_s(_solver_s(problem)) > 0
+    solve = find_spec("ortools") is not None
+    solve = solve and left_s(START_S + import_module(SOLVER).loading_s(problem)) > 0
     small = problem.num_ops <= TREE_OPS and fits(problem)
     if seconds := left_s():
         seconds *= 0.25 if solve or small else 1.0
@@ -85,14 +86,6 @@ def portfolio(problem: Problem, *, deadline_s: float | None = None, seed: int = 
         cp_sat = import_module(SOLVER).cp_sat
         known = better(cp_sat(problem, deadline_s=seconds, seed=seed, start=known))
     return known
-
-
-def _solver_s(problem: Problem) -> float:
-    """Seconds below which it is of no use to start the solver; inf if it is not installed."""
-    if find_spec("ortools") is None:
-        return INF
-    seconds: float = import_module(SOLVER).loading_s(problem)
-    return START_S + seconds
 
 
 LEARNED = "torchweft.placement.learn.policy"

@@ -48,8 +48,6 @@ def verify_ranks(plans: Sequence[Plan]) -> list[Plan]:
     """
     if not plans:
         raise PlanError("ranks: there is no plan to verify.", rule="ranks")
-    broken = findings_ranks(plans)
-    if broken:
-        first = broken[0]
-        raise first.error(plans[first.rank], len(broken) - 1, len(plans))
+    if broken := findings_ranks(plans):
+        raise broken[0].error(plans[broken[0].rank], len(broken) - 1, len(plans))
     return list(plans)

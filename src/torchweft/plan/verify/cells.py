@@ -64,24 +64,16 @@ def reference(graph: Graph, num_parts: int) -> Reference:
     version = {name: 0 for name, root in graph.root.items() if name == root}
     touches: dict[str, tuple[Touch, ...]] = {}
     for op in graph.ops:
-        own = []
-        for root, names in _roots(graph, op).items():
+        own, roots = [], dict[str, list[str]]()  # each with the names by which the op touches it
+        makes = [name for name in op.makes if graph.value[name].alias_of is None]
+        for name in (*op.touched, *makes):
+            roots.setdefault(graph.root[name], []).append(name)
+        for root, names in roots.items():
             touch = _touch(graph, op, root, names, version[root], num_parts)
             version[root] = touch.before + touch.rise * (num_parts if touch.per_part else 1)
             own.append(touch)
         touches[op.name] = tuple(own)
     return Reference(touches, version)
-
-
-def _roots(graph: Graph, op: Op) -> dict[str, list[str]]:
-    """The roots an op touches, each with the names by which it does."""
-    names: dict[str, list[str]] = {}
-    for name in op.touched:
-        names.setdefault(graph.root[name], []).append(name)
-    for name in op.makes:
-        if graph.value[name].alias_of is None:
-            names.setdefault(name, []).append(name)
-    return names
 
 
 def _touch(
@@ -210,10 +202,7 @@ class CellStore:
     def place(self, name: str, device: str) -> Location | None:
         """The place of a root, opened by its first writer; None if it is on another device."""
         buffer = self.places[name].buffer
-        if buffer is None:
-            where = self.alone.setdefault(name, device)
-        else:
-            where = self.devices[buffer]
+        where = self.alone.setdefault(name, device) if buffer is None else self.devices[buffer]
         if where != device:
             return None
         pieces = self.homes.setdefault((name, device), [])

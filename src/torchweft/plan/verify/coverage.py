@@ -199,7 +199,10 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
                         yield Finding("coverage", text, index, "Drop one of the two.")
                         break
                     runs[key] = index
-    yield from _pairs(plan)
+    issued = {(step.names, step.parts) for step in plan.steps if step.kind == "issue"}
+    for index, step in enumerate(plan.steps):  # each complete ends what one issue started
+        if step.kind == "complete" and (step.names, step.parts) not in issued:
+            yield Finding("coverage", f"{step.label} ends what no step issued.", index)
     for op in graph.ops:
         for part in range(1 if op.whole else plan.num_parts):
             which = "" if op.whole else bracket((part, part + 1))
@@ -212,11 +215,3 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
             if graph.value[name].batch is not None and f"merge {name}" not in counts:
                 text = f"output {name!r} is never merged."
                 yield Finding("coverage", text, cure=f"Add: merge {name}")
-
-
-def _pairs(plan: Plan) -> Iterator[Finding]:
-    """Each complete ends what one issue started: the same ops over the same parts."""
-    issued = {(step.names, step.parts) for step in plan.steps if step.kind == "issue"}
-    for index, step in enumerate(plan.steps):
-        if step.kind == "complete" and (step.names, step.parts) not in issued:
-            yield Finding("coverage", f"{step.label} ends what no step issued.", index)

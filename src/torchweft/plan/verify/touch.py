@@ -19,8 +19,6 @@ from torchweft.plan.verify.coverage import Finding
 
 MIXED = -(10**9)
 """The version of a copy whose sources had different versions: no reader expects it."""
-
-
 Channel = tuple[object, ...]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchweft.plan.graph import Collective
 from torchweft.plan.plan import Plan, Step
 from torchweft.plan.verify.cells import Access, Clock
 from torchweft.plan.verify.coverage import Finding
@@ -126,7 +125,10 @@ class Walk:
             talk = rank.graph.op[name].collective
             if talk is None:
                 continue
-            channel, says = _channel(rank.number, talk), (talk.tag or name, step.parts)
+            # Matched by order: a communicator, or one direction between two of its ranks.
+            ends: Channel = () if talk.peer is None else (rank.number, talk.peer)
+            channel = (talk.communicator, *(ends if talk.kind == "send" else ends[::-1]))
+            says = talk.tag or name, step.parts
             said = rank.said.setdefault(channel, [])
             if said and lane.clock[said[-1].lane] < said[-1].clock[said[-1].lane]:
                 other = rank.labels[said[-1].step]
@@ -191,14 +193,6 @@ class Walk:
 
     def report(self, lane: LaneWalk, rule: str, text: str, index: int, cure: str = "") -> None:
         self.findings.append(Finding(rule, text, index, cure, lane.rank.number))
-
-
-def _channel(rank: int, talk: Collective) -> Channel:
-    """What is matched by order: a communicator, or one direction between two of its ranks."""
-    if talk.peer is None:
-        return (talk.communicator,)
-    ends = (rank, talk.peer) if talk.kind == "send" else (talk.peer, rank)
-    return (talk.communicator, *ends)
 
 
 def _merge(clock: Clock, other: Clock) -> None:

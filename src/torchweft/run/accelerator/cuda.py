@@ -31,18 +31,14 @@ class Cuda(Accelerator):
         Raises `RunError` for a budget that the device does not have, beside another one, or beside
         a priority.
         """
-        if lane.num_sms is None:
+        wanted = lane.num_sms
+        if wanted is None:
             return super().stream(lane)
         if lane.priority:
             raise RunError(
                 f"run: lane {lane.name!r} has a priority and a budget of multiprocessors; the "
                 "streams of a green context have no priority. Give the lane one of the two."
             )
-        return self._green(lane).Stream()
-
-    def _green(self, lane: Lane) -> Any:
-        wanted = lane.num_sms
-        assert wanted is not None, "only a lane with a budget has a green context"
         there = self.api.cuda.get_device_properties(self.device).multi_processor_count
         if wanted > there:
             raise RunError(
@@ -65,7 +61,7 @@ class Cuda(Accelerator):
                         f"run: lane {lane.name!r} has a budget of {wanted} multiprocessors, but "
                         f"torch makes no green context here: {clip(error)}. Give it no budget."
                     ) from error
-            return self.contexts[wanted]
+        return self.contexts[wanted].Stream()
 
     no_graphs = one_stream = ""
 

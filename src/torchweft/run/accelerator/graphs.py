@@ -204,8 +204,10 @@ class Graphs:
                 raise _uncapturable(call.program, error) from error
             finally:
                 device.set_stream(caller)
-            if _is_opaque(shape):
-                shape.refused = OPAQUE
+            cells = [zip(part.before, part.after, strict=True) for part in shape.parts]
+            made = [after for pairs in cells for before, after in pairs if after is not before]
+            if not all(isinstance(each, Tensor | None) for each in made):
+                shape.refused = OPAQUE  # it runs at each replay, and cannot be put in place
             outputs = self._handed_out(call, shape, caller)
             for at, fixed in enumerate(shape.fixed):
                 if fixed:  # only its address counts: its bytes are the caller's to free
@@ -298,15 +300,6 @@ def _facts(item: Any) -> object:
     return item if isinstance(item, int | float | str | None) else id(item)
 
 
-def _is_opaque(shape: Shape) -> bool:
-    """Whether a function that runs at each replay makes something that cannot be put in place."""
-    return any(
-        made is not None and made is not before and not isinstance(made, Tensor)
-        for part in shape.parts
-        for before, made in zip(part.before, part.after, strict=True)
-    )
-
-
 def _uncapturable(program: StreamProgram, error: BaseException) -> BaseException:
     own = failed(program, error)
     if not isinstance(own, RunError) or isinstance(error, WeftError):
@@ -344,10 +337,13 @@ class Pads:
 
     def fill(self, inputs: Sequence[Any], rows: int, size: int) -> list[Any]:
         """The inputs with `size` rows: their last row is repeated."""
-        return [
-            item if value is None else _repeat_last(value, item, rows, size)
-            for value, item in zip(self.inputs, inputs, strict=True)
-        ]
+        filled = []
+        for value, item in zip(self.inputs, inputs, strict=True):
+            if value is not None:
+                index = torch.arange(size, device=item.device).clamp_(max=rows - 1)
+                item = rows_at(item, value.batch, rows, index)
+            filled.append(item)
+        return filled
 
     def take(self, outputs: Sequence[Any], rows: int, size: int) -> tuple[Any, ...]:
         """The rows of the outputs that the caller asked for."""
@@ -358,11 +354,6 @@ class Pads:
                 item = item if item.is_contiguous() else item.clone()
             taken.append(item)
         return tuple(taken)
-
-
-def _repeat_last(value: Any, item: Any, rows: int, size: int) -> Any:
-    index = torch.arange(size, device=item.device).clamp_(max=rows - 1)
-    return rows_at(item, value.batch, rows, index)
 
 
 def _refusal(graph: Graph) -> str:

@@ -143,9 +143,8 @@ class _StreamWriter(Writer):
             if variable in self.bytes:
                 self.bytes[variable].uses[0] = len(self.given.items)
         whole = {self._root(variable) for variable in self.bytes if "_" not in variable}
-        shared: dict[
-            str, list[str]
-        ] = {}  # parts of a value that is nowhere whole have each their own
+        # Parts of a value that is nowhere whole have each their own.
+        shared: dict[str, list[str]] = {}
         for variable in self.bytes:
             root = self._root(variable)
             part = "" if root in whole else variable.partition("_")[2]
@@ -210,7 +209,7 @@ class _StreamWriter(Writer):
             self.bytes |= {variable: Bytes({stream}) for variable in used}
         # A flight holds what it is given, and a result may be its input, or a view of it, although
         # nobody has said so: whoever owns what was read may own what was made.
-        owners = {stream, *self._owners(used)}
+        owners = {stream}.union(*(self.bytes[each].owners for each in used if each in self.bytes))
         for variable in used:
             if variable[0] == "h" and step.kind == "issue":
                 self.bytes[variable] = Bytes(owners)
@@ -273,10 +272,6 @@ class _StreamWriter(Writer):
         held = [super(_StreamWriter, self)._use(v) for v in variables if v in self.bytes]
         unknown = sorted(self._unknown(variables))
         return [f"keep({each}, q{stream})" for stream in unknown for each in held]
-
-    def _owners(self, variables: Iterable[str]) -> set[int]:
-        held = (self.bytes[variable] for variable in variables if variable in self.bytes)
-        return {owner for each in held for owner in each.owners}
 
     def _root(self, variable: str) -> str:
         """What the bytes of a variable are known by: the root of its value; a flight is its own."""

@@ -201,7 +201,13 @@ class Feed:
         """The worker to be fed next, and with how many inputs: at most so many, of those left
         (None: nobody knows). 0: wait until another worker has a free slot."""
         with self.executor.lock:
-            self._settle()
+            for job in [job for job in self.sent if job.over.done()]:
+                ended = self.sent.pop(job)
+                self.freed_s[ended.device] = job.ended_s
+                if job.busy_s:  # what its device takes is known better now
+                    self.lines.setdefault(ended.device, Line()).saw(ended.num_ops, job.busy_s)
+            for gone in set(self.lines) - set(self.executor.pool.names):
+                del self.lines[gone]  # another worker of that name is another one
             names, now_s = self.executor.pool.names, time.perf_counter()
             busy_s = {name: self._busy_s(name, now_s) for name in names}
             free = sorted(
@@ -243,16 +249,6 @@ class Feed:
         under_way = {job.over for job in jobs if not job.over.done()}
         while len(under_way) > num_left:
             under_way = wait(under_way, return_when=FIRST_COMPLETED).not_done
-
-    def _settle(self) -> None:
-        """Jobs that have ended: devices are free of them, and what they take is known better."""
-        for job in [job for job in self.sent if job.over.done()]:
-            sent = self.sent.pop(job)
-            self.freed_s[sent.device] = job.ended_s
-            if job.busy_s:
-                self.lines.setdefault(sent.device, Line()).saw(sent.num_ops, job.busy_s)
-        for gone in set(self.lines) - set(self.executor.pool.names):
-            del self.lines[gone]  # another worker of that name is another one
 
     def _at(self, device: str) -> list[SentJob]:
         return [sent for sent in self.sent.values() if sent.device == device]

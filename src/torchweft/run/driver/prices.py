@@ -147,7 +147,7 @@ class Prices:
     def carried(self, source: str, target: str, copies: Iterable[tuple[int, float]]) -> None:
         """The copies of a call over a link, as (bytes, seconds): the drift follows."""
         key, link = (FROM + source, target), self.links[source, target]
-        ratio = self.ratio(key, [(s, _copy_s(link, size)) for size, s in copies])
+        ratio = self.ratio(key, [(s, link.copy_s(size)) for size, s in copies])
         self.drift.saw(key, ratio / self.drift.get(key, 1.0), 0.0)
 
     def ratio(self, key: Key, runs: Sequence[tuple[float, float]]) -> float:
@@ -183,7 +183,7 @@ class Prices:
             if (one, other) not in self.links:
                 times, legs = [], (self.links[HOME, one], self.links[other, HOME])
                 for size in PROBE_BYTES:
-                    legs_s = sum(_copy_s(link, size) for link in legs)
+                    legs_s = sum(link.copy_s(size) for link in legs)
                     times.append(max(1e-6, self._around([one, other], size) - legs_s))
                 self.links[one, other] = _link(one, other, *times)
 
@@ -246,10 +246,6 @@ def _units(num_groups: int) -> int:
 def followed(before_s: float | None, seconds: float) -> float:
     """What is known of some seconds, moved towards those seen now."""
     return seconds if before_s is None else before_s + FOLLOW * (seconds - before_s)
-
-
-def _copy_s(link: Link, num_bytes: int) -> float:
-    return link.latency_s + num_bytes / link.bytes_per_s
 
 
 def _link(source: str, target: str, small_s: float, large_s: float) -> Link:

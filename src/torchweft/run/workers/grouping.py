@@ -157,7 +157,12 @@ def packs_read(packs: Packs, num_values: int, ops: Iterable[Ops]) -> list[int]:
 
 def group(layout: Layout, ops: Sequence[Ops], bundles: Sequence[int] = ()) -> list[Group]:
     """The groups of these ops, in an order in which they can run; packs they read are ops too."""
-    pending = [_CellOps(item.cell, item.table) for item in ops] + _pack_ops(layout, ops)
+    tables: dict[tuple[Spec, int], list[list[int]]] = {}
+    for number in packs_read(layout.packs, layout.num_values, ops):
+        spec, values = layout.packs.pop(number)
+        tables.setdefault((spec, len(values)), []).append([number, *values])
+    pending = [_CellOps(item.cell, item.table) for item in ops]
+    pending += [_CellOps(pack_cell(*key), torch.tensor(table)) for key, table in tables.items()]
     if not pending:
         return []
     maker_of, cell_of = _makers(layout, pending)
@@ -177,14 +182,6 @@ def group(layout: Layout, ops: Sequence[Ops], bundles: Sequence[int] = ()) -> li
         cut = [each for member in ring for each in _cut(pending[member], layout)]
         groups += sorted(cut, key=lambda each: each.level) if len(ring) > 1 else cut
     return groups
-
-
-def _pack_ops(layout: Layout, ops: Sequence[Ops]) -> list[_CellOps]:
-    tables: dict[tuple[Spec, int], list[list[int]]] = {}
-    for number in packs_read(layout.packs, layout.num_values, ops):
-        spec, values = layout.packs.pop(number)
-        tables.setdefault((spec, len(values)), []).append([number, *values])
-    return [_CellOps(pack_cell(*key), torch.tensor(table)) for key, table in tables.items()]
 
 
 def _makers(layout: Layout, pending: Sequence[_CellOps]) -> tuple[Tensor, Tensor]:

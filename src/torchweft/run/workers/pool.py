@@ -190,7 +190,11 @@ class WorkerPool:
                 mate.kill()
             raise
         for mate in started:
-            self._introduce(mate)
+            for name in self.names:  # it and each of the others get the two ends of a channel
+                one, other = socket.socketpair()
+                with one, other:
+                    mate.send({"kind": "peer", "name": name}, end=one)
+                    self.mates[name].send({"kind": "peer", "name": mate.spot.name}, end=other)
             self.mates[mate.spot.name] = mate
 
     def _greet(self, started: Sequence[Mate]) -> None:
@@ -205,14 +209,6 @@ class WorkerPool:
                         "what it wrote stands above."
                     )
 
-    def _introduce(self, new: Mate) -> None:
-        """Give a worker and each of the others the two ends of a channel."""
-        for name in self.names:
-            one, other = socket.socketpair()
-            with one, other:
-                new.send({"kind": "peer", "name": name}, end=one)
-                self.mates[name].send({"kind": "peer", "name": new.spot.name}, end=other)
-
     def _read(self, mate: Mate) -> None:
         name = mate.spot.name
         try:
@@ -221,20 +217,17 @@ class WorkerPool:
                 mate.heard_s = time.monotonic()
                 if message["kind"] == "hello":
                     mate.here.set()
+                elif "ticket" in message:
+                    if (answer := self.answers.pop(message["ticket"], None)) is not None:
+                        answer.set_result((message, tensors))
                 elif message["kind"] != "alive":
-                    self._hear(name, message, tensors)
+                    self.listen(name, message, tensors)
         except ChannelError as error:
             log.debug("worker %r: %s", name, error)
         except Exception:
             log.exception("what worker %r says cannot be handled", name)
         mate.heard_s = -1e9  # nobody listens to it any more: the watch gives it up
         mate.close()
-
-    def _hear(self, name: str, message: Message, tensors: list[Tensor]) -> None:
-        if "ticket" not in message:
-            self.listen(name, message, tensors)
-        elif (answer := self.answers.pop(message["ticket"], None)) is not None:
-            answer.set_result((message, tensors))
 
     def _watch(self) -> None:
         while not self.stopping:

@@ -184,12 +184,33 @@ class DevicePart:
         return data, [torch.cat([task.group.rows.reshape(-1) for task in self.tasks])]
 
     @staticmethod
+    @reading("part")
     def from_message(
         data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
     ) -> DevicePart:
         """The part of a message. Raises `CaptureError` for data that is none."""
-        with reading("part"):
-            return _read_part(data, tensors[0], cells)
+        specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
+        counts = [count_of(count, ROOM) for _, _, count in data["num_rows"]]
+        num_rows = dict(zip(specs, counts, strict=True))
+        blocks = {}
+        for name, (at, start, count) in data["blocks"].items():
+            spec = specs[count_of(at, len(specs) - 1)]
+            start = count_of(start, num_rows[spec])
+            blocks[name] = spec, start, count_of(count, num_rows[spec] - start)
+        rows = tensors[0]
+        if rows.dtype != torch.int64:
+            raise CaptureError(f"part: rows of groups must be int64; got {rows.dtype}.")
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < max(counts):
+            raise CaptureError("part: its groups read rows that are not there.")
+        groups = {}
+        sizes = [len(cells[name].reads) * count for _, name, count, _ in data["groups"]]
+        flat = torch.split(rows, sizes)
+        for (label, name, count, given), mine in zip(data["groups"], flat, strict=True):
+            made = zip(cells[name].rows_made(count), given, strict=True)
+            starts = tuple([count_of(start, num_rows[spec] - most) for (spec, most), start in made])
+            groups[label] = Group(cells[name], count, mine.view(-1, count), starts)
+        resident = frozenset(data["resident"])
+        return DevicePart(_lanes(data["plan"]), groups, blocks, num_rows, resident)
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -221,29 +242,6 @@ def _lanes(text: str) -> Plan:
         return Plan.parse(text)
     except PlanError as error:
         raise CaptureError(f"part: {error}") from None
-
-
-def _read_part(data: Mapping[str, Any], rows: Tensor, cells: Mapping[str, Cell]) -> DevicePart:
-    specs = [spec_named(shape, dtype) for shape, dtype, _ in data["num_rows"]]
-    counts = [count_of(count, ROOM) for _, _, count in data["num_rows"]]
-    num_rows = dict(zip(specs, counts, strict=True))
-    blocks = {}
-    for name, (at, start, count) in data["blocks"].items():
-        spec = specs[count_of(at, len(specs) - 1)]
-        start = count_of(start, num_rows[spec])
-        blocks[name] = spec, start, count_of(count, num_rows[spec] - start)
-    if rows.dtype != torch.int64:
-        raise CaptureError(f"part: rows of groups must be int64; got {rows.dtype}.")
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < max(counts):
-        raise CaptureError("part: its groups read rows that are not there.")
-    groups = {}
-    sizes = [len(cells[name].reads) * count for _, name, count, _ in data["groups"]]
-    flat = torch.split(rows, sizes)
-    for (label, name, count, given), mine in zip(data["groups"], flat, strict=True):
-        made = zip(cells[name].rows_made(count), given, strict=True)
-        starts = tuple([count_of(start, num_rows[spec] - most) for (spec, most), start in made])
-        groups[label] = Group(cells[name], count, mine.view(-1, count), starts)
-    return DevicePart(_lanes(data["plan"]), groups, blocks, num_rows, frozenset(data["resident"]))
 
 
 @dataclass(frozen=True, eq=False)

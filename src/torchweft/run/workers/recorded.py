@@ -88,20 +88,39 @@ class RecordedPart:
         return data, [*(item.numbers for item in self.ops), *rows_of]
 
     @staticmethod
+    @reading("recording")
     def from_message(
         data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
     ) -> RecordedPart:
         """The part of a message. Raises `CaptureError` for data that is none."""
-        with reading("recording"):
-            return _read(data, tensors, cells)
+        num_values = count_of(data["num_values"], MAX_VALUES)
+        wanted = {spec_named(*spec): numbers for *spec, numbers in data["wanted"]}
+        names, packs = data["cells"], {}
+        for *spec, lists in data["packs"]:
+            packs.update({number: (spec_named(*spec), values) for number, values in lists})
+        named = (packs, *(values for _, values in packs.values()), *wanted.values())
+        said = numbers_of([number for each in named for number in each])
+        for numbers in (said, *tensors[: len(names)]):
+            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_values:
+                raise CaptureError("recording: it names values that are not there.")
+        ops = [Ops(cells[name], tensors[at]) for at, name in enumerate(names)]
+        given = []
+        for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
+            at = 0
+            for first, last in spans:
+                last = count_of(last, num_values)
+                count = count_of(last - first, min(last, len(rows) - at))
+                given.append((range(first, last), rows[at : at + count]))
+                at += count
+        return RecordedPart(num_values, ops, packs, given, wanted)
 
+    @reading("recording")
     def collect(self, rows: RecordedRows) -> list[Tensor]:
         """The rows of the wanted values, by spec. Raises `CaptureError` if they are not there."""
-        with reading("recording"):
-            return [
-                rows.gather(spec, [v for number in numbers for v in self._values(number)])
-                for spec, numbers in self.wanted.items()
-            ]
+        return [
+            rows.gather(spec, [v for number in numbers for v in self._values(number)])
+            for spec, numbers in self.wanted.items()
+        ]
 
     def _values(self, number: int) -> Sequence[int]:
         return self.packs[number][1] if number in self.packs else (number,)
@@ -112,39 +131,10 @@ class RecordedPart:
         for numbers, rows in zip(self.wanted.values(), made, strict=True):
             at = 0
             for number in numbers:
-                if number in self.packs:
-                    count = len(self.packs[number][1])
-                    values[number] = rows[at : at + count]
-                    at += count
-                else:
-                    values[number] = rows[at]
-                    at += 1
+                count = len(self._values(number))
+                values[number] = rows[at : at + count] if number in self.packs else rows[at]
+                at += count
         return values
-
-
-def _read(
-    data: Mapping[str, Any], tensors: Sequence[Tensor], cells: Mapping[str, Cell]
-) -> RecordedPart:
-    num_values = count_of(data["num_values"], MAX_VALUES)
-    wanted = {spec_named(*spec): numbers for *spec, numbers in data["wanted"]}
-    names, packs = data["cells"], {}
-    for *spec, lists in data["packs"]:
-        packs.update({number: (spec_named(*spec), values) for number, values in lists})
-    named = (packs, *(values for _, values in packs.values()), *wanted.values())
-    said = numbers_of([number for each in named for number in each])
-    for numbers in (said, *tensors[: len(names)]):
-        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_values:
-            raise CaptureError("recording: it names values that are not there.")
-    ops = [Ops(cells[name], tensors[at]) for at, name in enumerate(names)]
-    given = []
-    for spans, rows in zip(data["inputs"], tensors[len(names) :], strict=True):
-        at = 0
-        for first, last in spans:
-            last = count_of(last, num_values)
-            count = count_of(last - first, min(last, len(rows) - at))
-            given.append((range(first, last), rows[at : at + count]))
-            at += count
-    return RecordedPart(num_values, ops, packs, given, wanted)
 
 
 class RowStore:
@@ -216,9 +206,8 @@ class RowStore:
 def _consecutive(rows: Tensor) -> int | None:
     """The first of these rows, if they stand one after another: they need no gather then."""
     start, count = int(rows[0]), len(rows)
-    if int(rows[-1]) - start != count - 1 or not bool((rows[1:] > rows[:-1]).all()):
-        return None
-    return start
+    spans = int(rows[-1]) - start == count - 1 and bool((rows[1:] > rows[:-1]).all())
+    return start if spans else None
 
 
 class RecordedRows(Layout):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchweft.errors import CaptureError, clip, unknown
 from torchweft.plan.graph import check_name
-from torchweft.run.workers.cell import Cell, Spec, reading, spec_named
+from torchweft.run.workers.cell import Cell, reading, spec_named
 from torchweft.run.workers.channel import ChannelError, Message, WorkerChannel
 from torchweft.run.workers.grouping import Group
 from torchweft.run.workers.program import HOME, DevicePart, Task
@@ -288,16 +288,12 @@ class Worker:
         worked_s = self._clock() - worked_s
         messages_s = sum(list(self.clocks.values())) - messages_s
         self.taken_s = max(0.0, min(time.perf_counter() - began_s - worked_s, messages_s))
-        self._throttle(worked_s)
-        return began_s
-
-    def _throttle(self, worked_s: float) -> None:
-        """Sleep, so that work takes `slowness` times as long; what was overslept counts."""
         self.debt_s += worked_s * (self.slowness - 1)
         if self.debt_s > 0 and self.slowness > 1:
-            began_s = time.perf_counter()
+            ended_s = time.perf_counter()
             time.sleep(self.debt_s)
-            self.debt_s -= time.perf_counter() - began_s
+            self.debt_s -= time.perf_counter() - ended_s  # what was overslept counts
+        return began_s
 
     def _clock(self) -> float:
         """Seconds of work: while others have the core, a device that is throttled does not work."""
@@ -305,8 +301,12 @@ class Worker:
 
     def _time(self, cell: Cell, ready: Sequence[Any], num_rows: int, repeats: int) -> float:
         """Seconds of one run of a cell as a group, the median of several."""
-        group, counts = _example(cell, num_rows)
-        store = RowStore(self.device)
+        counts, starts = dict.fromkeys(cell.reads, num_rows), []
+        for spec, count in cell.rows_made(num_rows):
+            starts.append(counts.get(spec, 0))
+            counts[spec] = starts[-1] + count
+        read = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
+        group, store = Group(cell, num_rows, read, tuple(starts)), RowStore(self.device)
         store.reserve(counts)
         for rows in store.rows.values():
             rows.zero_()
@@ -322,16 +322,6 @@ def _number(item: Any, most: float) -> float:
     if isinstance(item, bool) or not isinstance(item, int | float) or not 1 <= item <= most:
         raise CaptureError(f"message: a number must be from 1 to {most:g}; got {clip(item)}.")
     return item
-
-
-def _example(cell: Cell, num_rows: int) -> tuple[Group, dict[Spec, int]]:
-    """A group of a cell, and how many rows there must be for it."""
-    counts, starts = dict.fromkeys(cell.reads, num_rows), []
-    for spec, count in cell.rows_made(num_rows):
-        starts.append(counts.get(spec, 0))
-        counts[spec] = starts[-1] + count
-    rows = torch.arange(num_rows).expand(len(cell.reads), num_rows).contiguous()
-    return Group(cell, num_rows, rows, tuple(starts)), counts
 
 
 def main(config: Mapping[str, Any]) -> None:
