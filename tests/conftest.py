@@ -51,6 +51,12 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test keeps on disk is not there for the next one, nor is what its user has kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def in_time() -> Iterator[None]:
     """Fails a test that takes longer than ten seconds, where hanging is what it looks for."""

@@ -31,6 +31,7 @@ from torchweft.errors import WeftError, clip
 from torchweft.options import Options, is_disabled
 from torchweft.plan.plan import Plan
 from torchweft.plan.predict import auto
+from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline
 from torchweft.ranks.ranks import EVERY
@@ -249,11 +250,13 @@ def plans(model: Callable[..., Any]) -> list[Plan]:
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
-    """Run one call and tell what happened when, on which lane."""
+    """Run one call and tell what happened when, on which lane. It runs by a plan, though "auto" may
+    have found that the model is as fast as it is."""
     session = session_of(model)
-    model(*args, **kwargs)
-    with session.service.collect() as traces:
+    with nullcontext() if session.auto is None else session.auto.by_plans():
         model(*args, **kwargs)
+        with session.service.collect() as traces:
+            model(*args, **kwargs)
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
     return max(traces, key=lambda each: each.makespan_s)
@@ -274,6 +277,12 @@ def check(
     args, kwargs = arguments_of(inputs)
     known = _session(model) if "strategy" in options else session_of(model)
     chosen = (known.options if known is not None else Options()).but(**options)
+    if chosen.resolved_strategy == auto:  # each that may serve: those in use, or all kinds of them
+        used = known.auto.strategies() if known is not None and known.auto is not None else []
+        ways = used or ([sequential] if chosen.fallback == "error" else [sequential, overlap])
+        told: dict[str, Any] = {"tolerance": tolerance, **options}
+        verdicts = [check(model, inputs, **told | {"strategy": way}) for way in ways]
+        return next((verdict for verdict in verdicts if not verdict), verdicts[-1])
     plain = subject = _plain(model)
     if isinstance(model, nn.Module):
         copies: dict[int, Any] = {}  # by the id of what was copied: rules may be about a module

@@ -68,6 +68,7 @@ class Options:
     capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
         control passes at marks and collectives.
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
+    remember: whether choices of "auto" are kept on disk for the next process.
     """
 
     strategy: str | Strategy | Callable[..., None] = "auto"
@@ -88,6 +89,7 @@ class Options:
     zero_copy: bool = True
     capture: str = "graph"
     splitters: Sequence[Splitter] = ()
+    remember: bool = True
 
     def __post_init__(self) -> None:
         _check(self)
@@ -180,9 +182,10 @@ def _are_graphs(value: object) -> bool:
     return _is_flag(value) or (0 < len(sizes) <= MAX_SIZES and all(map(_is_count, sizes)))
 
 
+FLAGS = ("strict", "jitter", "blocks", "zero_copy", "remember")
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
-        **dict.fromkeys(("strict", "jitter", "blocks", "zero_copy"), (_is_flag, "True or False")),
+        **dict.fromkeys(FLAGS, (_is_flag, "True or False")),
         "rules": (_are_rules, "marks, such as [weft.mark_module(Attention, 'attention')]"),
         "batch": (_is_batch, "a dim of the inputs, or the name of a symbol"),
         "machine": (lambda m: m is None or isinstance(m, Machine), "a Machine, as weft.cpu() is"),

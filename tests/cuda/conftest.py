@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[2]
 collect_ignore_glob = ["test_*.py"] if torch.version.cuda is None else []
 
 
+@pytest.fixture(autouse=True)
+def own_cache() -> None:
+    """The stand-in is compiled once for all tests, and kept."""
+
+
 @pytest.fixture(scope="session")
 def dry() -> Dry:
     """Run a program of ours: its exit code, and the calls of its ranks."""

@@ -104,9 +104,8 @@ def test_each_kind_of_call_makes_its_choice_at_warm_up():
     warm(model, [(8, 12)])
     trials = model._compiled_call_impl.trials
     assert set(trials.chosen) == {("prefill", 4, 4), ("decode", 4, 1)}
-    assert all(each in trials.strategies for each in trials.chosen.values())
-    num_timed = {kind: [len(each) for each in times] for kind, times in trials.times.items()}
-    assert set(map(tuple, num_timed.values())) == {(6, 6, 6, 6)}
+    assert all(each in trials.ways for each in trials.chosen.values())
+    assert all(set(choice.speeds) == set(trials.ways) for choice in trials.choices.values())
     ids, mask = draw_prompts(9, 14)  # of the same kinds
     assert torch.equal(
         generate(model, ids, mask, "dynamic"), generate(build(), ids, mask, "dynamic")

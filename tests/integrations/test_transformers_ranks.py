@@ -66,10 +66,15 @@ def check_choice(rank, *, folder):
     wanted = generate(model, *prompts, "static")
     weave(model)
     trials = model._compiled_call_impl.trials
-    for number in range(trials.num_calls + 1):
+    agreed = trials.agreed
+
+    def sure(own_s):  # each rank is sure of another one
+        own_s[(1 + rank) % len(own_s)] = 1e-9
+        return agreed(own_s)
+
+    trials.agreed = sure
+    for _ in range(trials.num_calls + 1):
         assert torch.equal(generate(model, *prompts, "static"), wanted)
-        for kind in trials.times if number == 3 else ():
-            trials.times[kind][1 + rank] = [(0.0, 1e-9)]  # each rank is sure of another one
     mine = {kind: str(each) for kind, each in trials.chosen.items()}
     theirs = [None, None]
     dist.all_gather_object(theirs, mine)

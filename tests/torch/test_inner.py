@@ -67,7 +67,7 @@ def test_an_unknown_inner_compiler_is_refused():
 
 
 def structures_of(model):
-    bodies = session_of(model).pieces[-1].bodies.values()
+    bodies = session_of(model).pieces[-1].bodies
     forms = [form for body in bodies for form in getattr(body, "by", ()) if not form.rooms]
     return list({id(form): form for form in forms}.values())
 

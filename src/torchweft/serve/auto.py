@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed import is_initialized
+from torch.distributed import get_world_size, is_initialized
 
 from torchweft.errors import PlanError
 from torchweft.plan.context import TOLD, HostFacts
@@ -36,8 +36,10 @@ from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import announce
 from torchweft.run.accelerator.accelerator import devices_of
 from torchweft.serve.costbook import CostBook
+from torchweft.serve.piece import Piece
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Choice, Race, Trials, Way
+from torchweft.serve.tuned import Tuned
 
 NUM_PROPOSED = 3
 MIN_GAIN = 1.03
@@ -62,7 +64,10 @@ class Auto:
         self.session, self.plain, self.woven = session, plain, woven
         self.book = CostBook()
         self.trials = Trials(session, (None, sequential), propose=self._propose)
+        self.trials.on_choice = self._keep
+        self._tuned: dict[Hashable, Tuned] = {}
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
+        self.is_forced = False  # to run by plans, whatever is faster
         self.retired = ""
         self.num_calls = self.num_disagreed = 0
         self._compiled: Callable[..., Any] | None = None
@@ -71,14 +76,19 @@ class Auto:
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
         self.num_calls += 1
-        if self.retired:
+        if self.retired and not self.is_forced:
             return self._stock(None, args, kwargs)
-        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
+        if (
+            not self.session.pieces and not self.is_forced
+        ):  # all ranks count these calls alike, whatever their kinds are
             if self.num_calls > MAX_UNCAPTURED:
                 self.retired = "nothing of the model could be captured"
             return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
         kind = kind_of(args, kwargs)
         choice = self.trials.choices.get(kind)
+        if self.is_forced:
+            way = choice.way if choice is not None and choice.way is not COMPILED else None
+            return self._run(way or sequential, args, kwargs)
         if choice is not None and not choice.is_due:
             choice.num_calls += 1
             return self._run(choice.way, args, kwargs)
@@ -132,6 +142,20 @@ class Auto:
         finally:
             self.tries_compiled = False
 
+    @contextmanager
+    def by_plans(self) -> Iterator[None]:
+        """Calls inside run by plans: the chosen one, or that without parts."""
+        self.is_forced = True
+        try:
+            yield
+        finally:
+            self.is_forced = False
+
+    def strategies(self) -> list[Strategy]:
+        """The strategies that were chosen for some calls."""
+        chosen = dict.fromkeys(self.trials.chosen.values())
+        return [way for way in chosen if way is not None and way is not COMPILED]
+
     def is_settled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether it is known how calls of this kind run best."""
         return bool(self.retired) or kind_of(args, kwargs) in self.trials.choices
@@ -158,7 +182,10 @@ class Auto:
     def _propose(self, kind: Hashable, race: Race) -> Sequence[Way] | Choice:
         """What else to try: what is predicted to be faster, then other kernels for the winner."""
         if race.num_heats == 1 and not race.rounds:
-            return self._predicted()
+            pieces = [piece for piece in self.session.pieces if piece.traced is not None]
+            for piece in pieces:
+                self.book.read(piece)
+            return self._known(kind, pieces) or self._predicted(pieces)
         if race.num_heats <= 2 and all(way.inner is None for way in race.speeds if way):
             best = race.winner() or sequential
             others = ["onednn"] * has_mkldnn + ["inductor"] * self.tries_compiled
@@ -166,11 +193,28 @@ class Auto:
             return [*ways, COMPILED] if self.tries_compiled else ways
         return ()
 
-    def _predicted(self) -> list[Way]:
+    def _known(self, kind: Hashable, pieces: Sequence[Piece]) -> Choice | None:
+        """What a race in an earlier process has shown, if all ranks know the same."""
+        if not self.session.options.remember:
+            return None
+        rate, size = self.trials.agreed([self.book.link_rate(pieces), self._num_ranks()])
+        facts = f"{self.session.options.inner}, {size:.0f} ranks, 2**{rate:.0f} bytes/s"
+        tuned = self._tuned[kind] = Tuned((piece.graph for piece in pieces), facts)
+        choice = tuned.look_up(kind)
+        mine = float(number_of(str(choice.way)) >> 16) if choice is not None else 0.0
+        most, least = self.trials.agreed([mine, -mine])
+        return choice if mine and most == -least else None
+
+    def _keep(self, kind: Hashable, choice: Choice) -> None:
+        """Write down what a race has shown."""
+        if kind in self._tuned:
+            self._tuned[kind].keep(kind, choice)
+
+    def _num_ranks(self) -> int:
+        return get_world_size() if is_initialized() else 1
+
+    def _predicted(self, pieces: Sequence[Piece]) -> list[Way]:
         """The strategies that can gain here, best first, by simulation of the last call."""
-        pieces = [piece for piece in self.session.pieces if piece.traced is not None]
-        for piece in pieces:
-            self.book.read(piece)
         ways = list(dict.fromkeys(way for piece in pieces for way in candidates(piece.graph)))
         whole = [self.book.predict(piece, sequential) for piece in pieces]
         own_s = [

@@ -9,7 +9,9 @@ share one. Where a size was not seen, the formulas of `Costs` fill in.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,28 @@ class CostBook:
             key = cost_key(graph, graph.op[span.op], context.env(graph.batch, rows))
             by_rows = self.seconds.setdefault((key, span.device), {})
             by_rows.setdefault(rows, deque(maxlen=NUM_KEPT)).append(span.end_s - span.start_s)
+
+    def link_rate(self, pieces: Sequence[Piece]) -> int:
+        """How fast the network was in the last traced calls, as a power of two of bytes a second.
+
+        Links that differ by noise have the same. 0: nothing was sent.
+        """
+        moved, taken_s = 0.0, 0.0
+        for piece in pieces:
+            for entry in piece.plans.all_entries():
+                if entry.traced is not piece.traced or entry.trace is None:
+                    continue
+                for span in entry.trace.spans:
+                    if span.kind == "transfer" and span.op in piece.graph.op:
+                        moved += self._bytes(piece, span.op)
+                        taken_s += span.end_s - span.start_s
+        return round(math.log2(moved / taken_s)) if moved and taken_s else 0
+
+    def _bytes(self, piece: Piece, name: str) -> int:
+        assert piece.traced is not None, "only a piece that was traced is looked at"
+        graph, context = piece.graph, piece.traced.context
+        sizes = [graph.value[read].bytes for read in graph.op[name].reads]
+        return sum(size.evaluate(context.env(graph.batch)) for size in sizes)
 
     def table(self) -> CostTable:
         """The medians."""

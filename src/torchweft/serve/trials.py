@@ -170,15 +170,13 @@ class Choice:
     timed: dict[Way, tuple[Any, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of(race: Race) -> Choice:
-        """What a race has shown."""
-        winner, speeds = race.winner(), race.speeds
-        others = [way for way in speeds if way is not winner]
-        rival = max(others, key=speeds.__getitem__, default=None)
-        if winner is not race.first:
-            rival = race.first
+    def known(way: Way, speeds: Mapping[Way, float]) -> Choice:
+        """A choice by the speeds of a race, whose first way has 1."""
+        first = next((each for each, speed in speeds.items() if speed == 1), None)
+        others = [each for each in speeds if each != way]
+        rival = first if first != way else max(others, key=speeds.__getitem__, default=None)
         is_near = rival in speeds and speeds[rival] > BEHIND[0][1]
-        return Choice(winner, speeds, rival, bool(others) and is_near)
+        return Choice(way, speeds, rival, bool(others) and is_near)
 
     @property
     def is_due(self) -> bool:
@@ -304,7 +302,7 @@ class Trials:
             own_s = [_seconds(*race.times[way]) for way in race.ways]
             race.close_round(dict(zip(race.ways, self.agreed(own_s), strict=True)))
             if race.is_over and not self._ask(kind, race):
-                choice = Choice.of(race)
+                choice = Choice.known(race.winner(), race.speeds)
                 self._choose(kind, choice)
                 self.on_choice(kind, choice)
 

@@ -29,7 +29,7 @@ from torchweft.capture.splitters import STATE
 from torchweft.private.core import tree_leaves
 
 BLOCK = "weft_block"  # of a node: the call of a block at whose borders ops end
-SMALL_BYTES = 1 << 16
+SMALL_BYTES, SMALL_FLOPS = 1 << 16, 1 << 20
 COPYING = frozenset(
     {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
 )
@@ -270,8 +270,13 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
         return False
     if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.nodes[0]):
         return False
-    if any(call.func.overloadpacket in COPYING for call in rows.calls[unit.nodes[0]].atens):
+    made = rows.calls[unit.nodes[0]]
+    if any(call.func.overloadpacket in COPYING for call in made.atens):
         return False  # what copies is not done once more for each part
+    if any(call.func.namespace not in ("aten", "prims") for call in made.atens):
+        return False  # nobody knows how long a custom operator takes
+    if not str(made.flops).isdigit() or int(made.flops) > SMALL_FLOPS:
+        return False
     return not (unit.reads | storages(rows.value(unit.nodes[0]))) & written
 
 

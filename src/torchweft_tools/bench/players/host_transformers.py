@@ -109,10 +109,7 @@ def measure(
             "equal": not all_max(float(not verdict), side),
             "notes": {
                 "verdict": str(verdict),
-                "tried_s": {
-                    str(k): [min(e - s for s, e in t) for t in each]
-                    for k, each in trials.times.items()
-                },
+                "tried": trials.lines(),
                 "late_compiles": num_graphs() - compiled,
                 "graphs": len(report(woven).pieces),
                 "fallbacks": [str(each) for each in report(woven).fallbacks],

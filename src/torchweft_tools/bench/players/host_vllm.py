@@ -211,7 +211,7 @@ def choose(worker: Any, way: str) -> None:
 def is_open(worker: Any) -> bool:
     """In a worker: whether a kind of step has been seen and not yet decided."""
     searched = worker.vllm_config.weft.phases.searched.values()
-    return any(set(trials.times) - set(trials.chosen) for trials in searched)
+    return any(trials.races for trials in searched)
 
 
 if __name__ == "__main__":
