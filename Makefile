@@ -102,7 +102,10 @@ TORCH_STAMP = $(TORCH_VENV)/setup-$(shell cat $(SOURCES) | cksum | cut -d ' ' -f
 test-torch: $(TORCH_STAMP)
 	$(call layer_on,torch-$(VERSION),$(TORCH_VENV))
 	$(VENV)-torch-$(VERSION)/$(PIP_IN) install --no-deps --no-build-isolation -e .
-	$(VENV)-torch-$(VERSION)/bin/python -m pytest -n 2 --dist worksteal --ignore tests/integrations --ignore tests/cuda
+	printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m torch.distributed.run "$$@"\n' > $(VENV)-torch-$(VERSION)/bin/torchrun
+	chmod +x $(VENV)-torch-$(VERSION)/bin/torchrun
+	PATH="$(CURDIR)/$(VENV)-torch-$(VERSION)/bin:$$PATH" \
+		$(VENV)-torch-$(VERSION)/bin/python -m pytest -n 2 --dist worksteal --ignore tests/integrations --ignore tests/cuda
 
 $(TORCH_STAMP):
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)

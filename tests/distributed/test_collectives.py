@@ -300,6 +300,9 @@ def check_break(rank, *, name):
     for _ in range(2):
         assert torch.equal(model(x.clone()), want)
     report = weft.report(model)
+    if name == "list reduce_scatter" and torch.__version__ >= "2.14":  # captured from then on
+        assert not report.breaks and not report.fallbacks, report
+        return
     assert any(code in text and __file__ in text for text in report.breaks), report
     assert code in str(report)
 

@@ -170,6 +170,7 @@ def drop_buffers(gm: fx.GraphModule) -> None:
     `copy(out, w)`. An empty buffer does not know its rows; the result does. A piece of a result
     (`dist.all_gather` fills a list) is copied as before, into a tensor of its own.
     """
+    _wait_one_by_one(gm.graph)
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
     for copy in list(gm.graph.nodes):
         if copy.target is aten.copy.default:
@@ -181,6 +182,28 @@ def drop_buffers(gm: fx.GraphModule) -> None:
             out.replace_all_uses_with(made)
             gm.graph.erase_node(out)
     gm.recompile()
+
+
+def _wait_one_by_one(graph: fx.Graph) -> None:
+    """Take apart what waits for a list of results, as torch shows them from 2.14 on:
+
+    ws = wait_tensors([a, b]);  y = ws[0]      ->      y = wait_tensor(a)
+    """
+    for node in list(graph.nodes):
+        if target_name(node).removesuffix(".default") != "_c10d_functional.wait_tensors":
+            continue
+        for taken in list(node.users):
+            given: Any = node.args[0]
+            if taken.target is not operator.getitem or not isinstance(given, list | tuple):
+                continue
+            with graph.inserting_before(taken):
+                wait = torch.ops._c10d_functional.wait_tensor.default
+                one = graph.call_function(wait, (given[taken.args[1]],))
+            one.meta = dict(taken.meta)
+            taken.replace_all_uses_with(one)
+            graph.erase_node(taken)
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _put(graph: fx.Graph, copy: fx.Node, source: fx.Node) -> fx.Node:
