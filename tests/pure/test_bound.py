@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.errors import MachineError, MemoryPlanError, StrategyError
+from torchweft.errors import MachineError, MemoryPlanError, PlacementError, StrategyError
 from torchweft.plan import bound as bound_module
 from torchweft.plan.bound import Bound, bound
 from torchweft.plan.context import Context, Cut
@@ -24,6 +25,7 @@ from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import get_strategy, strategy_names, write
 from torchweft_tools.bench.cases.random_graphs import random_graph
 from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.order_search import bound_by_search
 
 ROWS, S0 = Batch(0), Size.of("s0")
 OPTIONS = {"overlap": [{"parts": 2}, {"parts": 3}, {"parts": 5}], "searched": [{"budget": 12}]}
@@ -292,3 +294,47 @@ def test_an_op_that_no_lane_takes_is_refused():
     machine = Machine("one", (Device("cpu"),), (Lane("compute"),))
     with pytest.raises(MachineError, match="takes op 'n0'"):
         bound(row("n"), Context(batch=2), machine)
+
+
+@pytest.mark.parametrize("kinds", ["cn", "nc", "cnc", "ncn"])
+def test_a_search_over_orders_finds_the_best_plan_of_a_cut_and_proves_it(kinds):
+    pytest.importorskip("ortools")
+    lanes = (Lane("compute"), Lane("network", uses=("network",), via="compute"))
+    device = Device("cpu", flops_per_s=1e7, network_bytes_per_s=2e4, network_latency_s=0.02)
+    machine = Machine("one", (device,), lanes)
+    graph, context, costs = row(*kinds), Context(batch=4), Costs(machine)
+    for cut in (Cut(), Cut.even(2), Cut.sizes((1, 3))):
+        every = all_plans(graph, context, machine, cut, costs)
+        best_s = min(simulate(plan, context, machine, costs).makespan_s for plan in every)
+        found = bound_by_search(graph, cut, context, machine, costs, limit_s=5.0)
+        assert found.seconds <= best_s * (1 + 1e-9)
+        assert found.plan_s == pytest.approx(best_s)
+        assert found.optimal
+        assert bound(graph, context, machine, costs).seconds <= found.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=15)
+@given(randoms)
+def test_law_no_plan_of_a_cut_beats_the_search_over_its_orders(rng):
+    pytest.importorskip("ortools")
+    graph, machine = random_graph(rng, num_ops=rng.randint(1, 4)), random_machine(rng)
+    context, costs = Context(batch=4, sizes={"s1": 4}), random_costs(rng, graph, machine, 4)
+    try:
+        found = bound_by_search(graph, Cut.even(2), context, machine, costs, limit_s=1.0)
+    except MemoryPlanError:  # a value that two devices hold
+        return
+    assert found.plan.cut == Cut.even(2)
+    for _ in range(20):
+        try:
+            plan = lower(write(anyhow(rng), graph, context, machine, costs=costs))
+        except MemoryPlanError:
+            continue
+        if plan.cut == Cut.even(2):
+            reached_s = simulate(plan, context, machine, costs).makespan_s
+            assert found.seconds <= reached_s * (1 + 1e-6)
+
+
+def test_without_ortools_the_search_over_orders_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(PlacementError, match="pip install ortools"):
+        bound_by_search(row("c"), Cut(), Context(batch=1), cpu())
