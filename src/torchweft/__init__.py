@@ -26,6 +26,7 @@ from torchweft.errors import (
     WeftError,
 )
 from torchweft.plan.graph import Graph
+from torchweft.plan.improve import searched
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import branches, overlap, sequential
@@ -97,7 +98,7 @@ __all__ = [
     "report",
     "restore",
     "row_wise",
-    "sequential",
+    "searched", "sequential",
     "shared",
     "strategy",
     "strategy_names",
