@@ -78,6 +78,7 @@ class PlanEntry:
     facts: tuple[object, ...] = ()
     num_calls: int = 0
     trace: Trace | None = None
+    context: Context | None = None  # of the last call that took the long way: traced ones do
     shapes: dict[object, CallShape] = field(default_factory=dict)
 
 
@@ -353,6 +354,7 @@ class Piece:
         except Exception as error:  # there is no plan, not even without parts
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
         entry.num_calls += 1
+        entry.context = context
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
         with switch or nullcontext():
