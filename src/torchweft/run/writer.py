@@ -35,7 +35,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from torchweft.capture.rows.axes import rows_apart
 from torchweft.capture.splitters import STATE
@@ -44,6 +43,7 @@ from torchweft.plan.graph import Batch, Value
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import SPANS
+from torchweft.private.core import RecordFunctionFast
 from torchweft.run.program import Body, Delay, Mark, Program, Results, makes_of, reads_of
 from torchweft.source import Source
 
@@ -193,7 +193,7 @@ class Writer:
         self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.space |= {"j": time.sleep, "now": time.perf_counter, "r": random.random}
-        self.space |= {"named": record_function, "landed": landed}
+        self.space |= {"named": RecordFunctionFast, "landed": landed}
         self.space["first"] = partial(fill, threading.Lock())
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.num_functions = len(self.lanes)
@@ -275,7 +275,7 @@ class Writer:
         ops = step.names if step.kind in ("run", "issue", "complete") else ()
         uses = self.graph.op[ops[0]].uses if ops else "memory"
         name = self.source.constant(f"weft {step.kind} {uses} {step.lane} {self.labels[index]}")
-        return [f"n = named({name}).__enter__()", *body, "n.__exit__(None, None, None)"]
+        return [f"n = named({name})", "n.__enter__()", *body, "n.__exit__(None, None, None)"]
 
     def _body(self, step: Step) -> list[str]:
         if step.target is not None:

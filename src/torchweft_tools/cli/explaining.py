@@ -24,7 +24,6 @@ from torchweft.plan.explain.timeline import Timeline, timeline_of
 from torchweft.plan.explain.what_if import rebuilt
 from torchweft.plan.plan import Plan
 from torchweft_tools.cli.text import Json, answer
-from torchweft_tools.formats.kineto import read_trace_file
 from torchweft_tools.formats.weft_files import load_graph, read_trace
 
 Traces = Annotated[
@@ -75,17 +74,22 @@ def explain_files(
     model = rebuilt(timelines[0])
     planned, what_if = model.what_ifs() if model is not None else (None, ())
     notes = ["what-if: as if every op could be cut by rows, with one network for all flights"]
+    if model is None:
+        many = any(work.uses == "network" for work in timelines[0].works)
+        notes = ["what-if: left out, for a step has too many flights"] if many else []
     return explain(
         timelines,
         num_parts=plan.num_parts if plan is not None else _parts_of(timelines),
         what_if=what_if,
         simulated_s=planned.makespan_s if planned is not None else None,
         steps=times,
-        notes=notes if model is not None else (),
+        notes=notes,
     )
 
 
 def _steps_of(path: Path, number: int, plan: Plan | None) -> tuple[int, Sequence[Timeline]]:
+    from torchweft_tools.formats.kineto import read_trace_file  # msgspec: for this command only
+
     file = read_trace_file(path)
     rank = number if file.rank is None else file.rank
     if file.own is not None:

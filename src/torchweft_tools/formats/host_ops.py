@@ -1,6 +1,6 @@
 """Operators of a profiler's file without a device: a lane a thread, and gloo's flights.
 
-    [HostOp] --cpu_works--> [Work]
+    [HostOp] --cpu_works--> [TimedWork]
 
 Compute is the topmost operator of each thread, below what only holds others (a compiled region, a
 backward node). A collective over gloo is two events: `c10d::allreduce_` in the thread that issues
@@ -14,10 +14,11 @@ are the compute, as in our own trace.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchweft.plan.explain.timeline import Work
+from torchweft.plan.explain.timeline import TimedWork
 
 WEFT = re.compile(r"weft (run|copy|issue|complete|wait) (\w+) (\S+) (.+)")
 HOLDS = re.compile(
@@ -36,7 +37,7 @@ class HostOp(NamedTuple):
     end_s: float
 
 
-def cpu_works(ops: Sequence[HostOp]) -> list[Work]:
+def cpu_works(ops: Sequence[HostOp]) -> list[TimedWork]:
     """The works of a trace without a device."""
     own = [(match, op) for op in ops if (match := WEFT.match(op.name))]
     flights = _flights(ops)
@@ -46,7 +47,7 @@ def cpu_works(ops: Sequence[HostOp]) -> list[Work]:
             kind, uses, lane, label = match.groups()
             if kind in ("run", "copy"):
                 uses = "compute" if uses == "memory" else uses
-                works.append(Work(label, lane, uses, op.start_s, op.end_s, key=label))
+                works.append(TimedWork(label, lane, uses, op.start_s, op.end_s, key=label))
         first_s = min(op.start_s for _, op in own)
         last_s = max(op.end_s for _, op in own)
         works += [work for work in flights if first_s <= work.start_s <= last_s]
@@ -55,7 +56,7 @@ def cpu_works(ops: Sequence[HostOp]) -> list[Work]:
     return sorted(works, key=lambda work: (work.start_s, work.end_s))
 
 
-def _topmost(ops: Sequence[HostOp]) -> Iterable[Work]:
+def _topmost(ops: Sequence[HostOp]) -> Iterable[TimedWork]:
     busy = {op.thread for op in ops if op.name.startswith("gloo:")}
     busy -= {op.thread for op in ops if op.name.startswith("c10d::")}
     until_s: dict[str, float] = {}
@@ -65,28 +66,28 @@ def _topmost(ops: Sequence[HostOp]) -> Iterable[Work]:
         if HOLDS.search(op.name) or TALKS.match(op.name):
             continue
         until_s[op.thread] = op.end_s
-        yield Work(op.name, f"thread {op.thread}", "compute", op.start_s, op.end_s, key="")
+        yield TimedWork(op.name, f"thread {op.thread}", "compute", op.start_s, op.end_s, key="")
 
 
-def _flights(ops: Sequence[HostOp]) -> list[Work]:
+def _flights(ops: Sequence[HostOp]) -> list[TimedWork]:
     """gloo's spans, each with the call that issued it."""
     in_order = sorted(ops, key=lambda op: op.start_s)
-    calls = [op for op in in_order if op.name.startswith("c10d::")]
-    works, taken = [], set[int]()
+    calls: dict[str, deque[HostOp]] = {}
+    for op in in_order:
+        if op.name.startswith("c10d::"):
+            calls.setdefault(_plain(op.name.partition("::")[2]), deque()).append(op)
+    works = []
     for op in in_order:
         if not op.name.startswith(("gloo:", "mpi:", "ucc:")):
             continue
         backend, _, kind = op.name.partition(":")
-        plain, start_s = _plain(kind), op.start_s
-        for number, call in enumerate(calls):
-            if call.start_s > op.end_s:
-                break
-            if number not in taken and _plain(call.name.partition("::")[2]).startswith(plain):
-                taken.add(number)
-                start_s = min(call.end_s, op.end_s)
-                break
+        start_s = op.start_s
+        like = [queue for name, queue in calls.items() if name.startswith(_plain(kind)) and queue]
+        first = min(like, key=lambda queue: queue[0].start_s, default=None)
+        if first is not None and first[0].start_s <= op.end_s:
+            start_s = min(first.popleft().end_s, op.end_s)
         where = op.name, backend, "network", start_s, op.end_s
-        works.append(Work(*where, launched_s=start_s, communicator=backend, key=op.name))
+        works.append(TimedWork(*where, launched_s=start_s, communicator=backend, key=op.name))
     return works
 
 

@@ -17,9 +17,9 @@ import gzip
 import math
 import re
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ import msgspec
 
 from torchweft.errors import WeftError, clip
 from torchweft.plan.explain.intervals import Interval, common, union, without
-from torchweft.plan.explain.timeline import Timeline, Work
+from torchweft.plan.explain.timeline import TimedWork, Timeline
 from torchweft_tools.formats.host_ops import HostOp, cpu_works
 
-MAX_BYTES, MAX_US = 2 * 2**30, 1e17
+MAX_BYTES, MAX_US, NEXT_S = 2 * 2**30, 1e17, 2e-5
 DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel"))
 NETWORK = re.compile(
     r"nccl|rccl|oneccl|ccl_kernel|nvshmem|cross_device_reduce|multimem|symm_mem|one_shot|two_shot"
@@ -139,12 +139,19 @@ class _Kernel(NamedTuple):
     nelems: Number
 
 
+def _uses(name: str, cat: str) -> str:
+    if NETWORK.search(name):
+        return "network"
+    return "io" if cat.endswith("memcpy") and IO.search(name) else "compute"
+
+
 class _Events:
     """The events of one file that matter, sorted by what they are."""
 
     def __init__(self, path: str, device: bool) -> None:
         self.path, self.device = path, device
-        self.names: dict[str, str] = {}
+        self.names: dict[str, str] = {}  # equal names are kept once
+        self.kinds: dict[str, tuple[str, str]] = {}  # of kernels: the same, and what they use
         self.kernels: list[_Kernel] = []
         self.launches: dict[Number, tuple[float, Number]] = {}  # when, and by which thread
         self.launch_s: list[float] = []
@@ -193,12 +200,10 @@ class _Events:
 
     def _kernel(self, event: _Event, name: str, cat: str, time: Interval) -> None:
         args = event.args or _Args()
-        talks = args.kind is not None or NETWORK.search(name) is not None
-        uses = "network" if talks else "compute"
-        if cat.endswith("memcpy") and not talks and IO.search(name):
-            uses = "io"
+        name, uses = self.kinds.get(name) or self.kinds.setdefault(name, (name, _uses(name, cat)))
+        if args.kind is not None:
+            uses = "network"
         stream = event.tid if args.stream is None else args.stream
-        name = self.names.setdefault(name, name)
         group = str(args.about or args.group or "")
         where, links = (name, f"stream {stream}", uses), (args.correlation, args.external)
         self.kernels.append(_Kernel(*where, *time, *links, group=group, nelems=args.nelems))
@@ -206,12 +211,12 @@ class _Events:
     def _runtime(self, event: _Event, name: str, time: Interval) -> None:
         if event.args is not None and event.args.correlation is not None:
             self.launches[event.args.correlation] = time[1], event.tid
-        if SYNC.search(name):
+        if "aunch" in name:
+            self.launch_s.append(time[1] - time[0])
+        elif SYNC.search(name):
             self.syncs.append(time)
         elif MEMORY.match(name):
             self.memory.append(time)
-        elif "aunch" in name:
-            self.launch_s.append(time[1] - time[0])
 
     def _op(self, event: _Event, name: str, number: int) -> None:
         args = event.args
@@ -229,7 +234,8 @@ class _Events:
             syncs, memory = union(self.syncs), union(self.memory)
         else:
             works = cpu_works(self.ops)
-            windows = [(step, *time, works) for step, time in sorted(self.steps)]
+            in_order = sorted(self.steps, key=lambda step: step[1])
+            windows = [(step, *time, works) for step, time in in_order]
             syncs = memory = []
             if not windows and works:
                 ends = max(work.end_s for work in works)
@@ -244,7 +250,7 @@ class _Events:
             if window[2] > window[1]
         ]
 
-    def _device_works(self) -> list[Work]:
+    def _device_works(self) -> list[TimedWork]:
         """Kernels with their launches; what a collective waits for was launched before it."""
         kernels = [(self.launches.get(k.correlation), k) for k in self.kernels]
         self.kernels = self.kernels[:1]  # from here on only whether there are any counts
@@ -263,32 +269,36 @@ class _Events:
             elif kernel.uses == "compute":
                 reached_s[thread] = max(end_s, reached_s.get(thread, 0.0))
             where = kernel.name, kernel.lane, kernel.uses, start_s, end_s
-            works.append(Work(*where, ready_s, launched_s, group, key))
+            works.append(TimedWork(*where, ready_s, launched_s, group, key))
         works.sort(key=lambda work: (work.start_s, work.end_s))
         return works
 
 
-Window = tuple[str, float, float, Sequence[Work]]
+Window = tuple[str, float, float, Sequence[TimedWork]]
 
 
-def _windows(works: Sequence[Work], steps: Sequence[tuple[str, Interval]]) -> list[Window]:
-    """The steps of a device: works belong to the step that launched them, and a step ends with
-    the last of them; so steps follow each other without gaps, however far the host is ahead."""
+def _windows(works: Sequence[TimedWork], steps: Sequence[tuple[str, Interval]]) -> list[Window]:
+    """The steps of a device: a step ends with the last work that it has launched, and the next
+    begins there, however far the host is ahead. Works that cross a border are in both, and what
+    begins just behind a step is in it too: it may have waited for the last flight."""
     if not steps:
-        ends = max(work.end_s for work in works)
-        return [("", works[0].start_s, ends, works)]
+        return [("", works[0].start_s, max(work.end_s for work in works), works)]
     starts = [time[0] for _, time in steps]
-    inside: list[list[Work]] = [[] for _ in steps]
+    ends = [time[0] for _, time in steps]
     for work in works:
         at_s = work.start_s if work.launched_s is None else work.launched_s
         place = bisect_right(starts, at_s) - 1
         if place >= 0 and (place + 1 < len(steps) or at_s <= steps[place][1][1]):
-            inside[place].append(work)
-    edges = [starts[0]]
-    for (_, time), own in zip(steps, inside, strict=True):
-        edges.append(max([edges[-1], *(work.end_s for work in own)] if own else [time[1]]))
-    named = zip(steps, pairwise(edges), inside, strict=True)
-    return [(name, *window, own) for (name, _), window, own in named]
+            ends[place] = max(ends[place], work.end_s)
+    edges = [starts[0], *accumulate(ends, max)]
+    longest_s = max(work.end_s - work.start_s for work in works)
+    begins = [work.start_s for work in works]
+    windows: list[Window] = []
+    for (name, _), (start_s, end_s) in zip(steps, pairwise(edges), strict=True):
+        first = bisect_left(begins, start_s - longest_s)
+        last = bisect_right(begins, end_s + NEXT_S)
+        windows.append((name, start_s, end_s, works[first:last]))
+    return windows
 
 
 def _timeline(
@@ -310,10 +320,8 @@ def _timeline(
             ready_s=moved(work.ready_s), launched_s=moved(work.launched_s),
         )
         for work in works
-        if work.end_s > start_s and work.start_s < end_s
+        if work.end_s > start_s and work.start_s < end_s + NEXT_S
     ]  # fmt: skip
-    if len(kept) < len(works):  # numbers of works have changed
-        kept = [work._replace(needs=None) for work in kept]
     whole = [(start_s, end_s)]
     launches = moved_all(without(whole, syncs)) if device else ()
     waits = moved_all(common(whole, memory))

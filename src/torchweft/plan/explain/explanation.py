@@ -22,9 +22,9 @@ from typing import Any
 
 from torchweft.errors import WeftError
 from torchweft.plan.explain.intervals import common, total_s, without
-from torchweft.plan.explain.owners import OWNERS, Stretch, joined, owned, slowed_s
+from torchweft.plan.explain.owners import OWNERS, OwnedTime, joined, owned, slowed_s
 from torchweft.plan.explain.path import critical_path
-from torchweft.plan.explain.timeline import Timeline, Work
+from torchweft.plan.explain.timeline import TimedWork, Timeline
 from torchweft.plan.explain.what_if import WhatIf
 from torchweft.plan.trace import format_s
 
@@ -61,7 +61,7 @@ class Explanation:
     name: str
     ranks: tuple[RankTimes, ...]
     never: tuple[str, ...] = ()
-    path: tuple[Work, ...] = ()
+    path: tuple[TimedWork, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
     simulated_s: float | None = None
     steps: tuple[tuple[str, float], ...] = ()
@@ -162,7 +162,7 @@ def explain(
     )
 
 
-def _times(timeline: Timeline, stretches: Sequence[Stretch]) -> RankTimes:
+def _times(timeline: Timeline, stretches: Sequence[OwnedTime]) -> RankTimes:
     owners: dict[str, tuple[list[float], list[float]]] = {}
     talks: dict[str, list[float]] = {}
     for owner, communicators, start_s, end_s in stretches:
@@ -250,7 +250,7 @@ def _owner_lines(explanation: Explanation) -> list[str]:
     return lines
 
 
-def _path_lines(path: Sequence[Work]) -> list[str]:
+def _path_lines(path: Sequence[TimedWork]) -> list[str]:
     if not path:
         return []
     by_use: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """The owner of every moment in which a rank computes nothing: why it did not.
 
-    Timeline, when other ranks joined its flights --owned--> [Stretch(owner, communicator, time)]
+    Timeline, when other ranks joined its flights --owned--> [OwnedTime(owner, communicators, time)]
 
 The time without compute is cut where anything changes, and each piece gets exactly one owner, so
 owners add up to exposed and idle time. The question is always the same: *the next compute that ran
@@ -26,7 +26,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchweft.plan.explain.intervals import Interval, clipped, covers, total_s
-from torchweft.plan.explain.timeline import Timeline, Work
+from torchweft.plan.explain.timeline import TimedWork, Timeline
 
 OWNERS: Mapping[str, str] = {
     "issued late": "Issue it as soon as its inputs are there, before the next compute.",
@@ -46,7 +46,7 @@ LATE_S, NEAR_S = 2e-5, 2e-4
 """A flight issued later than this is late; what begins sooner than this behind it waited for it."""
 
 
-class Stretch(NamedTuple):
+class OwnedTime(NamedTuple):
     """A piece of time without compute: its owner, and the communicators in flight (none: idle)."""
 
     owner: str
@@ -55,7 +55,7 @@ class Stretch(NamedTuple):
     end_s: float
 
 
-def owned(timeline: Timeline, joined_s: Mapping[int, float] | None = None) -> list[Stretch]:
+def owned(timeline: Timeline, joined_s: Mapping[int, float] | None = None) -> list[OwnedTime]:
     """All time without compute, in pieces. joined_s: by the number of a work, when the last of the
     other ranks had begun it, by this rank's clock."""
     return list(_Owning(timeline, joined_s or {}).stretches())
@@ -66,7 +66,7 @@ class _Gap(NamedTuple):
 
     start_s: float
     end_s: float
-    next: Work | None
+    next: TimedWork | None
     flights: Sequence[int]
     reads: Sequence[Interval]
 
@@ -85,7 +85,7 @@ class _Owning:
             known = [s for s in (self.compute[at].ready_s, self.least[at + 1]) if s is not None]
             self.least[at] = min(known, default=None)
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[OwnedTime]:
         """Gap by gap, each cut where anything changes."""
         first = 0
         for start_s, end_s in self.timeline.gaps:
@@ -105,7 +105,7 @@ class _Owning:
                 flying = [n for n in inside if covers([self.works[n].time], middle_s)]
                 owner = self._owner(gap, main, flying, middle_s)
                 talks = dict.fromkeys(self.works[n].communicator for n in flying)
-                yield Stretch(owner, tuple(talks), one_s, other_s)
+                yield OwnedTime(owner, tuple(talks), one_s, other_s)
 
     def _awaited(self, gap: _Gap) -> int | None:
         """The flight that the next compute had to wait for."""
@@ -121,13 +121,13 @@ class _Owning:
                 return None
         return main
 
-    def _late_s(self, work: Work) -> float:
+    def _late_s(self, work: TimedWork) -> float:
         if work.ready_s is None or work.launched_s is None:
             return 0.0
         late_s = work.launched_s - work.ready_s
         return late_s if late_s > LATE_S else 0.0
 
-    def _slow_s(self, work: Work) -> float:
+    def _slow_s(self, work: TimedWork) -> float:
         alone_s = self.alone_s.get(work.key, work.end_s - work.start_s)
         slow_s = work.end_s - work.start_s - alone_s
         return slow_s if slow_s > 0.1 * alone_s else 0.0
@@ -173,7 +173,7 @@ class _Owning:
             return self._idle(then, at_s)
         return "unknown"
 
-    def _awaiting(self, main: Work, flying: Sequence[Work], at_s: float) -> str:
+    def _awaiting(self, main: TimedWork, flying: Sequence[TimedWork], at_s: float) -> str:
         """Why the flight that compute waits for has not landed yet."""
         before = [w for w in flying if w.communicator == main.communicator and w is not main]
         if at_s < main.start_s or (before and min(before, key=_start).start_s < main.start_s):
@@ -182,7 +182,7 @@ class _Owning:
             if before and issued and (ready or at_s >= main.start_s):
                 return "order of the communicator"
             if ready and not issued:
-                return "issued late"
+                return "issued late" if self._late_s(main) > 0 else "launch-bound"
             return "dependency" if flying else "launch-bound"
         soon_s = main.end_s - self._late_s(main)
         if at_s > soon_s:
@@ -207,7 +207,7 @@ class _Owning:
             return "io"
         return "launch-bound" if self._launching(at_s) or self.timeline.has_host else "unknown"
 
-    def _idle(self, then: Work, at_s: float) -> str:
+    def _idle(self, then: TimedWork, at_s: float) -> str:
         """Nothing that it needs is in flight. On a CPU lane whoever computes also launches."""
         if then.ready_s is not None and at_s < then.ready_s:
             return "dependency"
@@ -219,7 +219,7 @@ class _Owning:
         return "launch-bound" if late else "unknown"
 
 
-def _start(work: Work) -> float:
+def _start(work: TimedWork) -> float:
     return work.start_s
 
 

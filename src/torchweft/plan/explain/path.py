@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from torchweft.plan.explain.timeline import Timeline, Work
+from torchweft.plan.explain.timeline import TimedWork, Timeline
 
 NEAR_S = 2e-6
 
 
-def critical_path(timeline: Timeline) -> tuple[Work, ...]:
+def critical_path(timeline: Timeline) -> tuple[TimedWork, ...]:
     """The chain that ends last, its first work first."""
-    works = timeline.works
+    works = timeline.own
     by_end = sorted(range(len(works)), key=lambda n: works[n].end_s)
     ends = [works[n].end_s for n in by_end]
-    path: list[Work] = []
+    path: list[TimedWork] = []
     number = by_end[-1] if by_end else None
     while number is not None:
         work = works[number]
@@ -34,6 +34,6 @@ def critical_path(timeline: Timeline) -> tuple[Work, ...]:
     return tuple(path[::-1])
 
 
-def _claim(work: Work, number: int, before: Work) -> tuple[bool, bool, float]:
+def _claim(work: TimedWork, number: int, before: TimedWork) -> tuple[bool, bool, float]:
     """How sure it is that one work waited for another."""
     return number in (work.needs or ()), before.lane == work.lane, before.end_s

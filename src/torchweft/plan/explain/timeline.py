@@ -20,7 +20,7 @@ from torchweft.plan.plan import Plan, Range
 from torchweft.plan.trace import Span, Trace
 
 
-class Work(NamedTuple):
+class TimedWork(NamedTuple):
     """Something that took time on a lane.
 
     uses: compute, network or io. key: works of equal key do equal things of equal size.
@@ -53,7 +53,7 @@ class Timeline:
     """
 
     name: str
-    works: tuple[Work, ...]
+    works: tuple[TimedWork, ...]
     start_s: float
     end_s: float
     rank: int = 0
@@ -93,6 +93,11 @@ class Timeline:
         return without(self.window, self.compute)
 
     @cached_property
+    def own(self) -> tuple[TimedWork, ...]:
+        """The works that begin within the step; a reader may know the next ones too."""
+        return tuple(work for work in self.works if work.start_s < self.end_s - 1e-9)
+
+    @cached_property
     def mixed_lanes(self) -> frozenset[str]:
         """Lanes that compute."""
         return frozenset(work.lane for work in self.works if work.uses == "compute")
@@ -114,7 +119,7 @@ def timeline_of(trace: Trace, plan: Plan | None = None, *, rank: int = 0) -> Tim
         launched_s = span.start_s if span.kind == "transfer" else None
         key = f"{op.body or op.name if op else span.op} {span.parts}"
         where = span.label, span.lane, uses, span.start_s, span.end_s
-        works.append(Work(*where, ready_s, launched_s, communicator, key, needs))
+        works.append(TimedWork(*where, ready_s, launched_s, communicator, key, needs))
     launches = union((s.start_s, s.end_s) for s in trace.spans if s.kind == "issue")
     return Timeline(trace.name, tuple(works), 0.0, trace.makespan_s, rank, launches=tuple(launches))
 

@@ -30,7 +30,7 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import write
 
-ROWS, MAX_OPS = 1 << 16, 1200
+ROWS, MAX_OPS = 1 << 16, 4000
 NEAR_S = 2e-5
 
 
@@ -156,14 +156,14 @@ class _Block:
 
 def rebuilt(timeline: Timeline) -> Rebuilt | None:
     """The graph of a timeline; None if nothing is in flight, or too much for an estimate."""
-    flights = [work for work in timeline.works if work.uses == "network"]
+    flights = [work for work in timeline.own if work.uses == "network"]
     if not flights or 2 * len(flights) + 1 > MAX_OPS:
         return None
     blocks, talks = [_Block(())], list[tuple[int, float]]()  # a flight: its block, its seconds
     pending: dict[int, float] = {}
     closed, landed_s, seen_s = False, 0.0, timeline.start_s
     idle = without(timeline.gaps, timeline.network)
-    for work in timeline.works:
+    for work in timeline.own:
         if work.uses == "network":
             pending[len(talks)] = work.end_s
             seconds = work.end_s - max(work.start_s, min(work.end_s, landed_s))
