@@ -221,6 +221,7 @@ def test_our_own_files_are_read_with_their_plan(tmp_path: Path) -> None:
         ('{"traceEvents": [{"ph": "X"', "not a trace"),
         ("[1, 2]", "event 0 is none"),
         ("{}", "has no events"),
+        ("[" * 100_000, "not a trace"),
         ('{"traceEvents": []}', "has no events"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]}', "no time"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": -1}]}', "no time"),
@@ -234,6 +235,14 @@ def test_a_damaged_file_is_an_error_of_ours(tmp_path: Path, text: str, says: str
     with pytest.raises(WeftError, match=says):
         explain_files([path])
     assert run(["explain", str(path)]) == 1
+
+
+def test_a_number_without_end_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    text = json.dumps({"traceEvents": [event("kernel", "k", 7, 12345, 1)]})
+    path.write_text(text.replace("12345", "1" * 400))
+    with pytest.raises(WeftError, match=r"event 0|not a trace"):
+        explain_files([path])
 
 
 def test_a_file_that_is_cut_off_is_an_error_of_ours(tmp_path: Path) -> None:

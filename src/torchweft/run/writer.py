@@ -27,6 +27,7 @@ so that its shape is known before (`room_for`), or are copied into it (`whole_li
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -139,7 +140,7 @@ def into_of(body: Any, op: str) -> Any:
 def landed(marks: list[Mark], index: int, flight: Any) -> None:
     """Note when the flight of an issue step ends: a mark with the step's number inverted.
 
-    What is not known to c10d as a work of its own ends, for the trace, where it is completed.
+    What c10d has no work or no future for ends, as far as the trace knows, where it is completed.
     """
 
     def note(_: object) -> None:
@@ -148,7 +149,8 @@ def landed(marks: list[Mark], index: int, flight: Any) -> None:
 
     work = getattr(flight, "work", None)
     if work is not None:
-        work.get_future().add_done_callback(note)
+        with contextlib.suppress(RuntimeError):  # a backend without futures
+            work.get_future().add_done_callback(note)
 
 
 MAX_JITTER_S = 0.002

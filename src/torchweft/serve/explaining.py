@@ -18,6 +18,7 @@ from torchweft.plan.explain.explanation import Explanation, explain
 from torchweft.plan.explain.timeline import timeline_of
 from torchweft.plan.explain.what_if import WhatIf, seen_costs, what_ifs
 from torchweft.plan.trace import Trace, side_by_side
+from torchweft.plan.write.strategy import option_defaults
 from torchweft.serve.piece import PlanEntry
 from torchweft.serve.session import Session
 
@@ -68,10 +69,10 @@ def _simulated(
 def _asked(session: Session, entries: list[PlanEntry]) -> dict[str, int]:
     """What the user asked for, and how often it came to be."""
     strategy = session.options.resolved_strategy
-    parts = strategy.options.get("parts", 1)
-    cut = sum(entry.num_calls for entry in entries if entry.plan.num_parts > 1)
+    parts = {**option_defaults(strategy.function), **strategy.options}.get("parts", 1)
     asked = {}
-    if (isinstance(parts, int) and parts > 1) or strategy.name == "overlap":
+    if isinstance(parts, int) and parts > 1:
+        cut = sum(entry.num_calls for entry in entries if entry.plan.num_parts > 1)
         asked[f"calls in parts, which strategy {strategy} asks for"] = cut
     matched = [rule for piece in session.pieces for rule in piece.captured.matched]
     for rule in session.options.all_rules:

@@ -9,7 +9,6 @@ device. Of several steps the median one is shown; `--step` takes another.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from torchweft.plan.explain.timeline import Timeline, timeline_of
 from torchweft.plan.explain.what_if import rebuilt
 from torchweft.plan.plan import Plan
 from torchweft_tools.cli.text import Json, answer
-from torchweft_tools.formats.weft_files import load_graph, read_trace
+from torchweft_tools.formats.weft_files import load_graph, load_trace
 
 Traces = Annotated[
     list[Path], typer.Argument(metavar="TRACE...", help="a trace for each rank: .json or .json.gz")
@@ -92,8 +91,8 @@ def _steps_of(path: Path, number: int, plan: Plan | None) -> tuple[int, Sequence
 
     file = read_trace_file(path)
     rank = number if file.rank is None else file.rank
-    if file.own is not None:
-        return rank, [timeline_of(read_trace(json.loads(file.own)), plan, rank=rank)]
+    if file.is_own:
+        return rank, [timeline_of(load_trace(path), plan, rank=rank)]
     return rank, file.steps
 
 

@@ -30,7 +30,7 @@ from torchweft.plan.explain.intervals import Interval, common, union, without
 from torchweft.plan.explain.timeline import TimedWork, Timeline
 from torchweft_tools.formats.host_ops import HostOp, cpu_works
 
-MAX_BYTES, MAX_US, NEXT_S = 2 * 2**30, 1e17, 2e-5
+MAX_BYTES, MAX_US, NEXT_S = 2**30, 1e17, 2e-5
 DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel"))
 NETWORK = re.compile(
     r"nccl|rccl|oneccl|ccl_kernel|nvshmem|cross_device_reduce|multimem|symm_mem|one_shot|two_shot"
@@ -79,10 +79,10 @@ class _File(msgspec.Struct):
 
 
 class TraceFile(NamedTuple):
-    """What a trace file holds: a trace of ours as JSON, or the steps of a profiler's."""
+    """What a trace file holds: a trace of ours, for `load_trace`, or the steps of a profiler's."""
 
     rank: int | None
-    own: bytes | None
+    is_own: bool
     steps: tuple[Timeline, ...]
 
 
@@ -91,21 +91,21 @@ def read_trace_file(path: str | Path) -> TraceFile:
     data = _bytes_of(Path(path))
     try:
         file = msgspec.json.decode(data, type=_File | list[msgspec.Raw])
-    except msgspec.DecodeError as cause:
+    except (msgspec.DecodeError, RecursionError) as cause:
         text = f"file: trace file {path} is not a trace ({clip(cause)}): cut off, or another kind?"
         raise WeftError(text, rule="file") from None
     if isinstance(file, list):
         file = _File(file)
     rank = file.info.rank if file.info is not None else None
-    if own := bytes(file.own):
-        return TraceFile(rank, own, ())
+    if bytes(file.own):
+        return TraceFile(rank, True, ())
     if not file.events:
         cure = "Give a PyTorch profiler's export_chrome_trace or a trace that Weft saved."
         raise WeftError(f"file: trace file {path} has no events. {cure}", rule="file")
     events = _Events(str(path), device=b'"kernel"' in data or b'"Kernel"' in data)
     events.take(file.events)
     name = Path(path).name
-    return TraceFile(rank, None, tuple(events.timelines(name, rank or 0)))
+    return TraceFile(rank, False, tuple(events.timelines(name, rank or 0)))
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -167,7 +167,7 @@ class _Events:
         for number, raw in enumerate(events):
             try:
                 event = decode(raw)
-            except msgspec.DecodeError as cause:
+            except (msgspec.DecodeError, RecursionError) as cause:
                 text = f"file: trace file {self.path}: event {number} is none: {clip(cause)}."
                 raise WeftError(text, rule="file") from None
             if event.ph == "X" and event.cat is not None and event.name is not None:
@@ -190,7 +190,7 @@ class _Events:
     def _time(self, event: _Event, number: int) -> Interval:
         try:
             start_us, length_us = float(event.ts or 0), float(event.dur or 0)
-        except ValueError:
+        except (ValueError, OverflowError):
             start_us = length_us = math.nan
         if not (0 <= start_us < MAX_US and 0 <= length_us < MAX_US):
             got = f"ts {clip(event.ts)}, dur {clip(event.dur)}"

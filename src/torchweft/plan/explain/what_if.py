@@ -113,11 +113,10 @@ def what_ifs(plan: Plan, context: Context, costs: SeenCosts) -> tuple[Trace, tup
     def faster(change: str, step_s: float) -> WhatIf:
         return WhatIf(change, step_s, planned.makespan_s / step_s if step_s > 0 else 1.0)
 
-    items = []
-    for change, other in (
-        ("twice the link", replace(costs, link=2.0)),
-        ("twice the compute", replace(costs, compute=2.0)),
-    ):
+    items, changes = [], [("twice the compute", replace(costs, compute=2.0))]
+    if any(op.uses == "network" for op in plan.graph.ops):
+        changes.insert(0, ("twice the link", replace(costs, link=2.0)))
+    for change, other in changes:
         items.append(faster(change, simulate(plan, context, costs.machine, other).makespan_s))
     for times in (2, 4):
         num_parts = plan.num_parts * times
