@@ -164,6 +164,23 @@ def test_a_rank_that_waits_for_another_says_so() -> None:
     assert "another rank late" not in owners(found, 1)
 
 
+def test_groups_of_some_ranks_wait_for_their_own() -> None:
+    """Two groups of two; only the second has a straggler."""
+
+    def rank(number: int, group: str, start: float) -> Timeline:
+        reduce = work("reduce", "network", start, 20, communicator=group)
+        return step(work("a", "compute", 0, start), reduce, end=20, rank=number)
+
+    ranks = [rank(0, "tp a", 10), rank(1, "tp a", 10), rank(2, "tp b", 10), rank(3, "tp b", 17)]
+    found = explain(ranks)
+    assert [dict(owners(found, n)) for n in range(4)] == [
+        {"last part": 10},
+        {"last part": 10},
+        {"another rank late": 7, "last part": 3},
+        {"last part": 3},
+    ]
+
+
 def test_ranks_that_do_not_match_are_noted() -> None:
     one = step(work("a", "network", 0, 1), end=1)
     two = step(work("a", "network", 0, 1), work("b", "network", 1, 2), end=2, rank=1)

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,7 @@ class _Args(msgspec.Struct, gc=False):
     external: Number = msgspec.field(name="External id", default=None)
     group: Number = msgspec.field(name="Process Group Name", default=None)
     about: Number = msgspec.field(name="Process Group Description", default=None)
+    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
     kind: Number = msgspec.field(name="Collective name", default=None)
     nelems: Number = msgspec.field(name="In msg nelems", default=None)
 
@@ -139,6 +140,11 @@ class _Kernel(NamedTuple):
     nelems: Number
 
 
+def _group(args: _Args) -> str:
+    """A communicator: groups of other ranks may have the same name."""
+    return " ".join(str(word) for word in (args.about or args.group, args.ranks) if word)
+
+
 def _uses(name: str, cat: str) -> str:
     if NETWORK.search(name):
         return "network"
@@ -204,7 +210,7 @@ class _Events:
         if args.kind is not None:
             uses = "network"
         stream = event.tid if args.stream is None else args.stream
-        group = str(args.about or args.group or "")
+        group = _group(args)
         where, links = (name, f"stream {stream}", uses), (args.correlation, args.external)
         self.kernels.append(_Kernel(*where, *time, *links, group=group, nelems=args.nelems))
 
@@ -221,7 +227,7 @@ class _Events:
     def _op(self, event: _Event, name: str, number: int) -> None:
         args = event.args
         if args is not None and name == "record_param_comms" and args.external is not None:
-            self.groups[args.external] = str(args.about or args.group or "")
+            self.groups[args.external] = _group(args)
         if not self.device:
             name = self.names.setdefault(name, name)
             self.ops.append(HostOp(name, str(event.tid), *self._time(event, number)))

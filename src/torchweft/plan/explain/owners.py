@@ -257,30 +257,31 @@ def slowed_s(timeline: Timeline) -> float | None:
 def joined(timelines: Sequence[Timeline]) -> tuple[list[dict[int, float]], list[str]]:
     """For each rank, by the number of a flight, when the last rank began it; and what did not fit.
 
-    Ranks match their flights of one communicator by order. Clocks are set by the ends of flights
-    that all ranks share, which are nearly the same moment everywhere.
+    Ranks match their flights of one communicator by order. Their clocks are set by the ends of
+    these flights, which are nearly the same moment on all of them.
     """
-    order = [_sequences(timeline) for timeline in timelines]
-    names = set.intersection(*map(set, order)) if len(order) > 1 else set()
-    even = sorted(name for name in names if len({len(each[name]) for each in order}) == 1)
-    notes = [f"ranks made different numbers of flights on {n}" for n in sorted(names - {*even})]
-    shared = [[(t.works[n], n) for name in even for n in each[name]]
-              for t, each in zip(timelines, order, strict=True)]  # fmt: skip
-    if not shared or not shared[0]:
-        return [{} for _ in timelines], notes
-    shifts = [
-        median(first[0].end_s - own[0].end_s for first, own in zip(shared[0], each, strict=True))
-        for each in shared
-    ]
-    latest = [
-        max(work.start_s + shift for (work, _), shift in zip(same, shifts, strict=True))
-        for same in zip(*shared, strict=True)
-    ]
-    found: list[dict[int, float]] = []
-    for each, shift in zip(shared, shifts, strict=True):
-        pairs = zip(each, latest, strict=True)
-        late = {n: min(last_s - shift, w.end_s) for (w, n), last_s in pairs}
-        found.append({n: s for (w, n) in each if (s := late[n]) > w.start_s + LATE_S})
+    found: list[dict[int, float]] = [{} for _ in timelines]
+    orders, notes = [_sequences(timeline) for timeline in timelines], []
+    for name in sorted({name for order in orders for name in order}):
+        holders = [rank for rank, order in enumerate(orders) if name in order]
+        numbers = [orders[rank][name] for rank in holders]
+        if len({len(each) for each in numbers}) > 1:
+            notes.append(f"ranks made different numbers of flights on {name}")
+            continue
+        flights = [
+            [timelines[rank].works[number] for number in each]
+            for rank, each in zip(holders, numbers, strict=True)
+        ]
+        shifts = [
+            median(one.end_s - own.end_s for one, own in zip(flights[0], each, strict=True))
+            for each in flights
+        ]
+        for at, same in enumerate(zip(*flights, strict=True)):
+            last_s = max(work.start_s + shift for work, shift in zip(same, shifts, strict=True))
+            for rank, each, work, shift in zip(holders, numbers, same, shifts, strict=True):
+                joined_s = min(last_s - shift, work.end_s)
+                if joined_s > work.start_s + LATE_S:
+                    found[rank][each[at]] = joined_s
     return found, notes
 
 
