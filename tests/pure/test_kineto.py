@@ -88,6 +88,7 @@ def test_a_device_trace_is_told_by_streams(tmp_path: Path) -> None:
         "multimem_all_reduce_kernel",
         "one_shot_all_reduce_kernel",
         "void deep_ep::intranode::dispatch<8, 768>",
+        "void dpsk::ep::internode::combine<false, 8, __nv_bfloat16, 8, 2, 16, 24>(int4*)",
         "Memcpy PtoP (Device -> Device)",
     ],
 )

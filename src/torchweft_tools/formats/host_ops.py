@@ -66,7 +66,7 @@ def _topmost(ops: Sequence[HostOp]) -> Iterable[TimedWork]:
         if HOLDS.search(op.name) or TALKS.match(op.name):
             continue
         until_s[op.thread] = op.end_s
-        yield TimedWork(op.name, f"thread {op.thread}", "compute", op.start_s, op.end_s, key="")
+        yield TimedWork(op.name, f"thread {op.thread}", "compute", op.start_s, op.end_s)
 
 
 def _flights(ops: Sequence[HostOp]) -> list[TimedWork]:
@@ -87,7 +87,7 @@ def _flights(ops: Sequence[HostOp]) -> list[TimedWork]:
         if first is not None and first[0].start_s <= op.end_s:
             start_s = min(first.popleft().end_s, op.end_s)
         where = op.name, backend, "network", start_s, op.end_s
-        works.append(TimedWork(*where, launched_s=start_s, communicator=backend, key=op.name))
+        works.append(TimedWork(*where, launched_s=start_s, communicator=backend))
     return works
 
 

@@ -34,7 +34,8 @@ MAX_BYTES, MAX_US, NEXT_S = 2**30, 1e17, 2e-5
 DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel"))
 NETWORK = re.compile(
     r"nccl|rccl|oneccl|ccl_kernel|nvshmem|cross_device_reduce|multimem|symm_mem|one_shot|two_shot"
-    r"|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_?ep|PtoP|sendrecv",
+    r"|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_?ep|::ep::|(intra|inter)node::"
+    r"|PtoP|sendrecv",
     re.IGNORECASE,
 )
 """Kernels that talk: those of the libraries, and the custom ones of engines."""
@@ -57,6 +58,7 @@ class _Args(msgspec.Struct, gc=False):
     ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
     kind: Number = msgspec.field(name="Collective name", default=None)
     nelems: Number = msgspec.field(name="In msg nelems", default=None)
+    grid: Any = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -137,7 +139,7 @@ class _Kernel(NamedTuple):
     correlation: Number
     external: Number
     group: str
-    nelems: Number
+    key: str
 
 
 def _group(args: _Args) -> str:
@@ -210,9 +212,12 @@ class _Events:
         if args.kind is not None:
             uses = "network"
         stream = event.tid if args.stream is None else args.stream
+        size = args.nelems if uses == "network" else args.grid
+        key = f"{name} {size}" if size else ""  # without a size nothing can be compared
+        key = self.names.setdefault(key, key)
         group = _group(args)
         where, links = (name, f"stream {stream}", uses), (args.correlation, args.external)
-        self.kernels.append(_Kernel(*where, *time, *links, group=group, nelems=args.nelems))
+        self.kernels.append(_Kernel(*where, *time, *links, group=group, key=key))
 
     def _runtime(self, event: _Event, name: str, time: Interval) -> None:
         if event.args is not None and event.args.correlation is not None:
@@ -266,16 +271,15 @@ class _Events:
         for launch, kernel in kernels:
             start_s, end_s = kernel.start_s, kernel.end_s
             launched_s = None if launch is None else min(launch[0], start_s)
-            thread, ready_s, group, key = launch and launch[1], None, "", kernel.name
+            thread, ready_s, group = launch and launch[1], None, ""
             if kernel.uses == "network":
                 group = kernel.group or self.groups.get(kernel.external, "") or kernel.lane
-                key = f"{kernel.name} {kernel.nelems}"
                 ready_s = reached_s.get(thread)
                 ready_s = None if ready_s is None or ready_s > start_s else ready_s
             elif kernel.uses == "compute":
                 reached_s[thread] = max(end_s, reached_s.get(thread, 0.0))
             where = kernel.name, kernel.lane, kernel.uses, start_s, end_s
-            works.append(TimedWork(*where, ready_s, launched_s, group, key))
+            works.append(TimedWork(*where, ready_s, launched_s, group, kernel.key))
         works.sort(key=lambda work: (work.start_s, work.end_s))
         return works
 

@@ -19,6 +19,9 @@ from torchweft.plan.graph import Graph, Op
 from torchweft.plan.plan import Plan, Range
 from torchweft.plan.trace import Span, Trace
 
+MIN_SHARE = 0.1
+"""A lane with less than this share of all compute does not count as one that computes."""
+
 
 class TimedWork(NamedTuple):
     """Something that took time on a lane.
@@ -99,8 +102,13 @@ class Timeline:
 
     @cached_property
     def mixed_lanes(self) -> frozenset[str]:
-        """Lanes that compute."""
-        return frozenset(work.lane for work in self.works if work.uses == "compute")
+        """Lanes that compute; a stream of flights with a few small kernels around them is none."""
+        taken_s: dict[str, float] = {}
+        for work in self.works:
+            if work.uses == "compute":
+                taken_s[work.lane] = taken_s.get(work.lane, 0.0) + work.end_s - work.start_s
+        least_s = MIN_SHARE * sum(taken_s.values())
+        return frozenset(lane for lane, seconds in taken_s.items() if seconds >= least_s)
 
 
 def timeline_of(trace: Trace, plan: Plan | None = None, *, rank: int = 0) -> Timeline:
