@@ -1,6 +1,6 @@
 """Operators of a profiler's file without a device: a lane a thread, and gloo's flights.
 
-    [HostOp] --cpu_works--> [TimedWork]
+    [HostOp] --cpu_works--> [TimedWork]         --issues--> when threads were busy to issue flights
 
 Compute is the topmost operator of each thread, below what only holds others (a compiled region, a
 backward node). A collective over gloo is two events: `c10d::allreduce_` in the thread that issues
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torchweft.plan.explain.intervals import Interval, union
 from torchweft.plan.explain.timeline import TimedWork
 
 WEFT = re.compile(r"weft (run|copy|issue|complete|wait) (\w+) (\S+) (.+)")
@@ -54,6 +55,13 @@ def cpu_works(ops: Sequence[HostOp]) -> list[TimedWork]:
     else:
         works = [*_topmost(ops), *flights]
     return sorted(works, key=lambda work: (work.start_s, work.end_s))
+
+
+def issues(ops: Sequence[HostOp]) -> list[Interval]:
+    """When a thread was busy to issue a flight: it computed nothing then."""
+    return union(
+        (op.start_s, op.end_s) for op in ops if op.name.startswith(("weft issue ", "c10d::"))
+    )
 
 
 def _topmost(ops: Sequence[HostOp]) -> Iterable[TimedWork]:

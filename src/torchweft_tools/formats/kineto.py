@@ -28,7 +28,7 @@ import msgspec
 from torchweft.errors import WeftError, clip
 from torchweft.plan.explain.intervals import Interval, common, union, without
 from torchweft.plan.explain.timeline import TimedWork, Timeline
-from torchweft_tools.formats.host_ops import HostOp, cpu_works
+from torchweft_tools.formats.host_ops import HostOp, cpu_works, issues
 
 MAX_BYTES, MAX_US, NEXT_S = 2**30, 1e17, 2e-5
 DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel"))
@@ -242,12 +242,12 @@ class _Events:
         if self.kernels:
             works = self._device_works()
             windows = _windows(works, sorted(self.steps, key=lambda step: step[1]))
-            syncs, memory = union(self.syncs), union(self.memory)
+            hosts, memory = union(self.syncs), union(self.memory)
         else:
             works = cpu_works(self.ops)
             in_order = sorted(self.steps, key=lambda step: step[1])
             windows = [(step, *time, works) for step, time in in_order]
-            syncs = memory = []
+            hosts, memory = issues(self.ops), []
             if not windows and works:
                 ends = max(work.end_s for work in works)
                 windows = [("", min(work.start_s for work in works), ends, works)]
@@ -256,7 +256,7 @@ class _Events:
             raise WeftError(f"file: trace file {self.path}: {text}.", rule="file")
         launch_s = sorted(self.launch_s)[len(self.launch_s) // 2] if self.launch_s else 5e-6
         return [
-            _timeline(name, rank, window, syncs, memory, bool(self.kernels), launch_s)
+            _timeline(name, rank, window, hosts, memory, bool(self.kernels), launch_s)
             for window in windows
             if window[2] > window[1]
         ]
@@ -312,10 +312,11 @@ def _windows(works: Sequence[TimedWork], steps: Sequence[tuple[str, Interval]]) 
 
 
 def _timeline(
-    name: str, rank: int, window: Window, syncs: Sequence[Interval],
+    name: str, rank: int, window: Window, hosts: Sequence[Interval],
     memory: Sequence[Interval], device: bool, launch_s: float,
 ) -> Timeline:  # fmt: skip
-    """One step, with its start at zero."""
+    """One step, with its start at zero. hosts: when the host of a device stood still, or when the
+    threads of a CPU issued."""
     step, start_s, end_s, works = window
 
     def moved(moment_s: float | None) -> float | None:
@@ -333,7 +334,7 @@ def _timeline(
         if work.end_s > start_s and work.start_s < end_s + NEXT_S
     ]  # fmt: skip
     whole = [(start_s, end_s)]
-    launches = moved_all(without(whole, syncs)) if device else ()
+    launches = moved_all((without if device else common)(whole, hosts))
     waits = moved_all(common(whole, memory))
     where = 0.0, end_s - start_s, rank, step, launches, waits
     return Timeline(name, tuple(kept), *where, has_host=device, launch_s=launch_s)

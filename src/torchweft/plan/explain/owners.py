@@ -117,7 +117,9 @@ class _Owning:
         main = max(late, key=lambda n: self.works[n].end_s, default=None)
         if main is not None and gap.next.needs is None:  # by time alone: it must fit
             work = self.works[main]
-            if gap.end_s - work.end_s > max(NEAR_S, 0.05 * (work.end_s - work.start_s)):
+            issues = () if self.timeline.has_host else self.timeline.launches
+            behind_s = gap.end_s - work.end_s - total_s(clipped(issues, work.end_s, gap.end_s))
+            if behind_s > max(NEAR_S, 0.05 * (work.end_s - work.start_s)):
                 return None
         return main
 
@@ -163,7 +165,9 @@ class _Owning:
             return "wrong lane" if self._could_run(at_s) else "dependency"
         if then is None:
             return self._tail(gap, flying, at_s)
-        if then.launched_s is not None and at_s < then.launched_s and self._launching(at_s):
+        if self._launching(at_s) and (
+            not self.timeline.has_host or (then.launched_s is not None and at_s < then.launched_s)
+        ):
             return "launch-bound"
         if main is not None and at_s < works[main].end_s:
             return self._awaiting(works[main], [works[n] for n in flying], at_s)
@@ -171,7 +175,7 @@ class _Owning:
             return "io"
         if not flying or then.needs is not None or self.timeline.has_host:
             return self._idle(then, at_s)
-        return "unknown"
+        return "launch-bound" if gap.end_s - gap.start_s < NEAR_S else "unknown"
 
     def _awaiting(self, main: TimedWork, flying: Sequence[TimedWork], at_s: float) -> str:
         """Why the flight that compute waits for has not landed yet."""
