@@ -20,11 +20,11 @@ HOUSE = ROOT / "src" / "torchweft"
 TOOLS = ROOT / "src" / "torchweft_tools"
 OWN = sorted(HOUSE.rglob("*.py"))
 FILES = [*OWN, *sorted(TOOLS.rglob("*.py"))]
-MAX_TOTAL = 28_900
+MAX_TOTAL = 30_200
 """A ratchet: what a user imports. A change lowers it, or says in its message why it cannot.
 
 A choice that never loses: races, costs and what is kept of them, prediction, a proven bound and a
-search for plans that come near it.
+search for plans that come near it, and an owner for every exposed millisecond (`plan/explain`).
 """
 MAX_ROOM_FILES, MAX_ROOM_LINES, MAX_FILE, MAX_FUNCTION = 14, 3000, 600, 60
 

@@ -34,7 +34,18 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
 if TYPE_CHECKING:
-    from torchweft.api import check, compile, disable, enable, plans, report, restore, trace, warmup
+    from torchweft.api import (
+        check,
+        compile,
+        disable,
+        enable,
+        explain,
+        plans,
+        report,
+        restore,
+        trace,
+        warmup,
+    )
     from torchweft.capture.marks import (
         mark,
         mark_function,
@@ -48,9 +59,9 @@ if TYPE_CHECKING:
     from torchweft.serve.session import context
     from torchweft_tools import lab
 
-_ROLL_OUT = ("disable", "enable")
+_MORE = ("disable", "enable", "explain")
 _LAZY = {
-    "api": ("check", "compile", "plans", "report", "restore", "trace", "warmup", *_ROLL_OUT),
+    "api": ("check", "compile", "plans", "report", "restore", "trace", "warmup", *_MORE),
     "run.workers.pool": ("Spot",),
     "serve.session": ("context",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
@@ -87,6 +98,7 @@ __all__ = [
     "disable",
     "dynamic",
     "enable",
+    "explain",
     "get_strategy",
     "lab",
     "mark",

@@ -6,6 +6,7 @@ model = weft.compile(model, strategy="overlap")     in place; .generate, state_d
 print(weft.report(model))                           plans, shares, fallbacks with reasons
 print(weft.plans(model)[0])                         a plan, as text
 weft.trace(model, x).save("run.json")               what really happened
+print(weft.explain(model, x))                       and why: an owner for every exposed millisecond
 weft.check(model, x, strategy="overlap")            equal to eager, or the first op that differs
 weft.disable(model); weft.enable(model, share=0.1)  at run time, all ranks together
 weft.restore(model)                                 as it was
@@ -29,6 +30,7 @@ from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.options import Options, is_disabled
+from torchweft.plan.explain.explanation import Explanation
 from torchweft.plan.plan import Plan
 from torchweft.plan.predict import auto
 from torchweft.plan.strategies import overlap, sequential
@@ -38,6 +40,7 @@ from torchweft.ranks.ranks import EVERY
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
 from torchweft.serve.auto import Auto
+from torchweft.serve.explaining import explain_call
 from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
 from torchweft.serve.session import Report, Session
 
@@ -260,6 +263,11 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     if not traces:
         raise WeftError("trace: no captured graph ran in this call.", rule="trace")
     return max(traces, key=lambda each: each.makespan_s)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run one call and tell where its time went: planned against actual, owners, what-ifs."""
+    return explain_call(session_of(model), model, args, kwargs)
 
 
 def check(

@@ -23,6 +23,7 @@ from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy, option_defaults, strategy, write
 
 PARTS = (2, 4, 8)
+OTHERWISE = ("auto", "searched", "sequential")  # what they do is asked for, not tried
 NEVER_S = float("inf")
 
 
@@ -44,7 +45,7 @@ def candidates(graph: Graph) -> list[Strategy]:
     uses, splits = {op.uses for op in graph.ops}, any(not op.whole for op in graph.ops)
     if len(graph.ops) < 2 or (uses == {"compute"} and not _has_branches(graph)):
         return []
-    others = [get_strategy(name) for name in strategy_names() if name not in ("auto", "sequential")]
+    others = [get_strategy(name) for name in strategy_names() if name not in OTHERWISE]
     return list(chain.from_iterable(_variants(way, splits) for way in others))
 
 

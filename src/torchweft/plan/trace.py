@@ -226,6 +226,23 @@ def to_data(trace: Trace) -> dict[str, Any]:
     return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
 
 
+def side_by_side(planned: Trace, actual: Trace, width: int = 100) -> str:
+    """Two traces on one axis: for each lane what was planned, above what happened."""
+    spans = planned.spans + actual.spans
+    names = [lane for each in (planned, actual) for lane, _ in each.lanes]
+    lanes = [name for name in dict.fromkeys(names) if any(span.lane == name for span in spans)]
+    wide = min(24, max(map(len, lanes), default=0)) + 10
+    columns, end_s = max(20, width - wide), max(planned.makespan_s, actual.makespan_s) or 1e-6
+    lines = [" " * wide + _axis(end_s, columns)]
+    for lane in lanes:
+        for name, trace in (("planned", planned), ("actual", actual)):
+            head = f"{lane[: wide - 10] if name == 'planned' else '':<{wide - 8}}{name:<8}"
+            for row in trace.rows(lane)[:MAX_FLIGHTS] if lane in trace._by_lane else [[]]:
+                lines.append(head + _cells(row, end_s, columns))
+                head = " " * wide
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
 def format_s(seconds: float) -> str:
     """Seconds to read: `1.24 ms`."""
     factor, unit = _scale(seconds)

@@ -7,6 +7,7 @@ from torch._C import _set_grad_enabled as set_grad_enabled_
 from torch._C._distributed_c10d import AllgatherOptions, _resolve_process_group
 from torch._C._functorch import is_batchedtensor
 from torch._C._nn import linear as c_linear
+from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket

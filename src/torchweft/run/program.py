@@ -23,7 +23,7 @@ Body = Callable[..., Sequence[Any]]
 Delay = bool | Callable[[Step], float]
 """Whether steps are delayed at random, or by how many seconds each."""
 Mark = tuple[int, float, float]
-"""A step, by its number, with its start and its end in seconds."""
+"""A step, by its number, with its start and its end in seconds; ~number: its flight has landed."""
 MAX_SHAPES = 4096
 Inputs = Sequence[Any]
 Numbers = Sequence[int]
@@ -160,10 +160,13 @@ def trace_of(program: Program, marks: Iterable[Mark]) -> Trace:
     """What the steps left behind, as a trace: steps, waits that took time, transfers in flight."""
     plan, marks = program.plan, sorted(marks, key=lambda mark: mark[1])
     began = marks[0][1] if marks else 0.0
+    landed = {~index: end - began for index, _, end in marks if index < 0}
     spans: list[Span] = []
     issues = {step.names: step for step in reversed(plan.steps) if step.kind == "issue"}
-    issued: dict[object, float] = {}
+    issued: dict[object, tuple[int, float]] = {}
     for index, start, end in marks:
+        if index < 0:
+            continue
         step, start, end = plan.steps[index], start - began, end - began
         device = plan.lane[step.lane].device
         ops = step.names if step.kind in ("run", "issue", "complete") else ()
@@ -175,10 +178,12 @@ def trace_of(program: Program, marks: Iterable[Mark]) -> Trace:
             where = step.kind, step.label, step.lane, device, lane_uses
             spans.append(Span(*where, *what, start, end, busy_s))
         if step.kind == "issue":
-            issued[what] = end
+            issued[what] = index, end
         if step.kind == "complete":
-            at, lane = issued.get(what, start), issues[step.names].on or step.lane
-            label = step.label.removeprefix("complete ")
+            number, at = issued.get(what, (index, start))
+            lane, label = issues[step.names].on or step.lane, step.label.removeprefix("complete ")
+            end = min(end, landed.get(number, end))
+            at = min(at, end)
             spans.append(Span("transfer", label, lane, device, uses, *what, at, end, end - at))
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     busy = {span.lane for span in spans}

@@ -27,6 +27,7 @@ so that its shape is known before (`room_for`), or are copied into it (`whole_li
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -42,7 +43,9 @@ from torchweft.errors import PlanError
 from torchweft.plan.graph import Batch, Value
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.plan.sizes import Size
-from torchweft.run.program import Body, Delay, Program, Results, makes_of, reads_of
+from torchweft.plan.trace import SPANS
+from torchweft.private.core import RecordFunctionFast
+from torchweft.run.program import Body, Delay, Mark, Program, Results, makes_of, reads_of
 from torchweft.source import Source
 
 Take = Callable[[Any, int, int, int], Any]
@@ -134,6 +137,22 @@ def into_of(body: Any, op: str) -> Any:
     return into
 
 
+def landed(marks: list[Mark], index: int, flight: Any) -> None:
+    """Note when the flight of an issue step ends: a mark with the step's number inverted.
+
+    What c10d has no work or no future for ends, as far as the trace knows, where it is completed.
+    """
+
+    def note(_: object) -> None:
+        now_s = time.perf_counter()
+        marks.append((~index, now_s, now_s))
+
+    work = getattr(flight, "work", None)
+    if work is not None:
+        with contextlib.suppress(RuntimeError):  # a backend without futures
+            work.get_future().add_done_callback(note)
+
+
 MAX_JITTER_S = 0.002
 
 
@@ -176,6 +195,7 @@ class Writer:
         self.bodies, self.traced, self.jitter = bodies, traced, jitter
         self.op_index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.space |= {"j": time.sleep, "now": time.perf_counter, "r": random.random}
+        self.space |= {"named": RecordFunctionFast, "landed": landed}
         self.space["first"] = partial(fill, threading.Lock())
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.num_functions = len(self.lanes)
@@ -242,10 +262,22 @@ class Writer:
         body = self._delay(step) + body
         if self.traced:
             body = ["q = now()", *body, f"s[-1].append(({index}, q, now()))"]
+            body = self._named(index, step, body)
         label = self.labels[index]
         if label in self.events and self.first[label] == index:
             body.append(f"e[{self.events[label]}].set()")
         return body
+
+    def _named(self, index: int, step: Step, body: list[str]) -> list[str]:
+        """A traced step as a profiler of torch sees it too; a flight notes when it has landed."""
+        if step.kind not in SPANS:
+            return body
+        if step.kind == "issue":
+            body = [*body, f"landed(s[-1], {index}, {self._flight(step)})"]
+        ops = step.names if step.kind in ("run", "issue", "complete") else ()
+        uses = self.graph.op[ops[0]].uses if ops else "memory"
+        name = self.source.constant(f"weft {step.kind} {uses} {step.lane} {self.labels[index]}")
+        return [f"n = named({name})", "n.__enter__()", *body, "n.__exit__(None, None, None)"]
 
     def _body(self, step: Step) -> list[str]:
         if step.target is not None:
@@ -276,8 +308,7 @@ class Writer:
 
     def _op(self, step: Step) -> list[str]:
         which = self._function(step)
-        start, stop = step.parts or (0, self.plan.num_parts)
-        flight = self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
+        flight = self._flight(step)
         if step.kind == "complete":  # what has landed holds nothing any more
             return [*self._assign(step, f"g{which}({flight})"), *self._drop(flight)]
         reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
@@ -288,6 +319,10 @@ class Writer:
         if step.kind == "issue":
             return [f"{flight} = i{which}({', '.join(arguments)})"]
         return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)
+
+    def _flight(self, step: Step) -> str:
+        start, stop = step.parts or (0, self.plan.num_parts)
+        return self._use(f"h{self.op_index[step.names[0]]}_{start}_{stop}")
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""

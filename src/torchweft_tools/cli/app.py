@@ -36,6 +36,7 @@ from torchweft.plan.write.strategy import Strategy, option_defaults, write
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli import bench, tools
 from torchweft_tools.cli.doctor import examine
+from torchweft_tools.cli.explaining import explain_command
 from torchweft_tools.cli.text import (
     Json,
     MachineFile,
@@ -66,6 +67,7 @@ app.add_typer(tools.lab_app, name="lab")
 app.command("dryrun", context_settings=tools.AS_IS)(tools.dryrun_command)
 app.command("selftest")(tools.selftest_command)
 app.command("demo")(tools.demo_command)
+app.command("explain")(explain_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
