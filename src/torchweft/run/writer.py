@@ -315,7 +315,8 @@ class Writer:
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
-        arguments = reads + [self._numbers([size], (start, stop)) for size in sizes]
+        parts = step.parts or (0, self.plan.num_parts)
+        arguments = reads + [self._numbers([size], parts) for size in sizes]
         if step.kind == "issue":
             return [f"{flight} = i{which}({', '.join(arguments)})"]
         return self._assign(step, f"f{which}({', '.join(arguments)})", arguments)

@@ -42,11 +42,8 @@ class CostBook:
     def _read(self, piece: Piece, entry: PlanEntry) -> None:
         assert entry.trace is not None and entry.traced is not None, "only traces are read"
         graph, (bounds, context) = piece.graph, (entry.traced.bounds, entry.traced.context)
-        whole = len(bounds) == 2
         for span in entry.trace.spans:
-            # A flight ends when somebody looks: beside other parts that is late.
-            is_cost = span.kind == "run" or (span.kind == "transfer" and whole)
-            if not is_cost or span.op not in graph.op:
+            if span.kind not in ("run", "transfer") or span.op not in graph.op:
                 continue
             first, last = span.parts or (0, len(bounds) - 1)
             rows = bounds[last] - bounds[first]
