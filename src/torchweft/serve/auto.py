@@ -92,6 +92,7 @@ class Auto:
         if choice is not None and not choice.is_due:
             choice.num_calls += 1
             return self._run(choice.way, args, kwargs)
+        self.trials.last = sequential if self._communicators() else None
         race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
         number = race.num_calls if race is not None else choice.num_calls if choice else 0
         with self.trials.turn(kind, lambda: devices_of(tree_leaves(given))) as way:
@@ -175,6 +176,7 @@ class Auto:
         """Ranks have calls of different kinds: this one runs as it is, and after some, all do."""
         reason = "auto: the ranks have calls of different kinds"
         self.session.fallbacks[reason] += 1
+        self.trials.skips = True
         self.num_disagreed += not by_turns
         if self.num_disagreed > MAX_DISAGREED:
             self.retired = f"{reason}; name a strategy that suits all of them"
@@ -207,6 +209,8 @@ class Auto:
 
     def _keep(self, kind: Hashable, choice: Choice) -> None:
         """Write down what a race has shown."""
+        if self.trials.last is not None and {choice.way, choice.rival} <= {None, COMPILED}:
+            choice.is_guarded = False  # ranks could not see that they count alike
         if kind in self._tuned:
             self._tuned[kind].keep(kind, choice)
 

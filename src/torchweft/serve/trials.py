@@ -69,10 +69,15 @@ def wanted_by(options: Any, auto: Sequence[Wanted]) -> tuple[Wanted, ...]:
 
 
 class Race:
-    """The calls of one kind while the choice is open. The first way stays if none is better."""
+    """The calls of one kind while the choice is open. The first way stays if none is better.
 
-    def __init__(self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS) -> None:
-        self.first, self.num_rounds = ways[0], num_rounds
+    last: a way that ends each round, if one is to: ranks see there that they count alike.
+    """
+
+    def __init__(
+        self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS, last: Way = None
+    ) -> None:
+        self.first, self.last, self.num_rounds = ways[0], last, num_rounds
         self.ways: list[Way] = []
         self.warm: dict[Way, int] = {}  # calls left that do not count
         self.rounds: list[dict[Way, float]] = []
@@ -85,11 +90,16 @@ class Race:
         """Let more ways take part, in a new heat. Of those that were there the best stay."""
         self.num_heats += 1
         if self.rounds:
-            self.ways = list(dict.fromkeys([self.first, self.winner()]))
+            self.ways = [way for way in self.ways if way in self.kept or way == self.winner()]
             self.rounds.clear()
         new = [way for way in ways if way not in self.warm]
-        self.ways += new
+        self.ways = sorted([*self.ways, *new], key=lambda way: bool(self.last and way == self.last))
         self.warm |= {way: 1 if way is None else WARM for way in new}
+
+    @property
+    def kept(self) -> tuple[Way, ...]:
+        """The ways that do not leave."""
+        return (self.first, self.last)
 
     def next(self) -> Way:
         """The way whose turn it is."""
@@ -126,7 +136,7 @@ class Race:
             if len(self.rounds) >= least_rounds:
                 self.ways = [
                     way for way in self.ways
-                    if way is self.first or self.speed(way) >= share * best
+                    if way in self.kept or self.speed(way) >= share * best
                 ]  # fmt: skip
 
     def speed(self, way: Way) -> float:
@@ -138,6 +148,10 @@ class Race:
         """Whether enough is known."""
         if len(self.rounds) >= self.num_rounds or len(self.ways) == 1:
             return True
+        if len(self.rounds) >= BEHIND[0][0] and all(way in self.kept for way in self.ways):
+            behind = [way for way in self.ways if self.speed(way) < BEHIND[0][1]]
+            if len(behind) == len(self.ways) - 1:
+                return True
         best = max(self.ways, key=self.speed)
         clear = min(each[self.first] / each[best] for each in self.rounds) > 1.1
         return len(self.rounds) >= BEHIND[-1][0] and clear and len(self.ways) == 2
@@ -226,6 +240,8 @@ class Trials:
         num_rounds: int = NUM_ROUNDS,
         propose: Callable[[Hashable, Race], Sequence[Way] | Choice] = lambda kind, race: (),
     ) -> None:
+        self.last: Way = None  # the way that ends the rounds of all races
+        self.skips = False  # whether the call under way does not count
         self.session, self.propose, self.num_rounds = session, propose, num_rounds
         self.ways: list[Way] = [way if way is None else as_strategy(way) for way in strategies]
         self.races: dict[Hashable, Race] = {}
@@ -280,8 +296,11 @@ class Trials:
             return
         if race is not None:
             way = race.next()
+        self.skips = False
         fallen, start = self.session.fallbacks.total(), _moment(device)
         yield way
+        if self.skips:
+            return
         lost = self.session.fallbacks.total() > fallen
         moments = (0.0, math.inf) if lost else (start, _moment(device))
         if race is not None:
@@ -291,7 +310,7 @@ class Trials:
 
     def _race(self, kind: Hashable) -> Race:
         if kind not in self.races:
-            self.races[kind] = Race(self.ways, self.num_rounds)
+            self.races[kind] = Race(self.ways, self.num_rounds, self.last)
         return self.races[kind]
 
     def _note(self, kind: Hashable, race: Race, way: Way, start: Any, end: Any) -> None:
