@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
+MAX_WARM = 60  # calls that a race takes, or so
 ALONE = nullcontext()  # without process groups there is nobody to talk to
 
 
@@ -320,17 +321,25 @@ def check(
         session.close()
 
 
-def warmup(model: Callable[..., Any], inputs: Iterable[Any]) -> None:
+def warmup(
+    model: Callable[..., Any],
+    inputs: Iterable[Any],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Make plans ahead of traffic: one call for each of the inputs, given as for `check`.
 
     Under "auto" each is called until its choice is made, with torch.compile as one to choose from.
+    progress: told how many calls were made, and how many may be needed.
     """
-    chooser = session_of(model).auto
+    chooser, done = session_of(model).auto, 0
     for args, kwargs in map(arguments_of, inputs):
         with torch.no_grad(), nullcontext() if chooser is None else chooser.tuning():
             model(*args, **kwargs)
             while chooser is not None and not chooser.is_settled(args, kwargs):
                 model(*args, **kwargs)
+                done += 1
+                progress(done, max(done, MAX_WARM))
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from torchweft.serve.auto import Auto
 from torchweft_tools.bench.measure.pairs import measure, ratio
 from torchweft_tools.cli import app as cli
 from torchweft_tools.cli.doctor import examine
@@ -123,3 +125,13 @@ def test_measure_runs_baseline_and_candidate_in_turn():
     calls = []
     measure(lambda: calls.append("a"), lambda: calls.append("b"), num_pairs=3, num_warm=0)
     assert calls == ["a", "b", "a"] * 3
+
+
+def test_tune_races_a_model_and_keeps_the_choice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Auto, "tuning", lambda self: nullcontext())  # Inductor takes its time
+    file = tmp_path / "tuned_model.py"
+    file.write_text(MODEL)
+    assert cli.run(["tune", f"{file}:build"]) == 0
+    assert "as it is" in capsys.readouterr().out
+    assert cli.run(["tune", f"{file}:build", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"]

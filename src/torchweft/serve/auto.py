@@ -96,7 +96,8 @@ class Auto:
         race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
         number = race.num_calls if race is not None else choice.num_calls if choice else 0
         with self.trials.turn(kind, lambda: devices_of(tree_leaves(given))) as way:
-            warms_up = race is not None and race.warm.get(way) == 1 and way is not None
+            is_plan = way is not None and way is not COMPILED
+            warms_up = race is not None and race.warm.get(way) == 1 and is_plan
             service.salt = number_of(f"{kind} {number}")
             for piece in self.session.pieces if warms_up else ():
                 piece.traced = None

@@ -74,9 +74,7 @@ class Race:
     last: a way that ends each round, if one is to: ranks see there that they count alike.
     """
 
-    def __init__(
-        self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS, last: Way = None
-    ) -> None:
+    def __init__(self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS, last: Way = None) -> None:
         self.first, self.last, self.num_rounds = ways[0], last, num_rounds
         self.ways: list[Way] = []
         self.warm: dict[Way, int] = {}  # calls left that do not count

@@ -35,6 +35,7 @@ from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults, write
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli import bench, tools
+from torchweft_tools.cli.bar import bar
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.explaining import explain_command
 from torchweft_tools.cli.text import (
@@ -352,6 +353,17 @@ def trace_command(
     say(traced.to_text())
     if output is not None:
         traced.save(output)
+
+
+@app.command("tune")
+def tune_command(model: Model, as_json: Json = False) -> None:
+    """Race all ways that a model may run, torch.compile among them; the fastest is kept on disk."""
+    with bar("races") as progress:
+        lines = _subject(model).tune(progress)
+    if as_json:
+        say_json({"choices": lines})
+    else:
+        say("\n".join(lines))
 
 
 @app.command("doctor")

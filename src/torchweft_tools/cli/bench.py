@@ -31,7 +31,7 @@ from torchweft_tools.cli.bar import bar
 from torchweft_tools.cli.text import Json, UsageError, printable, say, say_json
 
 BENCHES = (
-    *("ablation", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
+    *("ablation", "auto", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
     *("ops", "overlap", "placement", "races", "stream", "verify", "zoo"),
 )
 MAX_ROWS = 40

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.api import arguments_of, check, compile, session_of, trace
+from torchweft.api import arguments_of, check, compile, report, session_of, trace, warmup
 from torchweft.errors import WeftError, unknown
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy
@@ -53,6 +53,12 @@ class Subject(NamedTuple):
         """What happened on the lanes of one call of a compiled model."""
         args, kwargs = arguments_of(self.inputs)
         return trace(self.model, *args, **kwargs)
+
+    def tune(self, progress: Callable[[int, int], None]) -> list[str]:
+        """The choice for the inputs of the model, made and kept, with what else was tried."""
+        tuned = self.compiled("auto")
+        warmup(tuned.model, [self.inputs], progress=progress)
+        return list(report(tuned.model).choices)
 
     @torch.no_grad()
     def check(self, strategy: Strategy, tolerance: float | None) -> Check:

@@ -1,0 +1,138 @@
+"""One rank of the auto bench: a spec comes in on the command line, lines of JSON go out.
+
+    python -m torchweft_tools.bench.players.auto_rank '{"model": "dense", "shapes": [[4, 64]], ...}'
+
+For each link and shape: `weft.compile(model)` warms up, that is, makes its choice; then it races
+eager, eager again, stock torch.compile, and every strategy that it could have been given.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchweft import lab
+from torchweft.api import compile, session_of, warmup
+from torchweft.plan.bound import bound
+from torchweft.plan.machine import Costs
+from torchweft.plan.strategies import overlap, sequential
+from torchweft.serve.auto import kind_of
+from torchweft.serve.trials import name_of
+from torchweft_tools.bench.measure.messages import leaving, say
+from torchweft_tools.bench.peers import models, stock
+from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
+
+NUM_WARM = 3
+SIZES = {
+    "full": models.Sizes(num_layers=4, hidden=512, wide=1024),
+    "tiny": models.Sizes(num_layers=2, hidden=64, wide=96, head=16),
+}
+FIXED = {
+    "sequential": (sequential, "eager"),
+    **{f"overlap_{parts}": (overlap(parts=parts), "eager") for parts in (2, 4, 8)},
+    **{f"overlap_{parts}_onednn": (overlap(parts=parts), "onednn") for parts in (2, 4)},
+}
+MAX_DIFF = 1e-3
+
+
+def main(text: str) -> None:
+    """Run the contexts of one model and print their results."""
+    spec = json.loads(text)
+    quiet()
+    pin(int(os.environ["RANK"]))
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    with leaving():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        side = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with torch.no_grad():
+            for result in measure(spec, side):
+                if dist.get_rank() == 0:
+                    say("result", result)
+        dist.barrier(group=side)
+
+
+def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """The result of each context."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = SIZES[spec["size"]]
+    make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
+    plain = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
+    calls: dict[str, Any] = {"eager": plain, "eager_again": plain, "inductor": stock.stock(plain)}
+    for name, (strategy, inner) in FIXED.items():
+        calls[name] = compile(copy.copy(plain), strategy, inner=inner)
+    auto = calls["auto"] = compile(copy.copy(plain), remember=False)
+    order = Random(spec["seed"])
+    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
+    total, done = len(links) * len(spec["shapes"]), 0
+    for link in links:
+        if lab.is_limited():
+            lab.set_rate(link)
+        session_of(auto).auto.trials.forget()  # a machine with another link
+        session_of(auto).auto.book.seconds.clear()
+        for shape in spec["shapes"]:
+            rows, positions = shape
+            x = models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
+            yield {"link": link, "shape": shape, **_context(spec, calls, x, side, order)}
+            done += 1
+            if rank == 0:
+                say("progress", [done, total])
+
+
+def _context(
+    spec: Mapping[str, Any],
+    calls: Mapping[str, Any],
+    x: Tensor,
+    side: dist.ProcessGroup,
+    order: Random,
+) -> dict[str, Any]:
+    """The choice for one context, and the race of all."""
+    wanted = calls["eager"](x)
+    inputs = {name: x.clone() for name in calls}
+    warmup(calls["auto"], [inputs["auto"]])
+    chooser = session_of(calls["auto"]).auto
+    choice = chooser.trials.choices[kind_of((inputs["auto"],), {})]
+    diffs = {}
+    for name, call in calls.items():
+        for _ in range(NUM_WARM):
+            made = call(inputs[name])
+        diffs[name] = all_max((made - wanted).abs().max().item(), side)
+        if not diffs[name] <= MAX_DIFF * wanted.abs().max().item():
+            raise AssertionError(f"{name} differs by {diffs[name]:.3g} from eager")
+    runs = {name: partial(call, inputs[name]) for name, call in calls.items()}
+    num_calls = calls_of_a_run(runs["eager"], side)
+    times = race(runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side)
+    return {
+        "times": times,
+        "chosen": name_of(choice.way),
+        "speeds": {name_of(way): speed for way, speed in choice.speeds.items()},
+        "bound_s": all_max(_bound_s(calls["auto"]), side),
+        "max_abs_diff": diffs["auto"],
+    }
+
+
+def _bound_s(model: nn.Module) -> float:
+    """What no schedule of the graphs that ran last can beat, at the costs that were seen."""
+    session = session_of(model)
+    costs = Costs(session.options.resolved_machine, session.auto.book.table())
+    pieces = [piece for piece in session.pieces if piece.traced is not None]
+    return sum(
+        bound(piece.graph, piece.traced.context, costs.machine, costs).seconds
+        for piece in pieces
+        if piece.traced is not None
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
