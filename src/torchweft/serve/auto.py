@@ -36,7 +36,7 @@ from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import announce
 from torchweft.run.accelerator.accelerator import devices_of
 from torchweft.serve.costbook import CostBook
-from torchweft.serve.piece import Piece
+from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Choice, Race, Trials, Way
 from torchweft.serve.tuned import Tuned
@@ -66,6 +66,7 @@ class Auto:
         self.trials = Trials(session, (None, sequential), propose=self._propose)
         self.trials.on_choice = self._keep
         self._tuned: dict[Hashable, Tuned] = {}
+        self._steady: dict[object, Choice] = {}  # by exact sizes: a settled call is one look-up
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
         self.is_forced = False  # to run by plans, whatever is faster
         self.retired = ""
@@ -75,6 +76,13 @@ class Auto:
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
+        exact: Hashable = None
+        if not kwargs and not self.is_forced and TOLD.get() is None:
+            exact = _exact(args)
+            choice = self._steady.get(exact)
+            if choice is not None and not choice.is_due:
+                choice.num_calls += 1
+                return self._run(choice.way, args, kwargs)
         self.num_calls += 1
         if self.retired and not self.is_forced:
             return self._stock(None, args, kwargs)
@@ -91,6 +99,8 @@ class Auto:
             return self._run(way or sequential, args, kwargs)
         if choice is not None and not choice.is_due:
             choice.num_calls += 1
+            if exact is not None:
+                remember(self._steady, exact, choice)
             return self._run(choice.way, args, kwargs)
         self.trials.last = sequential if self._communicators() else None
         race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
@@ -161,6 +171,12 @@ class Auto:
     def is_settled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether it is known how calls of this kind run best."""
         return bool(self.retired) or kind_of(args, kwargs) in self.trials.choices
+
+    def forget(self) -> None:
+        """Begin anew: what was found holds for the machine as it was."""
+        self.trials.forget()
+        self.book.seconds.clear()
+        self._steady.clear()
 
     def lines(self) -> list[str]:
         """What was chosen for which calls, and why, for people."""
@@ -235,13 +251,21 @@ class Auto:
         return [ways[number] for number in good[:NUM_PROPOSED]]
 
 
+def _exact(args: Sequence[Any]) -> Hashable:
+    """What calls of plain tensors have in common that need no second look; None for others."""
+    try:
+        return (torch.is_grad_enabled(), *[(each.shape, each.dtype, each.device) for each in args])
+    except AttributeError:
+        return None
+
+
 def kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
     """What calls must have in common to be served alike: types, and sizes by powers of two."""
     facts = TOLD.get()
     kind: list[Hashable] = [torch.is_grad_enabled(), facts.phase if facts is not None else None]
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
-            kind.append((name, value.dtype, *map(_bucket, value.shape)))
+            kind.append((name, value.device.type, value.dtype, *map(_bucket, value.shape)))
         elif isinstance(value, list | tuple | dict):
             kind.append((name, kind_of(tree_leaves(value), {})))
         else:

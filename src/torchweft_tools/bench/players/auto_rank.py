@@ -79,8 +79,7 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
     for link in links:
         if lab.is_limited():
             lab.set_rate(link)
-        session_of(auto).auto.trials.forget()  # a machine with another link
-        session_of(auto).auto.book.seconds.clear()
+        session_of(auto).auto.forget()  # a machine with another link
         for shape in spec["shapes"]:
             rows, positions = shape
             x = models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
