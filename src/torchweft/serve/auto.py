@@ -72,7 +72,8 @@ class Auto:
         self.retired = ""
         self.num_calls = self.num_disagreed = 0
         self._compiled: Callable[..., Any] | None = None
-        self._facts: dict[tuple[HostFacts, Strategy], HostFacts] = {}
+        self.trains: bool | None = None  # whether results have gradients; None: not known yet
+        self._facts: dict[object, HostFacts] = {}
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
@@ -84,19 +85,22 @@ class Auto:
                 choice.num_calls += 1
                 return self._run(choice.way, args, kwargs)
         self.num_calls += 1
-        if self.retired and not self.is_forced:
-            return self._stock(None, args, kwargs)
-        if (
-            not self.session.pieces and not self.is_forced
-        ):  # all ranks count these calls alike, whatever their kinds are
-            if self.num_calls > MAX_UNCAPTURED:
-                self.retired = "nothing of the model could be captured"
-            return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
+        facts = TOLD.get()
+        if facts is not None and facts.strategy is not None:  # the host knows better
+            return self.woven(args, kwargs)
         kind = kind_of(args, kwargs)
         choice = self.trials.choices.get(kind)
         if self.is_forced:
             way = choice.way if choice is not None and choice.way is not COMPILED else None
             return self._run(way or sequential, args, kwargs)
+        if self.retired:
+            return self._stock(None, args, kwargs)
+        if torch.is_grad_enabled() and self.trains is not False:
+            return self._train(args, kwargs)
+        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
+            if self.num_calls > MAX_UNCAPTURED:
+                self.retired = "nothing of the model could be captured"
+            return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
         if choice is not None and not choice.is_due:
             choice.num_calls += 1
             if exact is not None:
@@ -123,7 +127,8 @@ class Auto:
         facts = TOLD.get() or NO_FACTS
         mine = self._facts.get((facts, way))
         if mine is None:
-            mine = self._facts[facts, way] = replace(facts, strategy=way)
+            mine = replace(facts, strategy=way)
+            remember(self._facts, (facts, way), mine)
         token = TOLD.set(mine)
         try:
             return self.woven(args, kwargs)
@@ -134,6 +139,15 @@ class Auto:
             return self.plain(*args, **kwargs)
         finally:
             TOLD.reset(token)
+
+    def _train(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call with gradients on. Where they flow it stays as it is: what the backward takes is
+        not raced, so nobody could say that it does not lose."""
+        outputs = self._stock(None, args, kwargs)
+        if self.trains is None:
+            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+            self.trains = any(leaf.requires_grad for leaf in leaves)
+        return outputs
 
     def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model as it is, or by torch.compile; no rank may run it by a plan then."""
@@ -170,7 +184,8 @@ class Auto:
 
     def is_settled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether it is known how calls of this kind run best."""
-        return bool(self.retired) or kind_of(args, kwargs) in self.trials.choices
+        trains = torch.is_grad_enabled() and bool(self.trains)
+        return bool(self.retired) or trains or kind_of(args, kwargs) in self.trials.choices
 
     def forget(self) -> None:
         """Begin anew: what was found holds for the machine as it was."""
@@ -180,7 +195,10 @@ class Auto:
 
     def lines(self) -> list[str]:
         """What was chosen for which calls, and why, for people."""
-        return [f"auto: {self.retired}"] * bool(self.retired) + self.trials.lines()
+        told = [f"auto: {self.retired}"] if self.retired else []
+        if self.trains:
+            told.append("auto: calls that train run as they are; name a strategy to plan them")
+        return told + self.trials.lines()
 
     def _communicators(self) -> set[str]:
         return {name for piece in self.session.pieces for name in piece.communicators}
@@ -197,6 +215,7 @@ class Auto:
         self.num_disagreed += not by_turns
         if self.num_disagreed > MAX_DISAGREED:
             self.retired = f"{reason}; name a strategy that suits all of them"
+            self._steady.clear()
 
     def _propose(self, kind: Hashable, race: Race) -> Sequence[Way] | Choice:
         """What else to try: what is predicted to be faster, then other kernels for the winner."""
