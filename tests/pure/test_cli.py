@@ -222,7 +222,7 @@ def test_bench_prints_a_table_for_people(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("bench", "Known: ablation, boundary, depth"),
+        ("bench", "Known: ablation, auto, boundary, depth"),
         ("bench verfy", "Did you mean 'verify'"),
         ("bench verify --plan 3", "Did you mean '--plans'"),
         ("bench verify --plans", "needs a value"),

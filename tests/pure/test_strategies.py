@@ -121,7 +121,9 @@ def test_built_in_strategies_are_registered() -> None:
 
 
 def test_misspelt_strategy_lists_the_choices() -> None:
-    with pytest.raises(StrategyError, match="Did you mean 'overlap'\\? Known: branches, overlap"):
+    with pytest.raises(
+        StrategyError, match=r"Did you mean 'overlap'\? Known: (auto, )?branches, overlap"
+    ):
         write("overlop", transformer(1), CONTEXT)
 
 

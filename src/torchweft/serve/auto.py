@@ -151,7 +151,7 @@ class Auto:
 
     def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model as it is, or by torch.compile; no rank may run it by a plan then."""
-        if not self.retired and is_initialized() and (names := self._communicators()):
+        if is_initialized() and (names := self._communicators()):
             announce(names, self.session.speaker, self.session.options.watchdog_s)
         if way is None:
             return self.plain(*args, **kwargs)

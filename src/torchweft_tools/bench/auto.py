@@ -1,4 +1,4 @@
-"""The auto bench: `weft.compile(model)` against all that its user could have written instead.
+"""The auto bench: a model compiled without a strategy, against all that could be given instead.
 
     torchweft bench auto --json
 
