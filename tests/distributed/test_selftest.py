@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,3 +219,19 @@ def test_calls_of_a_device_are_compared_with_those_of_the_dry_run() -> None:
     assert reason.startswith("rank 1, train, call 0: replay on the device")
     assert "no call at all" in differences([{}], [{}], kinds, 1)[0]
     assert "1 ranks told" in differences([rank], [], kinds, 1)[0]
+
+
+def test_device_graphs_with_wrong_numbers_fail(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has none, so the check gets one under another name."""
+
+    def model(rig: Any, built: Any) -> Any:
+        return built.eval().requires_grad_(False)
+
+    other = SimpleNamespace(device=SimpleNamespace(type="other"), tensor=rig.tensor, rank=0)
+    monkeypatch.setattr(checks, "_model", model)
+    monkeypatch.setattr(checks, "_woven", broken("plain"))
+    with torch.no_grad():
+        assert checks.graphs(other)["calls"] == checks.NUM_CALLS  # type: ignore[arg-type]
+        monkeypatch.setattr(checks, "_woven", broken("wrong"))
+        with pytest.raises(CheckError, match="replay 0"):
+            checks.graphs(other)  # type: ignore[arg-type]
