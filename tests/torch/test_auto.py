@@ -173,6 +173,24 @@ def test_warm_up_makes_the_choice_with_torch_compile_among_the_ways() -> None:
         torch.testing.assert_close(model(x), wanted)
 
 
+def test_a_model_that_torch_compile_cannot_compile_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def fails(*args: Any) -> Any:
+        raise BackendCompilerFailed(fails, ValueError("no such device"), None)
+
+    model = weft.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval())
+    x = torch.randn(4, 8)
+    auto_of(model)._compiled = fails
+    with torch.no_grad():
+        wanted = model(x)
+        assert torch.equal(auto_of(model)._run(COMPILED, (x,), {}), wanted)
+    ((reason, _),) = weft.report(model).fallbacks
+    assert reason.startswith("torch.compile: BackendCompilerFailed")
+
+
 def test_a_model_that_cannot_be_captured_runs_as_it_is() -> None:
     model = weft.compile(lambda x: x)
     x = torch.ones(3)

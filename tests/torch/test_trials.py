@@ -178,6 +178,11 @@ def test_a_choice_that_holds_stays(clock):
 class Queue:
     """An accelerator whose work ends long after its launch; its events know when."""
 
+    no_graphs = one_stream = no_times = ""
+
+    def synchronize(self):
+        self.num_waits += 1
+
     def __init__(self):
         self.busy_s, self.num_waits, self.captures = 0.0, 0, False
 
@@ -211,6 +216,19 @@ def test_on_a_device_the_time_is_that_of_its_work_not_of_the_launch(clock, monke
     with found.turn("decode", lambda: {torch.device("cuda", 0)}):
         pass
     assert queue.num_waits == 2 * 2
+
+
+def test_on_a_device_whose_events_tell_no_times_the_host_waits_and_looks_at_its_clock(
+    clock, monkeypatch
+):
+    queue, found = Queue(), make([None, "overlap"], num_rounds=2)
+    queue.no_times = "trace: events tell no times"
+    monkeypatch.setattr(trials, "accelerator_of", lambda device: queue)
+    while "decode" not in found.choices:
+        with found.turn("decode", lambda: {torch.device("cuda", 0)}) as strategy:
+            found.session.fallbacks[queue.no_times] += 1  # what it cannot do is no reason to lose
+            clock.now_s += 2.0 if strategy is None else 1.0
+    assert found.chosen["decode"].name == "overlap" and queue.num_waits > 0
 
 
 def test_a_call_that_a_host_captures_is_the_firsts_and_decides_nothing(monkeypatch):

@@ -45,6 +45,7 @@ NUM_PROPOSED = 3
 MIN_GAIN = 1.03
 MAX_DISAGREED, MAX_UNCAPTURED = 3, 4
 NO_FACTS = HostFacts()
+COMPILERS = ("torch._dynamo", "torch._inductor")  # whose errors are theirs, not the model's
 
 
 def _no_plan(s: Any) -> None:
@@ -112,6 +113,8 @@ class Auto:
         with self.trials.turn(kind, lambda: devices_of(tree_leaves(given))) as way:
             is_plan = way is not None and way is not COMPILED
             warms_up = race is not None and race.warm.get(way) == 1 and is_plan
+            if any(piece.device and piece.device.no_times for piece in self.session.pieces):
+                warms_up = False  # there is nothing to trace with
             service.salt = number_of(f"{kind} {number}")
             for piece in self.session.pieces if warms_up else ():
                 piece.traced = None
@@ -157,7 +160,14 @@ class Auto:
             return self.plain(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(self.plain)
-        return self._compiled(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith(COMPILERS):
+                raise
+            line = str(error).strip().partition("\n")[0]
+            self.session.fallbacks[f"torch.compile: {type(error).__name__}: {line}"] += 1
+            return self.plain(*args, **kwargs)
 
     @contextmanager
     def tuning(self) -> Iterator[None]:

@@ -482,8 +482,12 @@ class Piece:
                 if self.device
                 else "graphs: the inputs live on no accelerator"
             )
-        if self.device is not None and len(entry.plan.lanes) > 1:
-            yield self.device.one_stream
+        if self.device is not None and self.device.one_stream:
+            steps = entry.plan.steps  # lanes that nothing runs on would have had no stream
+            used = {step.on if step.kind == "issue" else step.lane for step in steps}
+            has_budget = any(lane.num_sms for lane in entry.plan.lanes)
+            if has_budget or len(used | {step.lane for step in steps}) > 1:
+                yield self.device.one_stream
 
     def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         bounds, numbers = shape.bounds, shape.numbers
@@ -507,6 +511,8 @@ class Piece:
     def _traced(self, entry: PlanEntry) -> Any:
         """The program that measures its steps; None, counted, if it cannot be made."""
         try:
+            if self.device is not None and self.device.no_times:
+                raise RunError(self.device.no_times)
             return self.compile(entry.plan, entry.inner, traced=True)
         except Exception as error:
             own = as_own(error, "trace")

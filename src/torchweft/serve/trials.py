@@ -295,11 +295,12 @@ class Trials:
         if race is not None:
             way = race.next()
         self.skips = False
-        fallen, start = self.session.fallbacks.total(), _moment(device)
+        limits = {device.no_graphs, device.one_stream, device.no_times} if device else set()
+        fallen, start = _fallen(self.session.fallbacks, limits), _moment(device)
         yield way
         if self.skips:
             return
-        lost = self.session.fallbacks.total() > fallen
+        lost = _fallen(self.session.fallbacks, limits) > fallen
         moments = (0.0, math.inf) if lost else (start, _moment(device))
         if race is not None:
             self._note(kind, race, way, *moments)
@@ -370,8 +371,16 @@ def _told(choice: Choice) -> str:
     return f"{name_of(choice.way)}{speed}{against}" + (f"; {choice.note}" if choice.note else "")
 
 
+def _fallen(fallbacks: Mapping[str, int], limits: Collection[str]) -> int:
+    """How many calls fell back for another reason than what the device cannot do at all."""
+    return sum(count for why, count in fallbacks.items() if why not in limits)
+
+
 def _moment(device: Accelerator | None) -> Any:
     """Now: as an event of the work that the device has, or by the host's clock."""
+    if device is not None and device.no_times:
+        device.synchronize()
+        return time.perf_counter()
     return device.now() if device is not None else time.perf_counter()
 
 

@@ -137,6 +137,17 @@ class Accelerator:
             return f"streams: {self.device.type!r} {why}: {clip(error)}"
         return ""
 
+    @cached_property
+    def no_times(self) -> str:
+        """Why events of this device tell no times; empty if they do."""
+        try:
+            start, end = self.now(), self.now()
+            end.synchronize()
+            start.elapsed_time(end)
+        except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+            return f"trace: events of {self.device.type!r} tell no times: {clip(error)}"
+        return ""
+
 
 class Runtime:
     """Runs the stream programs of one graph on a device. Calls may come from several threads."""

@@ -63,7 +63,7 @@ class Cuda(Accelerator):
                     ) from error
         return self.contexts[wanted].Stream()
 
-    no_graphs = one_stream = ""
+    no_graphs = one_stream = no_times = ""
 
     def is_capturing(self) -> bool:
         """Whether somebody else, such as a host, captures what is put on the current stream."""
