@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from torchweft.plan.machine import Costs, CostTable, cost_key
+from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ class CostBook:
 
     def __init__(self) -> None:
         self.seconds: dict[Key, dict[int, deque[float]]] = {}
-        self._seen: set[int] = set()  # ids of the traces that were read
+        self._seen: dict[int, Trace] = {}  # by the id of an entry, the trace that was read last
 
     def read(self, piece: Piece) -> None:
         """Take the costs from all traces of a piece's plans that were not read before."""
         for entry in piece.plans.all_entries():
-            if entry.trace is not None and entry.traced and id(entry.trace) not in self._seen:
-                self._seen.add(id(entry.trace))
+            is_new = self._seen.get(id(entry)) is not entry.trace
+            if entry.trace is not None and entry.traced and is_new:
+                self._seen[id(entry)] = entry.trace
                 self._read(piece, entry)
 
     def _read(self, piece: Piece, entry: PlanEntry) -> None:
