@@ -33,7 +33,9 @@ def dry() -> Dry:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests" / "accelerator")))
+        path = os.pathsep.join(
+            map(str, (ROOT / "src", ROOT / "tests", ROOT / "tests" / "accelerator"))
+        )
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return run(
             [*command, str(PROGRAMS / name), *words],

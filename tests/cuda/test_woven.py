@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations, pairwise
 
+import contract
 import pytest
 from planted import Dry
 
@@ -233,6 +234,24 @@ def test_the_law_holds_for_random_plans(dry: Dry) -> None:
         num_waits += num_waits_missed(ranks[0], calls)
         num_frees += are_early_frees_found(ranks[0], calls)
     assert num_waits >= 60 and num_frees >= 4
+
+
+def test_the_plans_of_the_contract(dry: Dry) -> None:
+    """Those that every runtime runs, by streams and as device graphs."""
+    numbers = range(len(contract.CASES) + 1)
+    kinds = [f"contract-{number}{graphs}" for number in numbers for graphs in ("", "-graphs")]
+    code, ranks = dry("plans.py", ",".join(kinds))
+    assert code == 0
+    assert [str(fault) for fault in check(ranks) if not fault.is_advice] == []
+    num_waits = 0
+    for kind in kinds:
+        calls = steady(ranks[0], kind)
+        is_graph = kind.endswith("-graphs")
+        assert not [call for call in calls if call.kind == "sync"], kind
+        assert sum(call.kind == "launch" for call in calls) == is_graph, kind
+        if not is_graph:
+            num_waits += num_waits_missed(ranks[0], calls)
+    assert num_waits >= 10
 
 
 def test_an_all_reduce_of_the_host_runs_on_the_network_lane_as_it_is(dry: Dry) -> None:

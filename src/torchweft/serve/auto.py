@@ -35,7 +35,7 @@ from torchweft.ranks.ranks import RANKS, EagerError
 from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import announce
 from torchweft.run.accelerator.accelerator import devices_of
-from torchweft.serve.costbook import CostBook
+from torchweft.serve.costbook import Calls, CostBook
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
 from torchweft.serve.trials import Choice, Race, Trials, Way
@@ -67,6 +67,7 @@ class Auto:
         self.trials = Trials(session, (None, sequential), propose=self._propose)
         self.trials.on_choice = self._keep
         self._tuned: dict[Hashable, Tuned] = {}
+        self.traced: dict[Hashable, Calls] = {}  # by kind: the call that was looked at
         self._steady: dict[object, Choice] = {}  # by exact sizes: a settled call is one look-up
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
         self.is_forced = False  # to run by plans, whatever is faster
@@ -201,6 +202,7 @@ class Auto:
         """Begin anew: what was found holds for the machine as it was."""
         self.trials.forget()
         self.book.seconds.clear()
+        self.traced.clear()
         self._steady.clear()
 
     def lines(self) -> list[str]:
@@ -208,7 +210,22 @@ class Auto:
         told = [f"auto: {self.retired}"] if self.retired else []
         if self.trains:
             told.append("auto: calls that train run as they are; name a strategy to plan them")
-        return told + self.trials.lines()
+        return told + self.trials.lines(self._worth)
+
+    def _worth(self, kind: Hashable, choice: Choice) -> str:
+        """What a choice is worth: how near it is to what no schedule can beat, at the costs that
+        were seen."""
+        if not (calls := self.traced.get(kind)):
+            return ""
+        for piece, _ in calls:
+            self.book.read(piece)
+        way = sequential if choice.way in (None, COMPILED) else choice.way
+        assert way is not None, "what runs without a plan was looked at as sequential"
+        plain_s, own_s = (
+            sum(self.book.predict(piece, each, context) for piece, context in calls)
+            for each in (replace(sequential, inner=way.inner), way)
+        )
+        return self.book.bound(calls, way.inner).sentence(own_s, plain_s)
 
     def _communicators(self) -> set[str]:
         return {name for piece in self.session.pieces for name in piece.communicators}
@@ -233,6 +250,7 @@ class Auto:
             pieces = [piece for piece in self.session.pieces if piece.traced is not None]
             for piece in pieces:
                 self.book.read(piece)
+            self.traced[kind] = [(p, p.traced.context) for p in pieces if p.traced is not None]
             return self._known(kind, pieces) or self._predicted(pieces)
         if race.num_heats <= 2 and all(way.inner is None for way in race.speeds if way):
             best = race.winner() or sequential

@@ -2,19 +2,25 @@
 
     book.read(piece)                     the traces of its plans become costs
     book.predict(piece, strategy)        seconds of the last call, had it run by this strategy
+    book.bound(calls, inner)             seconds that no strategy can beat in these calls
 
 An entry is an op's structure, the shapes of what it reads and its rows (`cost_key`): equal layers
-share one. Where a size was not seen, the formulas of `Costs` fill in.
+share one. Other kernels have entries of their own, and take those of the model's where they have
+none. A flight lasts from its start, or from the end of the one before it, to its end. An op that
+ran beside a flight may have been slowed down by it; its seconds count where none were seen of the
+op alone, but not for a bound. Where a size was not seen, the formulas of `Costs` fill in.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from torchweft.plan.bound import Bound, bound
+from torchweft.plan.context import Context
 from torchweft.plan.machine import Costs, CostTable, cost_key
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy
@@ -23,35 +29,57 @@ if TYPE_CHECKING:
     from torchweft.serve.piece import Piece, PlanEntry
 
 NUM_KEPT = 32
+BESIDE = 0.05  # the share of an op's time that flights may take before it counts as beside them
 Key = tuple[str, str]
+Calls = Sequence[tuple["Piece", Context]]
+"""Graphs, and what was known of a call of each."""
+
+
+class Seen(NamedTuple):
+    """How a cost was seen: by which kernels, and whether nothing was in flight beside it."""
+
+    inner: str | None
+    alone: bool
 
 
 class CostBook:
-    """What ops have taken, by key and device, then by rows."""
+    """What ops have taken: as it was seen, then by key and device, then by rows."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Key, dict[int, deque[float]]] = {}
-        self._seen: dict[int, Trace] = {}  # by the id of an entry, the trace that was read last
+        self.seconds: dict[Seen, dict[Key, dict[int, deque[float]]]] = {}
+        self._read_last: dict[int, Trace] = {}  # by the id of an entry
 
     def read(self, piece: Piece) -> None:
         """Take the costs from all traces of a piece's plans that were not read before."""
         for entry in piece.plans.all_entries():
-            is_new = self._seen.get(id(entry)) is not entry.trace
+            is_new = self._read_last.get(id(entry)) is not entry.trace
             if entry.trace is not None and entry.traced and is_new:
-                self._seen[id(entry)] = entry.trace
+                self._read_last[id(entry)] = entry.trace
                 self._read(piece, entry)
 
     def _read(self, piece: Piece, entry: PlanEntry) -> None:
         assert entry.trace is not None and entry.traced is not None, "only traces are read"
         graph, (bounds, context) = piece.graph, (entry.traced.bounds, entry.traced.context)
-        for span in entry.trace.spans:
-            if span.kind not in ("run", "transfer") or span.op not in graph.op:
+        spans = [span for span in entry.trace.spans if span.op in graph.op]
+        flights = sorted(span[-3:-1] for span in spans if span.kind == "transfer")
+        ends: dict[str, float] = {}  # by lane: of the flight before
+        for span in sorted(spans, key=lambda span: span.end_s):
+            start_s, end_s = span.start_s, span.end_s
+            alone = True
+            if span.kind == "transfer":
+                start_s = max(start_s, ends.get(span.lane, 0.0))
+                ends[span.lane] = end_s
+            elif span.kind == "run":
+                beside_s = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in flights)
+                alone = beside_s <= BESIDE * (end_s - start_s)
+            else:
                 continue
             first, last = span.parts or (0, len(bounds) - 1)
             rows = bounds[last] - bounds[first]
             key = cost_key(graph, graph.op[span.op], context.env(graph.batch, rows))
-            by_rows = self.seconds.setdefault((key, span.device), {})
-            by_rows.setdefault(rows, deque(maxlen=NUM_KEPT)).append(span.end_s - span.start_s)
+            by_key = self.seconds.setdefault(Seen(entry.inner, alone), {})
+            by_rows = by_key.setdefault((key, span.device), {})
+            by_rows.setdefault(rows, deque(maxlen=NUM_KEPT)).append(end_s - start_s)
 
     def link_rate(self, pieces: Sequence[Piece]) -> int:
         """How fast the network was in the last traced calls, as a power of two of bytes a second.
@@ -75,15 +103,29 @@ class CostBook:
         sizes = [graph.value[read].bytes for read in graph.op[name].reads]
         return sum(size.evaluate(context.env(graph.batch)) for size in sizes)
 
-    def table(self) -> CostTable:
-        """The medians."""
-        return CostTable.of({
-            key: {rows: median(seen) for rows, seen in by_rows.items()}
-            for key, by_rows in self.seconds.items()
-        })  # fmt: skip
+    def costs(self, piece: Piece, inner: str | None = None, *, alone: bool = False) -> Costs:
+        """What ops cost on the machine of a piece: medians, with kernels of an inner compiler;
+        None: as the model was compiled. alone: only what was seen without flights beside it."""
+        table: dict[Key, dict[int, float]] = {}
+        for seen in (Seen(None, False), Seen(None, True), Seen(inner, False), Seen(inner, True)):
+            for key, by_rows in (
+                self.seconds.get(seen, {}).items() if seen.alone or not alone else ()
+            ):
+                table.setdefault(key, {}).update((n, median(s)) for n, s in by_rows.items())
+        return Costs(piece.service.options.resolved_machine, CostTable.of(table))
 
-    def predict(self, piece: Piece, strategy: Strategy) -> float:
-        """Seconds of a piece's last traced call by a strategy; those of no plan are without end."""
-        assert piece.traced is not None, "only a piece that was traced is looked at"
-        costs = Costs(piece.service.options.resolved_machine, self.table())
-        return piece.plans.predict(strategy, piece.traced.context, costs)
+    def predict(self, piece: Piece, strategy: Strategy, context: Context | None = None) -> float:
+        """Seconds of a piece's call by a strategy, of the last traced one unless it is told; those
+        of no plan are without end."""
+        if context is None:
+            assert piece.traced is not None, "only a piece that was traced is looked at"
+            context = piece.traced.context
+        return piece.plans.predict(strategy, context, self.costs(piece, strategy.inner))
+
+    def bound(self, calls: Calls, inner: str | None = None) -> Bound:
+        """What no strategy can beat, and what it is made of, over the graphs of a call."""
+        parts: Counter[str] = Counter()
+        for piece, context in calls:
+            costs = self.costs(piece, inner, alone=True)
+            parts.update(dict(bound(piece.graph, context, costs.machine, costs).parts))
+        return Bound(sum(parts.values()), tuple(parts.most_common()))

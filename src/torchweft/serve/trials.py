@@ -355,9 +355,12 @@ class Trials:
         graphs = (piece.graph for piece in self.session.pieces)
         return slowest(graphs, own, self.session.options.watchdog_s)
 
-    def lines(self) -> list[str]:
-        """What was chosen and why, for people."""
-        told = [f"{kind}: {_told(choice)}" for kind, choice in self.choices.items()]
+    def lines(self, worth: Callable[[Hashable, Choice], str] = lambda *choice: "") -> list[str]:
+        """What was chosen and why, for people. worth: what else is said of a choice."""
+        told = []
+        for kind, choice in self.choices.items():
+            more = worth(kind, choice)
+            told.append(f"{kind}: {_told(choice)}" + (f"; {more}" if more else ""))
         trying = [f"{kind}: {len(race.rounds)} rounds so far" for kind, race in self.races.items()]
         return told + trying
 

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torchweft.api import compile
 from torchweft.capture.marks import mark_module
 from torchweft.errors import WeftError
-from torchweft.plan.strategies import overlap
+from torchweft.plan.strategies import overlap, sequential
 from torchweft_tools.bench.measure.options import require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio_columns
 
@@ -129,12 +129,12 @@ def programs(num_ops: int, *, backwards: bool = False) -> dict[str, Run]:
         "eager": plain,
         "eager_again": plain,
         "compile": _compiled(plain, backend="eager"),
-        "weft": compile(_copy(plain), rules=rules),
+        "weft": compile(_copy(plain), sequential, rules=rules),
         "weft_2": compile(_copy(plain), overlap(parts=2), rules=rules),
     }
     if num_ops in INDUCTOR_OPS:
         calls["inductor"] = _compiled(plain)
-        calls["weft_inductor"] = compile(_copy(plain), inner="inductor", rules=rules)
+        calls["weft_inductor"] = compile(_copy(plain), sequential, inner="inductor", rules=rules)
     runs: dict[str, Run] = {name: _bound(call, x) for name, call in calls.items()}
     runs["two_halves"] = two_halves
     wanted = plain(x)

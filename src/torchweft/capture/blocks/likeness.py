@@ -81,6 +81,7 @@ class Likeness(InvokeSubgraphReuseCondition):
     """What a call has to be like, beyond what Dynamo asks for."""
 
     first: InputFingerprint = field(kw_only=True)
+    traced: tuple[Source, ...] = field(kw_only=True)
     read: frozenset[Source] = field(kw_only=True)
     inside: tuple[Guard, ...] = field(kw_only=True)
     modes: tuple[Any, ...] = field(kw_only=True)
@@ -120,6 +121,8 @@ class Likeness(InvokeSubgraphReuseCondition):
             pairs.require_alike(was, now)
             if isinstance(now, Tensor):
                 tensors[place] = now
+        mutated = tx.output.side_effects.mutated_sources
+        require(not mutated or not any(move(each, moves) in mutated for each in self.traced))
         shared = frozenset(map(id, pairs.shared))
         if shared not in self.reached:
             self.reached[shared] = _reached(pairs.shared)
@@ -137,12 +140,18 @@ class Likeness(InvokeSubgraphReuseCondition):
 
 def move(source: Source, moves: dict[Source, Source]) -> Source:
     """The same source but for what has moved, here or further down; kept in `moves`."""
-    if source not in moves:
-        held = {each.name: getattr(source, each.name) for each in fields(source)}
-        inner = {n: move(each, moves) for n, each in held.items() if isinstance(each, Source)}
-        same = all(each is held[n] for n, each in inner.items())
-        moves[source] = source if same else replace(source, **inner)
-    return moves[source]
+    moved = moves.get(source)
+    if moved is None:
+        held = [(name, getattr(source, name)) for name in _field_names(type(source))]  # type: ignore[arg-type]
+        inner = {name: move(each, moves) for name, each in held if isinstance(each, Source)}
+        same = all(inner[name] is each for name, each in held if name in inner)
+        moved = moves[source] = source if same else replace(source, **inner)
+    return moved
+
+
+@functools.cache
+def _field_names(kind: type[Source]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 class Pairs:
@@ -394,9 +403,11 @@ def ask_for_likeness() -> Iterator[None]:
         read = frozenset(traced).union(guard.originating_source for guard in inside)
         read = read.union(guard.create_fn.keywords["source_b"] for guard in twice)
         read = read.union(_globals(tx))
+        # What Dynamo would ask of guards and sources is asked for here, and faster.
         return Likeness(
-            **{**vars(condition), "guards": []},  # what they ask for is asked for here
+            **{**vars(condition), "guards": [], "traced_sources": type(traced)()},
             first=first,
+            traced=tuple(traced),
             read=read - {each for each in roots if is_from_local_source(each)},
             inside=tuple(each for each in inside if not _known(each)),
             modes=_modes(tx),

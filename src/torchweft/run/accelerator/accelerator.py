@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -44,7 +45,7 @@ class Accelerator:
     that two lanes might get the same one; and device graphs share one pool of memory.
 
     api: stands in for torch in tests. Streams and events have the methods of torch's own.
-    pool, ended: the memory of all device graphs, and the end of the last replay.
+    captured, ended: the device graphs that live, and the end of the last replay.
     kept: the addresses of what forward graphs save there for their backward graphs.
     """
 
@@ -52,7 +53,7 @@ class Accelerator:
         self.device, self.api = device, api
         self.lock, self.replaying = threading.Lock(), threading.RLock()
         self.idle: dict[tuple[Lane, ...], list[Loan]] = {}
-        self.pool: Any = None
+        self.captured: WeakSet[Any] = WeakSet()
         self.ended: Any = None
         self.kept: set[int] = set()
 
@@ -107,6 +108,12 @@ class Accelerator:
 
     def synchronize(self) -> None:
         self.api.accelerator.synchronize(self.device)
+
+    @property
+    def pool(self) -> Any:
+        """The memory that device graphs share; None if none lives. torch gives up what had its last
+        graph, even if tensors are left in it."""
+        return next((graph.pool() for graph in self.captured), None)
 
     def begin_capture(self) -> Any:
         """A new graph that takes what is put on the current stream and those forked from it."""

@@ -233,7 +233,7 @@ class Graphs:
                 device.set_stream(self.stream)
                 graph.capture_end()
                 device.set_stream(caller)
-            device.pool = device.pool or graph.pool()
+            device.captured.add(graph)
             graph.replay()
             shape.parts.append(GraphSegment(graph))
 

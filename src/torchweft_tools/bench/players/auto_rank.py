@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweft import lab
 from torchweft.api import compile, session_of, warmup
-from torchweft.plan.bound import bound
-from torchweft.plan.machine import Costs
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.serve.auto import kind_of
 from torchweft.serve.trials import name_of
@@ -101,7 +99,8 @@ def _context(
     inputs = {name: x.clone() for name in calls}
     warmup(calls["auto"], [inputs["auto"]])
     chooser = session_of(calls["auto"]).auto
-    choice = chooser.trials.choices[kind_of((inputs["auto"],), {})]
+    kind = kind_of((inputs["auto"],), {})
+    choice = chooser.trials.choices[kind]
     diffs = {}
     for name, call in calls.items():
         for _ in range(NUM_WARM):
@@ -112,25 +111,16 @@ def _context(
     runs = {name: partial(call, inputs[name]) for name, call in calls.items()}
     num_calls = calls_of_a_run(runs["eager"], side)
     times = race(runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side)
+    seen, inner = chooser.traced.get(kind, ()), choice.way.inner if choice.way else None
+    for piece, _ in seen:
+        chooser.book.read(piece)
     return {
         "times": times,
         "chosen": name_of(choice.way),
         "speeds": {name_of(way): speed for way, speed in choice.speeds.items()},
-        "bound_s": all_max(_bound_s(calls["auto"]), side),
+        "bound_s": all_max(chooser.book.bound(seen, inner).seconds, side),
         "max_abs_diff": diffs["auto"],
     }
-
-
-def _bound_s(model: nn.Module) -> float:
-    """What no schedule of the graphs that ran last can beat, at the costs that were seen."""
-    session = session_of(model)
-    costs = Costs(session.options.resolved_machine, session.auto.book.table())
-    pieces = [piece for piece in session.pieces if piece.traced is not None]
-    return sum(
-        bound(piece.graph, piece.traced.context, costs.machine, costs).seconds
-        for piece in pieces
-        if piece.traced is not None
-    )
 
 
 if __name__ == "__main__":
