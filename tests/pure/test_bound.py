@@ -18,7 +18,7 @@ from torchweft.plan.bound import Bound, bound
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, cpu
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, Slowdown, cpu
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
 from torchweft.plan.write.scheduler import Scheduler
@@ -54,6 +54,10 @@ def random_machine(rng: random.Random) -> Machine:
         network_latency_s=rng.choice((0.0, 1e-6, 0.1)),
         **{name: 10.0 ** rng.randint(1, 9) for name in names},
     )
+    if rng.random() < 0.5:
+        pairs = (("compute", "network"), ("network", "compute"), ("memory", "compute"))
+        slow = tuple(Slowdown(*pair, rng.choice((1.0, 1.2, 3.0))) for pair in pairs)
+        machine = replace(machine, devices=(replace(machine.devices[0], slowdowns=slow),))
     if rng.random() < 0.7:
         return machine
     uses = rng.choice((("compute", "memory"), ("network", "compute"), ("io",)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchweft.plan.machine import (
     Lane,
     Link,
     Machine,
+    Slowdown,
     accelerator,
     cpu,
     make_lane,
@@ -51,7 +53,9 @@ def load(data: object, folder: Path) -> Machine:
 
 def test_machine_file_reads_back(tmp_path: Path) -> None:
     gpu = accelerator(2, compute_sms=16, capacity=2.0)
-    for machine in (TWO, cpu(), cpu(3, capacity=2.0, memory_bytes=2**30), gpu):
+    slow = (Slowdown("compute", "network", 1.2),)
+    slowed = replace(cpu(), devices=(replace(cpu().devices[0], slowdowns=slow),))
+    for machine in (TWO, cpu(), cpu(3, capacity=2.0, memory_bytes=2**30), gpu, slowed):
         assert load(to_data(machine), tmp_path) == machine
 
 
@@ -87,6 +91,10 @@ def test_links_join_devices_in_one_direction() -> None:
     assert TWO.link("gpu0", "cpu").bytes_per_s == 2e9
     with pytest.raises(MachineError, match="nothing joins device 'cpu' to 'cpu'"):
         TWO.link("cpu", "cpu")
+
+
+def slowed_by(uses: str, factor: float) -> Device:
+    return Device("cpu", slowdowns=(Slowdown("compute", uses, factor),))
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -134,6 +142,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "link latency": (
         lambda: Machine("m", (Device("cpu"),), (Lane("a"),), (Link("cpu", "cpu", 1e9, -1.0),)),
         "link",
+    ),
+    "slowdown of nothing": (
+        lambda: Machine("m", (slowed_by("net", 2.0),), (Lane("a"),)), "Did you mean 'network'"
+    ),
+    "speed-up": (
+        lambda: Machine("m", (slowed_by("network", 0.5),), (Lane("a"),)), "factor must be a number"
     ),
     "hostile lane": (lambda: Machine("m", (Device("cpu"),), (Lane("x\ny"),)), "is not a name"),
     "hostile machine": (lambda: Machine("x\ny", (Device("cpu"),), (Lane("a"),)), "is not a name"),

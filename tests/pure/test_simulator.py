@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchweft.errors import MachineError, PlanError, StrategyError
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, cpu
+from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, Slowdown, cpu
 from torchweft.plan.plan import Buffer, Place, Plan, Step
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
@@ -104,6 +105,21 @@ def test_a_transfer_in_flight_eats_its_share_of_compute() -> None:
     assert ends["a"] == pytest.approx(1.25 + 4.0)
     assert played(text, {"a": 5.0, "r": 1.0}, network_share=0.25, capacity=2.0).makespan_s == 5.0
     assert played(text, {"a": 5.0, "r": 1.0}).makespan_s == 5.0
+
+
+def test_work_takes_as_much_longer_beside_other_work_as_was_measured() -> None:
+    text = "compute issue r on network\ncompute a\ncompute complete r"
+    slow = (Slowdown("compute", "network", 2.0), Slowdown("network", "compute", 1.5))
+    machine = quick(2)
+    machine = replace(machine, devices=(replace(machine.devices[0], slowdowns=slow),))
+    plan = plan_of(flat_graph("a", "r"), machine, text)
+    costs = fixed(machine, {"a": 5.0, "r": 1.0})
+    trace = simulate(plan, Context(batch=4), machine, costs)
+    ends = {span.label: span.end_s for span in trace.spans}
+    assert ends["r"] == pytest.approx(1.5)
+    assert ends["a"] == pytest.approx(1.5 + 5.0 - 0.75)
+    late = simulate(plan, Context(batch=4), machine, replace(costs, call_s=0.25))
+    assert late.makespan_s == pytest.approx(trace.makespan_s + 0.25)
 
 
 @pytest.mark.parametrize(

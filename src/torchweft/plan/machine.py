@@ -38,7 +38,7 @@ from torchweft.plan.graph import NAME, USES, Graph, Op, check_name
 VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
-MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
+MAX_PRIORITY, MAX_SMS, MAX_DEVICES, MAX_SLOWDOWN = 100, 100_000, 1000, 1000
 LANE = re.compile(
     rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: to ({NAME.pattern}))?"
     rf"(?: via ({NAME.pattern}))?"
@@ -81,11 +81,21 @@ def make_lane(
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Work that uses one resource takes `factor` times as long beside work that uses another."""
+
+    uses: str
+    beside: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """Where work runs. Rates are what one lane gets alone.
 
     capacity: how many lanes' worth of compute, memory and io run side by side at full rate.
     network_share: the part of one lane's compute that a transfer in flight eats.
+    slowdowns: by how much work of two kinds slows down beside each other, as it was measured.
     """
 
     name: str
@@ -98,6 +108,17 @@ class Device:
     io_bytes_per_s: float = 5e8
     overhead_s: float = 5e-6
     memory_bytes: int | None = None
+    slowdowns: tuple[Slowdown, ...] = ()
+
+    @property
+    def eaten(self) -> float:
+        """The compute that a second of a transfer costs at the least, by its share or slowdowns."""
+        factor = {(each.uses, each.beside): each.factor for each in self.slowdowns}
+        compute, network = (
+            factor.get(pair, 1.0) for pair in (("compute", "network"), ("network", "compute"))
+        )
+        slowed = min(1.0, self.capacity, network * (1 - 1 / compute))
+        return max(self.network_share, slowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +201,9 @@ def _faults(machine: Machine) -> Iterator[str]:
     for item in numbered:
         for spec in fields(item):
             number = getattr(item, spec.name)
+            if spec.name == "slowdowns":
+                yield from filter(None, map(_slow_fault, number))
+                continue
             if "str" in str(spec.type) or (number is None and spec.default is None):
                 continue
             # A rate is above zero, a latency or share zero or more; neither is without end.
@@ -211,12 +235,22 @@ def _faults(machine: Machine) -> Iterator[str]:
             yield f"link {link.source!r} -> {link.target!r} joins no two devices."
 
 
+def _slow_fault(slowdown: Slowdown) -> str:
+    for uses in (slowdown.uses, slowdown.beside):
+        if uses not in USES:
+            return f"slowdown: {unknown('resource', uses, USES)}"
+    if not isinstance(slowdown.factor, int | float) or not 1 <= slowdown.factor <= MAX_SLOWDOWN:
+        limits = f"from 1 to {MAX_SLOWDOWN}; got {clip(slowdown.factor)}"
+        return f"slowdown: the factor must be a number {limits}."
+    return ""
+
+
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:
     """A CPU: compute lanes, a network lane that the first of them dispatches, and an io lane.
 
     `rates` set fields of the device, e.g. `cpu(2, capacity=2.0, network_bytes_per_s=1.25e8)`.
     """
-    known = {spec.name for spec in fields(Device)} - {"name"}
+    known = {spec.name for spec in fields(Device)} - {"name", "slowdowns"}
     if extra := set(rates) - known:
         raise MachineError(f"machine: {unknown('rate', min(extra), known)}")
     if num_compute_lanes < 1:
@@ -302,10 +336,12 @@ class Costs:
     """Seconds of ops and copies on the devices of a machine, each alone and at full rate.
 
     `env` gives every symbol its number, the batch symbol standing for the rows of this run.
+    call_s: what a call takes before its plan begins and after it has ended.
     """
 
     machine: Machine
     table: CostTable = CostTable()
+    call_s: float = 0.0
 
     def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds of one run of an op. Of a network op: from its start to its end."""
@@ -342,7 +378,7 @@ class Costs:
 
     def begin_s(self, device: str) -> float:
         """Seconds from the start of a call until the lanes of a device begin."""
-        return 0.0
+        return self.call_s
 
     def host_s(self, device: str = "cpu") -> float:
         """Seconds that a lane spends to start a two-phase op, and again to end it."""
@@ -385,15 +421,15 @@ def cost_key(graph: Graph, op: Op, env: Env) -> str:
 
 def _formula(graph: Graph, op: Op, env: Env, rates: Device) -> float:
     if op.uses == "network":
-        return rates.network_latency_s + _moved_bytes(graph, op, env) / rates.network_bytes_per_s
-    touched = _touched_bytes(graph, op, env)
+        return rates.network_latency_s + moved_bytes(graph, op, env) / rates.network_bytes_per_s
+    touched = touched_bytes(graph, op, env)
     if op.uses == "io":
         return rates.overhead_s + touched / rates.io_bytes_per_s
     compute_s = max(0, op.flops.evaluate(env)) / rates.flops_per_s
     return rates.overhead_s + max(compute_s, touched / rates.bytes_per_s)
 
 
-def _touched_bytes(graph: Graph, op: Op, env: Env) -> int:
+def touched_bytes(graph: Graph, op: Op, env: Env) -> int:
     if op.makes and not op.mutates and all(graph.value[name].alias_of for name in op.makes):
         return 0
     roots: dict[str, int] = {}
@@ -403,7 +439,7 @@ def _touched_bytes(graph: Graph, op: Op, env: Env) -> int:
     return sum(roots.values())
 
 
-def _moved_bytes(graph: Graph, op: Op, env: Env) -> int:
+def moved_bytes(graph: Graph, op: Op, env: Env) -> int:
     def total(names: Sequence[str]) -> int:
         return sum(max(0, graph.value[name].bytes.evaluate(env)) for name in dict.fromkeys(names))
 

@@ -13,9 +13,10 @@ leans on resources of its device:
 
 There are `capacity` lanes' worth of compute, memory and io, and one of network and of each link. If
 more is asked for, all who ask get the same share of their full rate, and each goes as fast as its
-scarcest resource lets it. Without contention nobody slows another down: every step takes exactly
-its cost, and the lane of a link takes any number of copies at once, each as soon as what it waits
-for is there. One rank is simulated; the others are taken to be as fast.
+scarcest resource lets it. On top, work that a device's `slowdowns` name takes so many times as long
+beside work of the other kind. Without contention nobody slows another down: every step takes
+exactly its cost, and the lane of a link takes any number of copies at once, each as soon as what it
+waits for is there. One rank is simulated; the others are taken to be as fast.
 """
 
 from __future__ import annotations
@@ -224,6 +225,11 @@ class _Simulation:
             for device in prices.machine.devices
             for uses in ("compute", "memory", "io")
         }
+        self.slowdowns = {
+            (f"{device.name} {each.uses}", f"{device.name} {each.beside}"): each.factor
+            for device in prices.machine.devices
+            for each in device.slowdowns
+        }
         self.lines = {lane.name: _Line(lane.name, lane.device) for lane in plan.lanes}
         self.ready: deque[_Line] = deque()
         self.active: list[_Line] = []
@@ -323,10 +329,24 @@ class _Simulation:
         shares = {name: self.capacity.get(name, 1.0) / amount for name, amount in asked.items()}
         for line in self.active:
             rate = min([1.0] + [shares[resource] for resource, _ in line.price.demands])
+            if self.slowdowns:
+                rate /= self._slowdown(line)
             if rate != line.rate:
                 line.left_s = max(0.0, line.left_s - (self.now_s - line.paced_s) * line.rate)
                 line.paced_s, line.rate = self.now_s, rate
                 line.end_s = self.now_s + line.left_s / rate
+
+    def _slowdown(self, line: _Line) -> float:
+        """How many times as long a step takes beside what is under way on other lanes."""
+        own = [resource for resource, _ in line.price.demands[:1]]
+        others = {
+            resource
+            for other in self.active
+            if other is not line
+            for resource, _ in other.price.demands[:1]
+        }
+        pairs = [(resource, other) for resource in own for other in others]
+        return max((self.slowdowns.get(pair, 1.0) for pair in pairs), default=1.0)
 
     def _end(self, line: _Line) -> None:
         """Write down that a lane's node has ended, and after what; wake whoever waits for it."""

@@ -36,6 +36,8 @@ from torchweft.plan.write.strategy import Strategy, option_defaults, write
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli import bench, tools
 from torchweft_tools.cli.bar import bar
+from torchweft_tools.cli.costs import against as compare
+from torchweft_tools.cli.costs import profile_command
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.explaining import explain_command
 from torchweft_tools.cli.text import (
@@ -54,7 +56,7 @@ from torchweft_tools.cli.text import (
     say_json,
 )
 from torchweft_tools.demo import blueprint as blueprints
-from torchweft_tools.formats.weft_files import load_graph, save_graph
+from torchweft_tools.formats.weft_files import load_graph, load_measured, load_trace, save_graph
 from torchweft_tools.selftest.gpu_doctor import examine_gpus
 from torchweft_tools.train.command import place
 
@@ -69,6 +71,7 @@ app.command("dryrun", context_settings=tools.AS_IS)(tools.dryrun_command)
 app.command("selftest")(tools.selftest_command)
 app.command("demo")(tools.demo_command)
 app.command("explain")(explain_command)
+app.command("profile")(profile_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
@@ -218,21 +221,34 @@ def simulate_command(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="save it: .json (Perfetto) or .txt")
     ] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="what torchweft profile has written")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="a trace: the error, step by step")
+    ] = None,
     width: Width = 100,
     as_json: Json = False,
 ) -> None:
     """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused."""
+    if costs is not None and (machine is not None or lanes != 1):
+        raise WeftError("costs: the file has the machine; leave out --machine and --lanes.")
     safe = verify(Plan.load(plan, load_graph(graph)))
     context = read_context(batch, size or (), tokens, None)
-    machine_read = read_machine(machine, lanes)
-    simulated = simulate(safe, context, machine_read, contention=not no_contention)
+    measured = load_measured(costs) if costs is not None else None
+    machine_read = measured.machine if measured is not None else read_machine(machine, lanes)
+    simulated = simulate(safe, context, machine_read, measured, contention=not no_contention)
     if trace is not None:
         simulated.save(trace)
     times = ("makespan_s", "critical_path_s", "network_s", "exposed_network_s", "overlap_share")
     facts = {name: getattr(simulated, name) for name in (*times, "peak_bytes")}
     busy = {lane: simulated.busy_s(lane) for lane, _ in simulated.lanes}
     data = {"simulated": True, "name": simulated.name, **facts, "busy_s": busy}
-    answer(simulated.to_text(width).rstrip(), data, as_json=as_json)
+    text = simulated.to_text(width).rstrip()
+    if against is not None:
+        told, data["steps"] = compare(simulated, load_trace(against))
+        text = f"{text}\n{told}"
+    answer(text, data, as_json=as_json)
 
 
 @app.command("show")

@@ -1,6 +1,6 @@
 """Weft's own files, which commands take: graphs, machines, costs, placements, traces, served runs.
 
-    load_graph, load_machine, load_costs, load_placement, load_trace, load_served
+    load_graph, load_machine, load_costs, load_measured, load_placement, load_trace, load_served
 
 All are JSON objects whose first field says which they are, and of which version; plans, which are
 text, read themselves (`Plan.load`). A file that is none raises the error of its kind, which names
@@ -96,6 +96,24 @@ def load_costs(path: str | Path) -> CostTable:
     if not isinstance(data, dict) or data.get("weft_costs") != VERSION:
         raise MachineError(f"file: {path} is not a cost file of version {VERSION}.")
     return _read_costs(data.get("entries"), f"cost file {path}")
+
+
+def load_measured(path: str | Path) -> Costs:
+    """Read the file of a profile: its costs, on the machine that they were fitted to.
+
+    Raises `MachineError` for a file that is none.
+    """
+    read = Reader(read_json(path, MachineError, "cost"), MachineError, f"cost file {path}")
+    if read.take("weft_costs", int, None) != VERSION or "machine" not in read.data:
+        raise read.fail("this is not what `torchweft profile` writes.")
+    read.take("about", str, "")
+    costs = Costs(
+        read_machine(read.take("machine", dict)),
+        _read_costs(read.take("entries", list), f"cost file {path}"),
+        _seconds(read, "call_s", 0.0),
+    )
+    read.done()
+    return costs
 
 
 def _read_costs(entries: object, where: str) -> CostTable:

@@ -1,0 +1,142 @@
+"""One rank of the simulator bench: a spec comes in on the command line, lines of JSON go out.
+
+    python -m torchweft_tools.bench.simulator.rank '{"model": "dense", "shapes": {...}, ...}'
+
+For each link: a profile of some shapes; then, for these and for others, what each strategy is
+simulated to take, and a race of all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchweft import lab
+from torchweft.api import compile, session_of
+from torchweft.plan.context import Cut
+from torchweft.plan.machine import Costs
+from torchweft.plan.strategies import overlap, sequential
+from torchweft.plan.write.scheduler import Scheduler
+from torchweft.plan.write.strategy import Strategy
+from torchweft.serve.session import Session, context
+from torchweft_tools.bench.measure.messages import leaving, say
+from torchweft_tools.bench.peers import models
+from torchweft_tools.bench.players.auto_rank import SIZES
+from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
+from torchweft_tools.profile import measure
+
+NUM_WARM = 3
+
+
+def _uneven(s: Scheduler) -> None:
+    """A small first part, so that the network has something to do soon."""
+    s.split(Cut.sizes([1, 3]))
+    while ready := s.ready():
+        for op, part in ready:
+            s.run(op, part)
+    s.merge()
+
+
+WAYS = {
+    "sequential": sequential,
+    **{f"overlap_{parts}": overlap(parts=parts) for parts in (2, 3, 4, 8)},
+    "uneven": Strategy("uneven", _uneven),
+}
+"""Not profiled: overlap_3 and uneven."""
+
+
+def main(text: str) -> None:
+    """Run the contexts of one model and print their results."""
+    spec = json.loads(text)
+    quiet()
+    pin(int(os.environ["RANK"]))
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    with leaving():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        side = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with torch.no_grad():
+            for result in contexts(spec, side):
+                if dist.get_rank() == 0:
+                    say("result", result)
+        dist.barrier(group=side)
+
+
+def contexts(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """The result of each context."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = SIZES[spec["size"]]
+    make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
+    plain = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
+    calls = {name: compile(copy.copy(plain), way) for name, way in WAYS.items()}
+    subject, order = compile(copy.copy(plain), sequential), Random(spec["seed"])
+    shapes = [(kind, shape) for kind, some in spec["shapes"].items() for shape in some]
+    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
+    total, done = len(links) * (1 + len(shapes)), 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if rank == 0:
+            say("progress", [done, total])
+
+    for link in links:
+        if lab.is_limited():
+            lab.set_rate(link)
+
+        def inputs(shape: list[int]) -> Any:
+            rows, positions = shape
+            return models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
+
+        profile = measure(subject, [inputs(shape) for shape in spec["shapes"]["profiled"]])
+        factors = {
+            f"{s.uses} beside {s.beside}": s.factor for s in profile.machine.devices[0].slowdowns
+        }
+        step()
+        for kind, shape in shapes:
+            x = inputs(shape)
+            with context(strategy=sequential):
+                predicted_s = {
+                    name: all_max(
+                        predict(session_of(subject), subject, x, way, profile.costs), side
+                    )
+                    for name, way in WAYS.items()
+                }
+            runs = {name: partial(call, x.clone()) for name, call in calls.items()}
+            runs["sequential_again"] = partial(calls["sequential"], x.clone())
+            for run in runs.values():
+                for _ in range(NUM_WARM):
+                    run()
+            num_calls = calls_of_a_run(runs["sequential"], side)
+            times = race(
+                runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side
+            )
+            facts = {"link": link, "shape": shape, "held_out": kind == "held_out"}
+            yield {**facts, "predicted_s": predicted_s, "times": times, "slowdowns": factors}
+            step()
+
+
+def predict(session: Session, model: Any, x: Any, way: Strategy, costs: Costs) -> float:
+    """Seconds that a call with this input would take by a strategy, as simulated."""
+    with session.service.collect():  # which graphs run, and with which sizes
+        model(x)
+    lone = replace(costs, call_s=0.0)
+    pieces = [piece for piece in session.pieces if piece.traced is not None]
+    return costs.call_s + sum(
+        piece.plans.predict(way, piece.traced.context, lone) for piece in pieces if piece.traced
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
