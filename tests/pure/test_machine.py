@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda: Machine("m", (slowed_by("net", 2.0),), (Lane("a"),)), "Did you mean 'network'"
     ),
     "speed-up": (
-        lambda: Machine("m", (slowed_by("network", 0.5),), (Lane("a"),)), "factor must be a number"
+        lambda: Machine("m", (slowed_by("network", 0.5),), (Lane("a"),)), "factor must be from 1"
     ),
     "hostile lane": (lambda: Machine("m", (Device("cpu"),), (Lane("x\ny"),)), "is not a name"),
     "hostile machine": (lambda: Machine("x\ny", (Device("cpu"),), (Lane("a"),)), "is not a name"),

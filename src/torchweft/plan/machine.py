@@ -38,7 +38,7 @@ from torchweft.plan.graph import NAME, USES, Graph, Op, check_name
 VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
-MAX_PRIORITY, MAX_SMS, MAX_DEVICES, MAX_SLOWDOWN = 100, 100_000, 1000, 1000
+MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
 LANE = re.compile(
     rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: to ({NAME.pattern}))?"
     rf"(?: via ({NAME.pattern}))?"
@@ -113,12 +113,9 @@ class Device:
     @property
     def eaten(self) -> float:
         """The compute that a second of a transfer costs at the least, by its share or slowdowns."""
-        factor = {(each.uses, each.beside): each.factor for each in self.slowdowns}
-        compute, network = (
-            factor.get(pair, 1.0) for pair in (("compute", "network"), ("network", "compute"))
-        )
-        slowed = min(1.0, self.capacity, network * (1 - 1 / compute))
-        return max(self.network_share, slowed)
+        factor = {(each.uses, each.beside): each.factor for each in self.slowdowns}.get
+        slowed = factor(("network", "compute"), 1) * (1 - 1 / factor(("compute", "network"), 1))
+        return max(self.network_share, min(1.0, self.capacity, slowed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +199,11 @@ def _faults(machine: Machine) -> Iterator[str]:
         for spec in fields(item):
             number = getattr(item, spec.name)
             if spec.name == "slowdowns":
-                yield from filter(None, map(_slow_fault, number))
+                for each in number:
+                    for uses in {each.uses, each.beside} - {*USES}:
+                        yield f"slowdown: {unknown('resource', uses, USES)}"
+                    if not isinstance(each.factor, int | float) or not 1 <= each.factor <= 1000:
+                        yield f"slowdown: factor must be from 1 to 1000; got {clip(each.factor)}."
                 continue
             if "str" in str(spec.type) or (number is None and spec.default is None):
                 continue
@@ -233,16 +234,6 @@ def _faults(machine: Machine) -> Iterator[str]:
     for link in machine.links:
         if not {link.source, link.target} <= set(machine.device):
             yield f"link {link.source!r} -> {link.target!r} joins no two devices."
-
-
-def _slow_fault(slowdown: Slowdown) -> str:
-    for uses in (slowdown.uses, slowdown.beside):
-        if uses not in USES:
-            return f"slowdown: {unknown('resource', uses, USES)}"
-    if not isinstance(slowdown.factor, int | float) or not 1 <= slowdown.factor <= MAX_SLOWDOWN:
-        limits = f"from 1 to {MAX_SLOWDOWN}; got {clip(slowdown.factor)}"
-        return f"slowdown: the factor must be a number {limits}."
-    return ""
 
 
 def cpu(num_compute_lanes: int = 1, **rates: float) -> Machine:

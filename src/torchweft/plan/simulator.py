@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import NamedTuple, NoReturn
 
 from torchweft.errors import PlanError, unknown
@@ -329,8 +330,7 @@ class _Simulation:
         shares = {name: self.capacity.get(name, 1.0) / amount for name, amount in asked.items()}
         for line in self.active:
             rate = min([1.0] + [shares[resource] for resource, _ in line.price.demands])
-            if self.slowdowns:
-                rate /= self._slowdown(line)
+            rate /= self._slowdown(line) if self.slowdowns else 1.0
             if rate != line.rate:
                 line.left_s = max(0.0, line.left_s - (self.now_s - line.paced_s) * line.rate)
                 line.paced_s, line.rate = self.now_s, rate
@@ -338,15 +338,9 @@ class _Simulation:
 
     def _slowdown(self, line: _Line) -> float:
         """How many times as long a step takes beside what is under way on other lanes."""
-        own = [resource for resource, _ in line.price.demands[:1]]
-        others = {
-            resource
-            for other in self.active
-            if other is not line
-            for resource, _ in other.price.demands[:1]
-        }
-        pairs = [(resource, other) for resource in own for other in others]
-        return max((self.slowdowns.get(pair, 1.0) for pair in pairs), default=1.0)
+        others = chain(*(other.price.demands[:1] for other in self.active if other is not line))
+        pairs = product(line.price.demands[:1], others)
+        return max((self.slowdowns.get((a, b), 1.0) for (a, _), (b, _) in pairs), default=1.0)
 
     def _end(self, line: _Line) -> None:
         """Write down that a lane's node has ended, and after what; wake whoever waits for it."""
