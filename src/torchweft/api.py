@@ -332,14 +332,26 @@ def warmup(
     Under "auto" each is called until its choice is made, with torch.compile as one to choose from.
     progress: told how many calls were made, and how many may be needed.
     """
-    chooser, done = session_of(model).auto, 0
+    session, done = session_of(model), 0
+    if isinstance(inputs, torch.Tensor | dict):
+        got = type(inputs).__name__
+        raise WeftError(f"warmup: inputs must be a list of what is called, as [x]; got {got}.")
+    if session.share != EVERY:
+        raise WeftError(
+            "warmup: the model is disabled, at least for a share of its calls. Enable it."
+        )
+    chooser = session.auto
     for args, kwargs in map(arguments_of, inputs):
         with torch.no_grad(), nullcontext() if chooser is None else chooser.tuning():
             model(*args, **kwargs)
-            while chooser is not None and not chooser.is_settled(args, kwargs):
+            for _ in range(5 * MAX_WARM):
+                if chooser is None or chooser.is_settled(args, kwargs):
+                    break
                 model(*args, **kwargs)
                 done += 1
                 progress(done, max(done, MAX_WARM))
+            else:
+                session.service.fall_back(f"warmup: no choice was made in {5 * MAX_WARM} calls")
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

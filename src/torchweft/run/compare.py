@@ -48,17 +48,27 @@ class Check:
         return text + (f" ({self.detail})" if self.detail else "")
 
 
+def leaves_of(nest: Any, depth: int = 4) -> list[Any]:
+    """The leaves of a nest; of an object that is no tensor or module, those that it holds."""
+    leaves = []
+    for leaf in tree_leaves(nest):
+        opaque = not depth or isinstance(leaf, torch.Tensor | torch.nn.Module | type)
+        inside = None if opaque else getattr(leaf, "__dict__", None)
+        leaves += leaves_of([*inside.values()], depth - 1) if inside else [leaf]
+    return leaves
+
+
 def compare(
     wanted: Any,
     got: Any,
     tolerance: float | None = None,
     own: Mapping[int, float] = MappingProxyType({}),
 ) -> Check:
-    """Compare two nests of tensors; other leaves must be equal. NaNs are equal to NaNs.
+    """Compare two nests of tensors and floats; other leaves must be equal. NaNs equal NaNs.
 
     own: what some leaves, by their numbers, may differ by, whatever their type.
     """
-    left, right = tree_leaves(wanted), tree_leaves(got)
+    left, right = (list(map(_numbers, leaves_of(nest))) for nest in (wanted, got))
     if len(left) != len(right):
         return Check("different", float("inf"), 0.0, len(left), detail="not as many outputs")
     worst, limit, same, count, detail = 0.0, 0.0, True, 0, ""
@@ -82,6 +92,12 @@ def compare(
         if diff > allowed:
             return Check("different", diff, allowed, count, detail=f"output {number}")
     return Check("bit-equal" if same else "within tolerance", worst, limit, count, detail=detail)
+
+
+def _numbers(leaf: Any) -> Any:
+    """A leaf; a float or an array of NumPy as a tensor, for they may differ by rounding too."""
+    is_number = isinstance(leaf, float) or hasattr(leaf, "__array_interface__")
+    return torch.as_tensor(leaf) if is_number else leaf
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:

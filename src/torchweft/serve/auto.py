@@ -17,24 +17,26 @@ in a message that it does not wait for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import get_world_size, is_initialized
 
-from torchweft.errors import PlanError
+from torchweft.errors import PlanError, RunError, WeftError
 from torchweft.plan.context import TOLD, HostFacts
 from torchweft.plan.predict import candidates
 from torchweft.plan.strategies import sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
-from torchweft.ranks.ranks import RANKS, EagerError
+from torchweft.ranks.ranks import RANKS, EagerError, LostError
 from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import announce
 from torchweft.run.accelerator.accelerator import devices_of
+from torchweft.run.compare import leaves_of
 from torchweft.serve.costbook import Calls, CostBook
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
@@ -43,7 +45,8 @@ from torchweft.serve.tuned import Tuned
 
 NUM_PROPOSED = 3
 MIN_GAIN = 1.03
-MAX_DISAGREED, MAX_UNCAPTURED = 3, 4
+MAX_DISAGREED, MAX_UNCAPTURED, MAX_KINDS, MAX_NAME = 3, 4, 256, 32
+TOO_MANY = "auto: the calls are of too many kinds; those of further kinds run as they are"
 NO_FACTS = HostFacts()
 COMPILERS = ("torch._dynamo", "torch._inductor")  # whose errors are theirs, not the model's
 
@@ -72,7 +75,8 @@ class Auto:
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
         self.is_forced = False  # to run by plans, whatever is faster
         self.retired = ""
-        self.num_calls = self.num_disagreed = 0
+        self.num_tried = self.num_disagreed = 0
+        self._racing = threading.Lock()  # one call at a time is timed, and none inside of another
         self._compiled: Callable[..., Any] | None = None
         self.trains: bool | None = None  # whether results have gradients; None: not known yet
         self._facts: dict[object, HostFacts] = {}
@@ -86,11 +90,10 @@ class Auto:
             if choice is not None and not choice.is_due:
                 choice.num_calls += 1
                 return self._run(choice.way, args, kwargs)
-        self.num_calls += 1
         facts = TOLD.get()
         if facts is not None and facts.strategy is not None:  # the host knows better
             return self.woven(args, kwargs)
-        kind = kind_of(args, kwargs)
+        kind = self._kind(args, kwargs)
         choice = self.trials.choices.get(kind)
         if self.is_forced:
             way = choice.way if choice is not None and choice.way is not COMPILED else None
@@ -99,17 +102,33 @@ class Auto:
             return self._stock(None, args, kwargs)
         if torch.is_grad_enabled() and self.trains is not False:
             return self._train(args, kwargs)
-        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
-            if self.num_calls > MAX_UNCAPTURED:
-                self.retired = "nothing of the model could be captured"
-            return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
+        if kind is None:
+            self.session.fallbacks[TOO_MANY] += 1
+            return self._stock(None, args, kwargs)
         if choice is not None and not choice.is_due:
             choice.num_calls += 1
             if exact is not None:
                 remember(self._steady, exact, choice)
             return self._run(choice.way, args, kwargs)
+        if not self._racing.acquire(blocking=False):
+            return self._run(choice.way if choice is not None else None, args, kwargs)
+        try:
+            return self._raced(kind, args, kwargs)
+        finally:
+            self._racing.release()
+
+    def _raced(self, kind: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call that counts: one of the first ones, of a race, or of a pair that is timed."""
+        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
+            if self.num_tried >= MAX_UNCAPTURED:
+                self.retired = "nothing of the model could be captured"
+                return self._stock(None, args, kwargs)
+            outputs = self._run(sequential if self.num_tried else None, args, kwargs)
+            self.num_tried += 1
+            return outputs
         self.trials.last = sequential if self._communicators() else None
-        race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
+        race, choice = self.trials.races.get(kind), self.trials.choices.get(kind)
+        service, given = self.session.service, (args, kwargs)
         number = race.num_calls if race is not None else choice.num_calls if choice else 0
         with self.trials.turn(kind, lambda: devices_of(tree_leaves(given))) as way:
             is_plan = way is not None and way is not COMPILED
@@ -117,6 +136,7 @@ class Auto:
             if any(piece.device and piece.device.no_times for piece in self.session.pieces):
                 warms_up = False  # there is nothing to trace with
             service.salt = number_of(f"{kind} {number}")
+            num_stock = service.num_stock
             for piece in self.session.pieces if warms_up else ():
                 piece.traced = None
             try:
@@ -124,6 +144,7 @@ class Auto:
                     return self._run(way, args, kwargs)
             finally:
                 service.salt = 0
+                self.trials.skips |= service.num_stock > num_stock  # disabled: not by its plan
 
     def _run(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if way is None or way is COMPILED:
@@ -134,23 +155,34 @@ class Auto:
             mine = replace(facts, strategy=way)
             remember(self._facts, (facts, way), mine)
         token = TOLD.set(mine)
+        own: BaseException | None = None
         try:
-            return self.woven(args, kwargs)
+            outputs = self.woven(args, kwargs)
         except PlanError as error:
             if error.rule != RANKS or not self._may_repeat():
                 raise
             self._disagree(isinstance(error, EagerError))
             return self.plain(*args, **kwargs)
+        except RunError as error:
+            own = error.__cause__
+            if not error.story or own is None or isinstance(own, WeftError | LostError):
+                raise
+            own.add_note(str(error))
         finally:
             TOLD.reset(token)
+        if own is not None:  # the model's own error, whichever way its turn was
+            raise own
+        if self.trains is False and torch.is_grad_enabled() and _has_gradients(outputs):
+            self.trains = True  # since the weights or an input have been told to
+            self._steady.clear()
+        return outputs
 
     def _train(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call with gradients on. Where they flow it stays as it is: what the backward takes is
         not raced, so nobody could say that it does not lose."""
         outputs = self._stock(None, args, kwargs)
         if self.trains is None:
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-            self.trains = any(leaf.requires_grad for leaf in leaves)
+            self.trains = _has_gradients(outputs)
         return outputs
 
     def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -195,8 +227,20 @@ class Auto:
 
     def is_settled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether it is known how calls of this kind run best."""
-        trains = torch.is_grad_enabled() and bool(self.trains)
-        return bool(self.retired) or trains or kind_of(args, kwargs) in self.trials.choices
+        trains, kind = torch.is_grad_enabled() and bool(self.trains), self._kind(args, kwargs)
+        return bool(self.retired) or trains or kind is None or kind in self.trials.choices
+
+    def _kind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+        """The kind of a call. Where there are too many, names and numbers are told by their types
+        alone, and after that a call that is like no other has none."""
+        known = (self.trials.choices, self.trials.races)
+        for by_type in (False, True):
+            kind = kind_of(args, kwargs, by_type)
+            if any(kind in each for each in known):
+                return kind
+            if sum(map(len, known)) < MAX_KINDS * (1 + by_type):
+                return kind
+        return None
 
     def forget(self) -> None:
         """Begin anew: what was found holds for the machine as it was."""
@@ -260,8 +304,9 @@ class Auto:
         return ()
 
     def _known(self, kind: Hashable, pieces: Sequence[Piece]) -> Choice | None:
-        """What a race in an earlier process has shown, if all ranks know the same."""
-        if not self.session.options.remember:
+        """What a race in an earlier process has shown, if all ranks know the same. A warm-up has
+        time to see for itself what torch.compile brings here."""
+        if not self.session.options.remember or self.tries_compiled:
             return None
         rate, size = self.trials.agreed([self.book.link_rate(pieces), self._num_ranks()])
         facts = f"{self.session.options.inner}, {size:.0f} ranks, 2**{rate:.0f} bytes/s"
@@ -298,25 +343,32 @@ class Auto:
         return [ways[number] for number in good[:NUM_PROPOSED]]
 
 
+def _has_gradients(outputs: Any) -> bool:
+    return any(getattr(leaf, "requires_grad", False) for leaf in leaves_of(outputs))
+
+
 def _exact(args: Sequence[Any]) -> Hashable:
     """What calls of plain tensors have in common that need no second look; None for others."""
-    try:
-        return (torch.is_grad_enabled(), *[(each.shape, each.dtype, each.device) for each in args])
-    except AttributeError:
+    if not all(isinstance(each, torch.Tensor) and not each.is_nested for each in args):
         return None
+    return (torch.is_grad_enabled(), *[(each.shape, each.dtype, each.device) for each in args])
 
 
-def kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """What calls must have in common to be served alike: types, and sizes by powers of two."""
+def kind_of(args: Sequence[Any], kwargs: dict[str, Any], by_type: bool = False) -> Hashable:
+    """What calls must have in common to be served alike: types, and sizes by powers of two.
+
+    by_type: names and numbers count by their types alone.
+    """
     facts = TOLD.get()
     kind: list[Hashable] = [torch.is_grad_enabled(), facts.phase if facts is not None else None]
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
-            kind.append((name, value.device.type, value.dtype, *map(_bucket, value.shape)))
+            sizes = map(_bucket, () if value.is_nested else value.shape)
+            kind.append((name, value.device.type, value.dtype, *sizes))
         elif isinstance(value, list | tuple | dict):
-            kind.append((name, kind_of(tree_leaves(value), {})))
+            kind.append((name, kind_of(tree_leaves(value), {}, by_type)))
         else:
-            kind.append((name, _scalar(value)))
+            kind.append((name, type(value).__name__ if by_type else _scalar(value)))
     return tuple(kind)
 
 
@@ -325,6 +377,8 @@ def _bucket(size: int) -> int:
 
 
 def _scalar(value: Any) -> Hashable:
-    if value is None or isinstance(value, bool | str):
-        return value
-    return _bucket(value) if isinstance(value, int) else type(value).__name__
+    if value is None or type(value) is bool or (type(value) is str and len(value) <= MAX_NAME):
+        return cast(Hashable, value)
+    if type(value) is not int:
+        return type(value).__name__
+    return _bucket(value) if value >= 0 else ("-", _bucket(-value))

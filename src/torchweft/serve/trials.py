@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ BEHIND = ((2, 0.90), (4, 0.97))
 """After so many rounds a way that has less than this share of the best one's speed leaves."""
 WARM = 2  # calls of a plan that do not count: it is made in the first and traced in the second
 GUARD_EVERY, GUARD_PAIRS = 256, 5
+MAX_TOLD, MAX_ERRORS = 16, 3
 Wanted = str | Strategy | Callable[..., None] | None
 Way = Strategy | None
 Call = Callable[..., Any]
@@ -80,6 +82,7 @@ class Race:
         self.warm: dict[Way, int] = {}  # calls left that do not count
         self.rounds: list[dict[Way, float]] = []
         self.times: dict[Way, tuple[Any, Any]] = {}  # start and end of the calls of this round
+        self.errors: Counter[Way] = Counter()  # calls of a way that raised, one behind the other
         self.num_calls = self.num_heats = 0
         self.speeds: dict[Way, float] = {}  # of all ways that were timed, in their last heat
         self.add(ways)
@@ -108,10 +111,19 @@ class Race:
     def note(self, way: Way, start: Any, end: Any) -> None:
         """A call has run."""
         self.num_calls += 1
+        self.errors[way] = 0
         if self.warm[way]:
             self.warm[way] -= 1
         else:
             self.times[way] = start, end
+
+    def fail(self, way: Way) -> None:
+        """A call has raised. It does not count, but a way that only raises leaves."""
+        self.errors[way] += 1
+        if self.errors[way] >= MAX_ERRORS and way not in self.kept and way in self.ways:
+            self.ways.remove(way)
+            self.warm[way] = 0
+            self.times.pop(way, None)
 
     @property
     def has_warmed_up(self) -> bool:
@@ -297,7 +309,12 @@ class Trials:
         self.skips = False
         limits = {device.no_graphs, device.one_stream, device.no_times} if device else set()
         fallen, start = _fallen(self.session.fallbacks, limits), _moment(device)
-        yield way
+        try:
+            yield way
+        except Exception:
+            if race is not None:
+                race.fail(way)
+            raise
         if self.skips:
             return
         lost = _fallen(self.session.fallbacks, limits) > fallen
@@ -358,11 +375,13 @@ class Trials:
     def lines(self, worth: Callable[[Hashable, Choice], str] = lambda *choice: "") -> list[str]:
         """What was chosen and why, for people. worth: what else is said of a choice."""
         told = []
-        for kind, choice in self.choices.items():
+        for kind, choice in list(self.choices.items())[:MAX_TOLD]:
             more = worth(kind, choice)
             told.append(f"{kind}: {_told(choice)}" + (f"; {more}" if more else ""))
-        trying = [f"{kind}: {len(race.rounds)} rounds so far" for kind, race in self.races.items()]
-        return told + trying
+        for kind, race in list(self.races.items())[:MAX_TOLD]:
+            told.append(f"{kind}: {len(race.rounds)} rounds so far")
+        num_more = len(self.choices) + len(self.races) - len(told)
+        return told + ([f"... and {num_more} more kinds of calls"] if num_more else [])
 
 
 def _told(choice: Choice) -> str:

@@ -30,11 +30,16 @@ from torchweft.serve.trials import Choice, Way
 
 log = logging.getLogger("torchweft")
 VERSION, MAX_FILES = 1, 256
+KEPT_INNERS = (None, "eager", "onednn")  # no call of the next process waits for Inductor
 
 
 def folder() -> Path:
     """Where choices are kept: `$XDG_CACHE_HOME/torchweft/tuned`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        base = base or Path.home() / ".cache"
+    except RuntimeError:  # a user of a container who has no home: nothing can be kept
+        base = os.devnull
     return Path(base) / "torchweft" / "tuned"
 
 
@@ -121,4 +126,6 @@ def _way(data: Any) -> Way:
     if data is None:
         return None
     found = get_strategy(data["name"])(**data["options"])
+    if data["inner"] not in KEPT_INNERS:
+        raise WeftError(f"inner {data['inner']!r} is not kept")
     return Strategy(found.name, found.function, found.options, data["inner"])
