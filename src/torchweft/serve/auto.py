@@ -1,9 +1,10 @@
 """`Auto`: a model that finds out by itself how it runs best, and never loses to what it was.
 
-    call 1          the model as it is
-    call 2          captured, and run by the plan without parts
+    first calls     the model as it is, until a trial is a small share of their seconds (`Budget`)
+    then one        captured, and run by the plan without parts
     further calls   a race (`Trials`) for each kind of inputs: the model as it is, the plan without
-                    parts, and the strategies that the simulator expects to be faster
+                    parts, and the strategies that the simulator expects to be faster; between its
+                    calls, as many as the budget asks for run by what is best so far
 
 All of these calls give right answers; they are only timed. Kinds are shapes by powers of two. What
 is captured shows which strategies can gain at all: those that split, where something waits for a
@@ -17,6 +18,7 @@ in a message that it does not wait for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed import get_world_size, is_initialized
 
-from torchweft.errors import PlanError
+from torchweft.errors import PlanError, WeftError
 from torchweft.plan.context import TOLD, HostFacts
 from torchweft.plan.predict import candidates
 from torchweft.plan.strategies import sequential
@@ -33,8 +35,9 @@ from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
 from torchweft.ranks.ranks import RANKS, EagerError
 from torchweft.ranks.speakers import number_of
-from torchweft.ranks.talk import announce
+from torchweft.ranks.talk import Ear, announce, meet
 from torchweft.run.accelerator.accelerator import devices_of
+from torchweft.serve.budget import Budget
 from torchweft.serve.costbook import Calls, CostBook
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
@@ -43,7 +46,7 @@ from torchweft.serve.tuned import Tuned
 
 NUM_PROPOSED = 3
 MIN_GAIN = 1.03
-MAX_DISAGREED, MAX_UNCAPTURED = 3, 4
+MAX_DISAGREED, MAX_UNCAPTURED = 3, 3
 NO_FACTS = HostFacts()
 COMPILERS = ("torch._dynamo", "torch._inductor")  # whose errors are theirs, not the model's
 
@@ -70,25 +73,33 @@ class Auto:
         self.traced: dict[Hashable, Calls] = {}  # by kind: the call that was looked at
         self._steady: dict[object, Choice] = {}  # by exact sizes: a settled call is one look-up
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
+        self.is_trial = False  # whether this call tries something in traffic
+        self.is_open = False  # whether some call may have been planned
         self.is_forced = False  # to run by plans, whatever is faster
         self.retired = ""
-        self.num_calls = self.num_disagreed = 0
+        self.budget = Budget()
+        self.num_calls = self.num_attempts = self.num_disagreed = 0
         self._compiled: Callable[..., Any] | None = None
         self.trains: bool | None = None  # whether results have gradients; None: not known yet
         self._facts: dict[object, HostFacts] = {}
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
+        self.num_calls, self.is_trial = self.num_calls + 1, False
+        if self.num_calls & (self.num_calls - 1) == 0 and self.num_calls > 1:
+            self._meet()
+        if not self.is_open:  # until then no rank may have a plan, so nobody needs to be told
+            asked = self.is_forced or self.tries_compiled
+            self.is_open = asked or self.num_calls >= self.budget.starts[True]
         exact: Hashable = None
         if not kwargs and not self.is_forced and TOLD.get() is None:
             exact = _exact(args)
             choice = self._steady.get(exact)
             if choice is not None and not choice.is_due:
-                choice.num_calls += 1
-                return self._run(choice.way, args, kwargs)
-        self.num_calls += 1
+                return self._settled(choice, args, kwargs)
         facts = TOLD.get()
         if facts is not None and facts.strategy is not None:  # the host knows better
+            self.is_open = True
             return self.woven(args, kwargs)
         kind = kind_of(args, kwargs)
         choice = self.trials.choices.get(kind)
@@ -99,15 +110,74 @@ class Auto:
             return self._stock(None, args, kwargs)
         if torch.is_grad_enabled() and self.trains is not False:
             return self._train(args, kwargs)
-        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
-            if self.num_calls > MAX_UNCAPTURED:
-                self.retired = "nothing of the model could be captured"
-            return self._run(None if self.num_calls == 1 else sequential, args, kwargs)
         if choice is not None and not choice.is_due:
-            choice.num_calls += 1
             if exact is not None:
                 remember(self._steady, exact, choice)
-            return self._run(choice.way, args, kwargs)
+            return self._settled(choice, args, kwargs)
+        if choice is None and not self._may_try(kind):
+            return self._wait(kind, args, kwargs)
+        start, self.trials.skips = time.perf_counter(), False
+        self.is_trial = not self.tries_compiled
+        way, outputs = self._try(kind, choice, args, kwargs)
+        if self.trials.skips or self.tries_compiled or way is COMPILED:
+            return outputs
+        if way is None:
+            self.budget.note_usual(kind, time.perf_counter() - start)
+        else:  # ranks have seen in the call that they count alike
+            self.budget.note_trial(kind, time.perf_counter() - start)
+            self.budget.agree(self.num_calls, self.trials.agreed)
+        return outputs
+
+    def _settled(self, choice: Choice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call of a kind whose choice is made."""
+        choice.num_calls += 1
+        start, speed = time.perf_counter(), choice.speed
+        outputs = self._run(choice.way, args, kwargs)
+        self.budget.note(time.perf_counter() - start, speed)
+        return outputs
+
+    def _may_try(self, kind: Hashable) -> bool:
+        """Whether this call may be a trial: of any call in a warm-up, else of what is not dear."""
+        if self.num_calls == 1:
+            return False  # it shows whom the model talks with
+        return self.tries_compiled or self.budget.allows(kind, self.num_calls)
+
+    def _wait(self, kind: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call by the best way so far, for a trial would cost too much now."""
+        race = self.trials.races.get(kind)
+        way = race.winner() if race is not None else None
+        start = time.perf_counter()
+        outputs = self._run(way, args, kwargs)
+        if race is None or way is None:
+            self.budget.note_usual(kind, time.perf_counter() - start)
+        else:
+            self.budget.note(time.perf_counter() - start, race.speed(way))
+        return outputs
+
+    def _meet(self) -> None:
+        """Between two calls: ranks tell each other what theirs have taken."""
+        names, session = self.session.communicators, self.session
+        try:
+            meet(names, self.num_calls, session.speaker, session.options.watchdog_s)
+            self.budget.agree(self.num_calls - 1, self.trials.agreed)
+        except WeftError as error:
+            if isinstance(error, PlanError) and error.rule == RANKS:
+                self._disagree(isinstance(error, EagerError))
+            elif session.pieces:
+                raise
+            else:  # perhaps nobody but this rank has such a model
+                self.retired = f"the other ranks do not count its calls: {error}"
+
+    def _try(
+        self, kind: Hashable, choice: Choice | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Way, Any]:
+        """A call of a race, or of the guard of a choice; with its way."""
+        if not self.session.pieces:
+            self.num_attempts += 1
+            if self.num_attempts > MAX_UNCAPTURED:
+                self.retired = "nothing of the model could be captured"
+            way = None if self.retired else sequential
+            return way, self._run(way, args, kwargs)
         self.trials.last = sequential if self._communicators() else None
         race, service, given = self.trials.races.get(kind), self.session.service, (args, kwargs)
         number = race.num_calls if race is not None else choice.num_calls if choice else 0
@@ -121,7 +191,7 @@ class Auto:
                 piece.traced = None
             try:
                 with service.collect() if warms_up else nullcontext():
-                    return self._run(way, args, kwargs)
+                    return way, self._run(way, args, kwargs)
             finally:
                 service.salt = 0
 
@@ -155,7 +225,12 @@ class Auto:
 
     def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model as it is, or by torch.compile; no rank may run it by a plan then."""
-        if is_initialized() and (names := self._communicators()):
+        if is_initialized() and self.session.heard is None:
+            with Ear() as ear:
+                outputs = self.plain(*args, **kwargs)
+            self.session.heard = ear.names
+            return outputs
+        if self.is_open and is_initialized() and (names := self._communicators()):
             announce(names, self.session.speaker, self.session.options.watchdog_s)
         if way is None:
             return self.plain(*args, **kwargs)
@@ -210,6 +285,8 @@ class Auto:
         told = [f"auto: {self.retired}"] if self.retired else []
         if self.trains:
             told.append("auto: calls that train run as they are; name a strategy to plan them")
+        if not self.session.pieces and not told:
+            told.append(self.budget.line())
         return told + self.trials.lines(self._worth)
 
     def _worth(self, kind: Hashable, choice: Choice) -> str:
@@ -228,7 +305,7 @@ class Auto:
         return self.book.bound(calls, way.inner).sentence(own_s, plain_s)
 
     def _communicators(self) -> set[str]:
-        return {name for piece in self.session.pieces for name in piece.communicators}
+        return self.session.communicators
 
     def _may_repeat(self) -> bool:
         """Whether a call that no collective of was started may be run once more."""

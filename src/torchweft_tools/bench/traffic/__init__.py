@@ -103,7 +103,10 @@ def run(
         for link in words(links)
         for start in chosen("traffic", "start", starts, STARTS)
     ]
-    size: Row = {"size": "tiny" if quick else "full", "num_calls": QUICK_CALLS if quick else num_calls}
+    size: Row = {
+        "size": "tiny" if quick else "full",
+        "num_calls": QUICK_CALLS if quick else num_calls,
+    }
     size["num_warmed"] = QUICK_KINDS if quick else None  # each may take Inductor half a minute
     kinds: list[Row] = []
     runs: list[Row] = []
