@@ -31,7 +31,7 @@ def play(found: Budget, num_calls: int, seconds: float, first: int = 1) -> list[
 
 def test_a_capture_is_a_small_share_of_the_seconds_before_it() -> None:
     allowed = play(Budget(), 1000, 0.1)
-    assert allowed[0] == round(CAPTURE_S / 0.05 / 0.1)
+    assert allowed[0] == pytest.approx(CAPTURE_S / 0.05 / 0.1, abs=1)
     assert allowed == list(range(allowed[0], 1001))
     assert not play(Budget(), 1000, 0.01), "a stream of ten seconds"
 
@@ -43,7 +43,7 @@ def test_what_a_trial_has_cost_is_awaited_before_the_next() -> None:
     found.agree(501, list)
     later = play(found, 500, 0.1, first=502)
     assert found.costs == {True: pytest.approx(3.0), False: TRIAL_S}
-    assert first < 501 and later[0] == pytest.approx((3.0 + TRIAL_S) / 0.05 / 0.1, abs=2)
+    assert first < 501 and later[0] == pytest.approx((3.0 + TRIAL_S) / 0.05 / 0.1, abs=10)
 
 
 def test_half_of_what_a_choice_gains_may_be_spent() -> None:

@@ -14,6 +14,7 @@ that was made up for; aa_total and aa_p99, eager again against eager.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections import deque
@@ -168,9 +169,9 @@ def regret(eager: Sequence[float], auto: Sequence[float]) -> tuple[float, int | 
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The value that this share of the others are below."""
+    """The least value that this share of all do not exceed."""
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def kind_rows(result: Row) -> list[Row]:
