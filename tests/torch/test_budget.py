@@ -43,7 +43,7 @@ def test_what_a_trial_has_cost_is_awaited_before_the_next() -> None:
     found.agree(501, list)
     later = play(found, 500, 0.1, first=502)
     assert found.costs == {True: pytest.approx(3.0), False: TRIAL_S}
-    assert first < 501 and later[0] == pytest.approx((3.0 + TRIAL_S) / 0.05 / 0.1, abs=10)
+    assert first < 501 and later[0] == pytest.approx((3.0 + TRIAL_S) / 0.05 / 0.1, abs=2)
 
 
 def test_half_of_what_a_choice_gains_may_be_spent() -> None:

@@ -61,15 +61,18 @@ class Budget:
         """Say from which calls on trials are allowed, once call `number` has run on all ranks."""
         mine = [self.actual_s, self.behind_s, *self.costs.values()]
         actual_s, behind_s, *costs_s = agreed(mine)
+        stock_s = actual_s - behind_s
         for is_dear, cost_s in zip(self.costs, costs_s, strict=True):
-            wait_s = max(0.0, (behind_s + cost_s) / SHARE - (actual_s - behind_s))
-            num_calls = wait_s * number / actual_s if actual_s else math.inf if wait_s else 0.0
+            wait_s = max(0.0, (behind_s + cost_s) / SHARE - stock_s)
+            call_s = max(0.0, stock_s) / number
+            num_calls = wait_s / call_s if call_s else math.inf if wait_s else 0.0
             self.starts[is_dear] = number + num_calls
 
     def line(self) -> str:
         """What is awaited, for people."""
-        share = f"trials may take {SHARE:.0%} of the seconds of all calls"
-        return f"auto: {share}: a capture from call {self.starts[True]:.0f} on, or in a warm-up"
+        first = self.starts[True]
+        when = f"from call {first:.0f} on" if first < math.inf else "later"
+        return f"auto: trials may take {SHARE:.0%} of the seconds of calls: {when}, or in a warm-up"
 
 
 def form_of(kind: Hashable) -> Hashable:
