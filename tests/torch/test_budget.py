@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -44,6 +45,30 @@ def test_what_a_trial_has_cost_is_awaited_before_the_next() -> None:
     later = play(found, 500, 0.1, first=502)
     assert found.costs == {True: pytest.approx(3.0), False: TRIAL_S}
     assert first < 501 and later[0] == pytest.approx((3.0 + TRIAL_S) / 0.05 / 0.1, abs=2)
+
+
+def test_whatever_trials_cost_the_model_is_hardly_behind() -> None:
+    for seed in range(20):
+        rng, found = Random(seed), Budget()
+        stock_s = actual_s = dearest_s = 0.0
+        num_trials = 0
+        for number in range(1, 3000):
+            if number & (number - 1) == 0 and number > 1:
+                found.agree(number - 1, list)
+            usual_s = rng.choice((0.02, 0.1, 0.3))
+            kind = (*SMALL, usual_s)
+            stock_s += usual_s
+            if number > 1 and found.allows(kind, number) and kind in found.usual_s:
+                over_s = rng.choice((0.0, 0.1, 2.0)) * rng.random()
+                found.note_trial(kind, usual_s + over_s)
+                found.agree(number, list)
+                actual_s, dearest_s = actual_s + usual_s + over_s, max(dearest_s, over_s)
+                num_trials += 1
+            else:
+                found.note_usual(kind, usual_s)
+                actual_s += usual_s
+            assert actual_s - stock_s <= 0.06 * stock_s + dearest_s
+        assert num_trials > 3
 
 
 def test_half_of_what_a_choice_gains_may_be_spent() -> None:

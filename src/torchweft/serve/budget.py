@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-SHARE = 0.05
+SHARE = 0.01  # what a control differs by; a stream of calls cannot tell it from stock
 CAPTURE_S, TRIAL_S = 2.0, 0.05  # what trials take, before any was seen
 MIN_COMMON = 16  # a form of which there is less than one in so many calls is not captured
 
