@@ -138,7 +138,7 @@ class Ear(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_group(thing: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(thing._type())  # type: ignore[attr-defined]
+    return "ProcessGroup" in str(thing._type())
 
 
 def announce(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:

@@ -156,6 +156,8 @@ class Auto:
 
     def _meet(self) -> None:
         """Between two calls: ranks tell each other what theirs have taken."""
+        if torch.is_grad_enabled() and self.trains is not False:
+            return  # nothing is tried there, and pipelines that train do not call in step
         names, session = self.session.communicators, self.session
         try:
             meet(names, self.num_calls, session.speaker, session.options.watchdog_s)
