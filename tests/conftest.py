@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -55,6 +57,13 @@ def pytest_runtest_makereport(
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test keeps on disk is not there for the next one, nor is what its user has kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def trials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` tries ways from its second call on, though the calls of tests take no time."""
+    if (budget := sys.modules.get("torchweft.serve.budget")) is not None:
+        monkeypatch.setattr(budget, "SHARE", math.inf)
 
 
 @pytest.fixture

@@ -352,6 +352,8 @@ def warmup(
                 progress(done, max(done, MAX_WARM))
             else:
                 session.service.fall_back(f"warmup: no choice was made in {5 * MAX_WARM} calls")
+            if chooser is not None:
+                model(*args, **kwargs)  # by the choice, which may be one of an earlier process
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

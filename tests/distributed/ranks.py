@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
+import math
 import os
 import sys
 import traceback
@@ -31,6 +32,7 @@ import torch.multiprocessing as mp
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.plan.plan import Plan
+from torchweft.serve import budget
 
 PATIENCE_S = 180
 LIMIT = datetime.timedelta(seconds=60)
@@ -93,6 +95,7 @@ def run_once(
 def rank_main(rank: int, size: int, folder: str, cases: dict[str, Case]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    budget.SHARE = math.inf  # `auto` tries ways at once, though calls take no time
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
     store.set_timeout(LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import torchweft as weft
 from torchweft.api import session_of
+from torchweft.serve import budget
 from torchweft.serve.auto import kind_of
 from torchweft.serve.trials import Choice
 
@@ -124,9 +126,47 @@ def check_unlike_later(rank):
     assert (rank == 1) or reasons == ["auto: the ranks have calls of different kinds"], reasons
 
 
+def check_budget(rank):
+    """Trials that must wait for seconds of calls are made in the same calls on both ranks."""
+    plain = Layers().eval()
+    before, budget.SHARE = budget.SHARE, 0.5
+    try:
+        model = weft.compile(copy.deepcopy(plain), watchdog_s=WATCHDOG_S, remember=False)
+        auto, x, numbers = session_of(model).auto, torch.ones(8, 16), []
+        auto.budget.costs[True] = 0.02
+        for number in range(200):
+            time.sleep(0.001 * rank)
+            known = auto.num_attempts, dict(auto.trials.races), len(auto.traced)
+            torch.testing.assert_close(model(x), plain(x))
+            if known != (auto.num_attempts, dict(auto.trials.races), len(auto.traced)):
+                numbers.append(number)
+    finally:
+        budget.SHARE = before
+    first, second = told(numbers)
+    assert first == second and first, (first, second)
+    assert not weft.report(model).fallbacks, weft.report(model)
+
+
+def check_silent_at_first(rank):
+    """Ranks that have heard no collective agree on no capture of one: it runs as it is."""
+
+    def model(x):
+        y = x * 2
+        if len(y) > 1:
+            dist.all_reduce(y)
+        return y + 1
+
+    woven = weft.compile(model, watchdog_s=WATCHDOG_S, remember=False)
+    for rows in (1, 1, 1, *[8] * 40):
+        x = torch.full((rows, 4), float(rank))
+        torch.testing.assert_close(woven(x), model(x))
+    assert all(not piece.communicators for piece in session_of(woven).pieces)
+
+
 CASES = {
     "together": check_together, "sure": check_sure, "unlike": check_unlike,
-    "unlike later": check_unlike_later,
+    "unlike later": check_unlike_later, "budget": check_budget,
+    "silent at first": check_silent_at_first,
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import torchweft as weft
 from torchweft.api import session_of
 from torchweft.errors import WeftError
 from torchweft.plan.context import TOLD
+from torchweft.plan.strategies import overlap
 from torchweft.serve import auto as module
 from torchweft.serve.auto import Auto, kind_of
+from torchweft.serve.trials import COMPILED
 from torchweft.serve.tuned import Tuned, folder
 
 
@@ -165,9 +167,9 @@ def test_kinds_hold_no_long_texts_and_few_negative_numbers() -> None:
 
 
 def test_a_report_of_many_kinds_is_short() -> None:
-    model = weft.compile(lambda x, name: x * 2)
+    model = weft.compile(lambda x: x * 2)
     for number in range(40):
-        model(torch.ones(3), f"request {number}")
+        model(torch.ones(4 << number % 8, 4 << number // 8))
     assert len(auto_of(model).lines()) <= 20 and "more kinds" in str(weft.report(model))
 
 
@@ -267,17 +269,38 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert not folder().exists()
 
 
-def test_a_kept_way_that_waits_for_inductor_or_that_nobody_knows_is_not_taken() -> None:
-    tuned, way = Tuned([], "1 ranks"), {"name": "overlap", "options": {"parts": 2}, "inner": None}
+def test_a_kept_way_that_waits_for_a_compiler_is_taken_in_a_warm_up_alone() -> None:
+    tuned, data = Tuned([], "1 ranks"), {"name": "overlap", "options": {"parts": 2}, "inner": None}
+    two, quick = overlap(parts=2), replace(overlap(parts=2), inner="inductor")
     folder().mkdir(parents=True, exist_ok=True)
 
-    def kept(**changes: Any) -> Any:
-        told = {"way": {**way, **changes}, "speeds": [[None, 1.0]]}
+    def kept(way: Any, *others: Any, compiles: bool = False) -> Any:
+        told = {"way": way, "speeds": [[None, 1.0], *others]}
         tuned.path.write_text(json.dumps({"weft_tuned": 1, "choices": {"kind": told}}))
-        return tuned.look_up("kind")
+        return tuned.look_up("kind", compiles=compiles)
 
-    assert kept() is not None and kept(inner="onednn") is not None
-    assert kept(inner="inductor") is None and kept(inner="evil") is None
+    plain, compiled = [data, 1.3], [{**data, "inner": "inductor"}, 1.6]
+    assert kept(data, plain).way == two and kept({**data, "inner": "onednn"}) is not None
+    assert kept(compiled[0], plain, compiled).way == two, "no call waits for Inductor"
+    assert kept(compiled[0], [data, 1.01], compiled).way is None, "as it is, but for noise"
+    assert kept(compiled[0], plain, compiled, compiles=True).way == quick
+    assert kept("torch.compile", plain, ["torch.compile", 1.6], compiles=True).way == COMPILED
+    assert kept(data, plain, compiles=True) is None, "torch.compile was not tried"
+    assert kept(data, plain, compiled).rival is None, "no guard waits for Inductor"
+    assert kept({**data, "inner": "evil"}) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_what_a_warm_up_has_chosen_is_taken_by_the_next_one() -> None:
+    x = torch.randn(4, 8)
+    model = weft.compile(nn.Sequential(nn.Linear(8, 8)).eval())
+    weft.warmup(model, [x])
+    (chosen,) = auto_of(model).trials.choices.values()
+    torch._dynamo.reset()
+    again, told = weft.compile(nn.Sequential(nn.Linear(8, 8)).eval()), list[int]()
+    weft.warmup(again, [x], progress=lambda done, total: told.append(done))
+    (known,) = auto_of(again).trials.choices.values()
+    assert known.way == chosen.way and len(told) <= 4, "no race"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")

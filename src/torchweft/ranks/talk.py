@@ -16,17 +16,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
 from torchweft.plan.graph import Graph
 from torchweft.plan.plan import Plan, Step
+from torchweft.private.core import TorchDispatchMode
 from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
 """The rule that a model breaks which comes to other boundaries than the plan was made for."""
 TALKS = ("run", "issue", "complete")
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
 
 
@@ -66,10 +70,10 @@ def _communicators_of(plan: Plan, step: Step) -> list[str]:
     return [op.collective.communicator for op in ops if op.collective is not None]
 
 
-def slowest(graphs: Iterable[Graph], seconds: Sequence[float], watchdog_s: float) -> list[float]:
-    """The largest of these numbers on all ranks that the graphs talk with; alone, they stay."""
+def slowest(names: Iterable[str], seconds: Sequence[float], watchdog_s: float) -> list[float]:
+    """The largest of these numbers on all ranks of these communicators; alone, they stay."""
     largest = list(seconds)
-    for name in sorted({name for graph in graphs for name in communicators(graph)}):
+    for name in sorted(names):
         largest = channel(_group_of(name), watchdog_s).largest(largest)
     return largest
 
@@ -97,6 +101,44 @@ def run_eagerly(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> No
     Raises `PlanError`, on all ranks and before anything is started, if one of them has a plan.
     """
     _say(EAGER, names, speaker, watchdog_s)
+
+
+def meet(names: Iterable[str], number: int, speaker: Speaker, watchdog_s: float) -> None:
+    """Wait until all ranks of these communicators have come to the same place between calls.
+
+    Raises `PlanError` if some of them are elsewhere, `RunError` if they do not come.
+    """
+    _say(number_of(f"between calls: {number}"), names, speaker, watchdog_s)
+
+
+class Ear(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears on which communicators a call talks, as graphs would name them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as usual while it is heard."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not all(kind in PLAIN for kind in types):
+            return NotImplemented  # a subclass shows what it does to plain tensors itself
+        given = [*args, *(kwargs or {}).values()]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            groups = [each for each in given if isinstance(each, torch.ScriptObject)]
+            names = [ProcessGroup.unbox(g).group_name for g in groups if _is_group(g)]
+            texts = names or [each for each in given if isinstance(each, str)][-1:]
+            self.names |= {re.sub(r"\W", "_", f"group_{text}") for text in texts}
+        return func(*args, **(kwargs or {}))
+
+
+def _is_group(thing: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(thing._type())
 
 
 def announce(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:

@@ -1,9 +1,10 @@
 """`Auto`: a model that finds out by itself how it runs best, and never loses to what it was.
 
-    call 1          the model as it is
-    call 2          captured, and run by the plan without parts
+    first calls     the model as it is, until a trial is a small share of their seconds (`Budget`)
+    then one        captured, and run by the plan without parts
     further calls   a race (`Trials`) for each kind of inputs: the model as it is, the plan without
-                    parts, and the strategies that the simulator expects to be faster
+                    parts, and the strategies that the simulator expects to be faster; between its
+                    calls, as many as the budget asks for run by what is best so far
 
 All of these calls give right answers; they are only timed. Kinds are shapes by powers of two. What
 is captured shows which strategies can gain at all: those that split, where something waits for a
@@ -18,7 +19,8 @@ in a message that it does not wait for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -34,29 +36,22 @@ from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
 from torchweft.ranks.ranks import RANKS, EagerError, LostError
 from torchweft.ranks.speakers import number_of
-from torchweft.ranks.talk import announce
+from torchweft.ranks.talk import Ear, announce, meet
 from torchweft.run.accelerator.accelerator import devices_of
 from torchweft.run.compare import leaves_of
+from torchweft.serve.budget import Budget
 from torchweft.serve.costbook import Calls, CostBook
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
-from torchweft.serve.trials import Choice, Race, Trials, Way
+from torchweft.serve.trials import COMPILED, Choice, Race, Trials, Way
 from torchweft.serve.tuned import Tuned
 
 NUM_PROPOSED = 3
 MIN_GAIN = 1.03
-MAX_DISAGREED, MAX_UNCAPTURED, MAX_KINDS, MAX_NAME = 3, 4, 256, 32
+MAX_DISAGREED, MAX_UNCAPTURED, MAX_KINDS, MAX_NAME = 3, 3, 256, 32
 TOO_MANY = "auto: the calls are of too many kinds; those of further kinds run as they are"
 NO_FACTS = HostFacts()
 COMPILERS = ("torch._dynamo", "torch._inductor")  # whose errors are theirs, not the model's
-
-
-def _no_plan(s: Any) -> None:
-    raise AssertionError("torch.compile runs without our plans")
-
-
-COMPILED = Strategy("torch.compile", _no_plan)
-"""The way of stock torch.compile, with Inductor."""
 
 
 class Auto:
@@ -73,9 +68,12 @@ class Auto:
         self.traced: dict[Hashable, Calls] = {}  # by kind: the call that was looked at
         self._steady: dict[object, Choice] = {}  # by exact sizes: a settled call is one look-up
         self.tries_compiled = False  # only where nobody minds that a call compiles for long
+        self.is_trial = False  # whether this call tries something in traffic
+        self.is_open = False  # whether some call may have been planned
         self.is_forced = False  # to run by plans, whatever is faster
         self.retired = ""
-        self.num_tried = self.num_disagreed = 0
+        self.budget = Budget()
+        self.num_calls = self.num_attempts = self.num_disagreed = 0
         self._racing = threading.Lock()  # one call at a time is timed, and none inside of another
         self._compiled: Callable[..., Any] | None = None
         self.trains: bool | None = None  # whether results have gradients; None: not known yet
@@ -83,15 +81,21 @@ class Auto:
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
+        self.num_calls, self.is_trial = self.num_calls + 1, False
+        if self.num_calls & (self.num_calls - 1) == 0 and self.num_calls > 1:
+            self._meet()
+        if not self.is_open:  # until then no rank may have a plan, so nobody needs to be told
+            asked = self.is_forced or self.tries_compiled
+            self.is_open = asked or self.num_calls >= self.budget.starts[True]
         exact: Hashable = None
         if not kwargs and not self.is_forced and TOLD.get() is None:
             exact = _exact(args)
             choice = self._steady.get(exact)
             if choice is not None and not choice.is_due:
-                choice.num_calls += 1
-                return self._run(choice.way, args, kwargs)
+                return self._settled(choice, args, kwargs)
         facts = TOLD.get()
         if facts is not None and facts.strategy is not None:  # the host knows better
+            self.is_open = True
             return self.woven(args, kwargs)
         kind = self._kind(args, kwargs)
         choice = self.trials.choices.get(kind)
@@ -106,26 +110,86 @@ class Auto:
             self.session.fallbacks[TOO_MANY] += 1
             return self._stock(None, args, kwargs)
         if choice is not None and not choice.is_due:
-            choice.num_calls += 1
             if exact is not None:
                 remember(self._steady, exact, choice)
-            return self._run(choice.way, args, kwargs)
+            return self._settled(choice, args, kwargs)
         if not self._racing.acquire(blocking=False):
             return self._run(choice.way if choice is not None else None, args, kwargs)
         try:
-            return self._raced(kind, args, kwargs)
+            return self._counted(kind, choice, args, kwargs)
         finally:
             self._racing.release()
 
-    def _raced(self, kind: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call that counts: one of the first ones, of a race, or of a pair that is timed."""
-        if not self.session.pieces:  # all ranks count these calls alike, whatever their kinds are
-            if self.num_tried >= MAX_UNCAPTURED:
-                self.retired = "nothing of the model could be captured"
-                return self._stock(None, args, kwargs)
-            outputs = self._run(sequential if self.num_tried else None, args, kwargs)
-            self.num_tried += 1
+    def _counted(
+        self, kind: Hashable, choice: Choice | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call without a choice, or one of a pair that is timed: a trial, if that is allowed."""
+        if choice is None and not self._may_try(kind):
+            return self._wait(kind, args, kwargs)
+        start, self.trials.skips = time.perf_counter(), False
+        self.is_trial = not self.tries_compiled
+        way, outputs = self._try(kind, args, kwargs)
+        if self.trials.skips or self.tries_compiled or way is COMPILED:
             return outputs
+        if way is None:
+            self.budget.note_usual(kind, time.perf_counter() - start)
+        else:  # ranks have seen in the call that they count alike
+            self.budget.note_trial(kind, time.perf_counter() - start)
+            self.budget.agree(self.num_calls, self.trials.agreed)
+        return outputs
+
+    def _settled(self, choice: Choice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call of a kind whose choice is made."""
+        choice.num_calls += 1
+        start, speed = time.perf_counter(), choice.speed
+        outputs = self._run(choice.way, args, kwargs)
+        self.budget.note(time.perf_counter() - start, speed)
+        return outputs
+
+    def _may_try(self, kind: Hashable) -> bool:
+        """Whether this call may be a trial: of any call in a warm-up, else of what is not dear."""
+        if self.num_calls == 1:
+            return False  # it shows whom the model talks with
+        return self.tries_compiled or self.budget.allows(kind, self.num_calls)
+
+    def _wait(self, kind: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call by the best way so far, for a trial would cost too much now."""
+        race = self.trials.races.get(kind)
+        way = race.winner() if race is not None else None
+        start, begun = time.perf_counter(), time.thread_time()
+        outputs = self._run(way, args, kwargs)
+        if race is None or way is None:
+            busy_s = time.thread_time() - begun
+            self.budget.note_usual(kind, time.perf_counter() - start, busy_s)
+        else:
+            self.budget.note(time.perf_counter() - start, race.speed(way))
+        return outputs
+
+    def _meet(self) -> None:
+        """Between two calls: ranks tell each other what theirs have taken."""
+        if torch.is_grad_enabled() and self.trains is not False:
+            return  # nothing is tried there, and pipelines that train do not call in step
+        names, session = self.session.communicators, self.session
+        try:
+            meet(names, self.num_calls, session.speaker, session.options.watchdog_s)
+            self.budget.agree(self.num_calls - 1, self.trials.agreed)
+        except WeftError as error:
+            if isinstance(error, PlanError) and error.rule == RANKS:
+                self._disagree(isinstance(error, EagerError))
+            elif session.pieces:
+                raise
+            else:  # perhaps nobody but this rank has such a model
+                self.retired = f"the other ranks do not count its calls: {error}"
+
+    def _try(self, kind: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Way, Any]:
+        """A call of a race, or of the guard of a choice; with its way."""
+        if not self.session.pieces:
+            if self.num_attempts >= MAX_UNCAPTURED:
+                self.retired = "nothing of the model could be captured"
+                return None, self._stock(None, args, kwargs)
+            outputs = self._run(sequential, args, kwargs)
+            self.num_attempts += 1
+            return sequential, outputs
         self.trials.last = sequential if self._communicators() else None
         race, choice = self.trials.races.get(kind), self.trials.choices.get(kind)
         service, given = self.session.service, (args, kwargs)
@@ -141,7 +205,7 @@ class Auto:
                 piece.traced = None
             try:
                 with service.collect() if warms_up else nullcontext():
-                    return self._run(way, args, kwargs)
+                    return way, self._run(way, args, kwargs)
             finally:
                 service.salt = 0
                 self.trials.skips |= service.num_stock > num_stock  # disabled: not by its plan
@@ -187,7 +251,12 @@ class Auto:
 
     def _stock(self, way: Way, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model as it is, or by torch.compile; no rank may run it by a plan then."""
-        if is_initialized() and (names := self._communicators()):
+        if is_initialized() and self.session.heard is None:
+            with Ear() as ear:
+                outputs = self.plain(*args, **kwargs)
+            self.session.heard = ear.names
+            return outputs
+        if self.is_open and is_initialized() and (names := self._communicators()):
             announce(names, self.session.speaker, self.session.options.watchdog_s)
         if way is None:
             return self.plain(*args, **kwargs)
@@ -233,7 +302,7 @@ class Auto:
     def _kind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """The kind of a call. Where there are too many, names and numbers are told by their types
         alone, and after that a call that is like no other has none."""
-        known = (self.trials.choices, self.trials.races)
+        known: tuple[Mapping[Hashable, Any], ...] = self.trials.choices, self.trials.races
         for by_type in (False, True):
             kind = kind_of(args, kwargs, by_type)
             if any(kind in each for each in known):
@@ -254,6 +323,8 @@ class Auto:
         told = [f"auto: {self.retired}"] if self.retired else []
         if self.trains:
             told.append("auto: calls that train run as they are; name a strategy to plan them")
+        if not self.session.pieces and not told:
+            told.append(self.budget.line())
         return told + self.trials.lines(self._worth)
 
     def _worth(self, kind: Hashable, choice: Choice) -> str:
@@ -272,7 +343,7 @@ class Auto:
         return self.book.bound(calls, way.inner).sentence(own_s, plain_s)
 
     def _communicators(self) -> set[str]:
-        return {name for piece in self.session.pieces for name in piece.communicators}
+        return self.session.communicators
 
     def _may_repeat(self) -> bool:
         """Whether a call that no collective of was started may be run once more."""
@@ -304,14 +375,13 @@ class Auto:
         return ()
 
     def _known(self, kind: Hashable, pieces: Sequence[Piece]) -> Choice | None:
-        """What a race in an earlier process has shown, if all ranks know the same. A warm-up has
-        time to see for itself what torch.compile brings here."""
-        if not self.session.options.remember or self.tries_compiled:
+        """What a race in an earlier process has shown, if all ranks know the same."""
+        if not self.session.options.remember:
             return None
         rate, size = self.trials.agreed([self.book.link_rate(pieces), self._num_ranks()])
         facts = f"{self.session.options.inner}, {size:.0f} ranks, 2**{rate:.0f} bytes/s"
         tuned = self._tuned[kind] = Tuned((piece.graph for piece in pieces), facts)
-        choice = tuned.look_up(kind)
+        choice = tuned.look_up(kind, compiles=self.tries_compiled)
         mine = float(number_of(str(choice.way)) >> 16) if choice is not None else 0.0
         most, least = self.trials.agreed([mine, -mine])
         return choice if mine and most == -least else None

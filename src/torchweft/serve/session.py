@@ -20,7 +20,7 @@ from torchweft.capture.failures import as_own, copied, first_line
 from torchweft.capture.guards import shared_bytes
 from torchweft.capture.marks import require_matched
 from torchweft.capture.ops.collectives import communicators_of
-from torchweft.errors import WeftError
+from torchweft.errors import CaptureError, WeftError
 from torchweft.options import Options
 from torchweft.plan.context import TOLD, HostFacts
 from torchweft.plan.graph import Op
@@ -74,6 +74,7 @@ class Session:
         self.num_uncaptured = self.num_shared = 0
         self.share = EVERY
         self.auto: Any = None  # what chooses how calls run, if nobody has said it: `Auto`
+        self.heard: set[str] | None = None  # the communicators of a call as it is, if it was heard
         self.breaks: dict[str, None] = {}
         self._held = contextlib.ExitStack()  # hooks and threads of boundary mode
         introduce()
@@ -128,14 +129,31 @@ class Session:
 
     def _piece(self, gm: fx.GraphModule, captured: Capture, unsplit: str) -> Piece:
         piece = Piece(captured, gm, self.service, unsplit)
+        if self.alone and piece.communicators:
+            raise CaptureError(
+                "ranks: the first call showed no collective, so ranks have not agreed on this one. "
+                "Call weft.warmup on all of them, or name a strategy."
+            )
         self.pieces.append(piece)
         return piece
 
     def _uncaptured(self, gm: fx.GraphModule, error: WeftError) -> Callable[..., Any]:
         """A graph that we cannot cut runs as it is, counted, or raises when it is called."""
         self.num_uncaptured += 1
-        names = communicators_of(gm)
+        names = set() if self.alone else communicators_of(gm)
         return lambda *inputs: self.service.run_as_it_is(gm, inputs, error, names)
+
+    @property
+    def alone(self) -> bool:
+        """Whether other ranks may be elsewhere: this is a trial that none of them was asked for."""
+        return self.heard == set() and self.auto.is_trial
+
+    @property
+    def communicators(self) -> set[str]:
+        """Those that the model talks by, as far as it was seen."""
+        return {name for piece in self.pieces for name in piece.communicators} | (
+            self.heard or set()
+        )
 
     def boundary(self, call: Callable[..., Any], model: Any) -> Boundary:
         """The calls of a model in boundary mode."""

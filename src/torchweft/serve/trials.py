@@ -48,6 +48,14 @@ MAX_TOLD, MAX_ERRORS = 16, 3
 Wanted = str | Strategy | Callable[..., None] | None
 Way = Strategy | None
 Call = Callable[..., Any]
+
+
+def _no_plan(s: Any) -> None:
+    raise AssertionError("torch.compile runs without our plans")
+
+
+COMPILED = Strategy("torch.compile", _no_plan)
+"""The way of stock torch.compile, with Inductor."""
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
@@ -188,6 +196,7 @@ class Choice:
     speeds: Mapping[Way, float] = field(default_factory=dict)
     rival: Way = None
     is_guarded: bool = False
+    speed: float = 1.0  # of the way, as far as it is known
     note: str = ""
     num_calls: int = 0
     pairs: list[tuple[float, float]] = field(default_factory=list)
@@ -200,7 +209,7 @@ class Choice:
         others = [each for each in speeds if each != way]
         rival = first if first != way else max(others, key=speeds.__getitem__, default=None)
         is_near = rival in speeds and speeds[rival] > BEHIND[0][1]
-        return Choice(way, speeds, rival, bool(others) and is_near)
+        return Choice(way, speeds, rival, bool(others) and is_near, speeds.get(way, 1.0))
 
     @property
     def is_due(self) -> bool:
@@ -226,7 +235,7 @@ class Choice:
             f"{name_of(self.way)} was given up after {self.num_calls} calls, for "
             f"{name_of(self.rival)} was {faster:.2f} times as fast"
         )
-        self.way, self.rival = self.rival, self.way
+        self.way, self.rival, self.speed = self.rival, self.way, 1.0
         return True
 
 
@@ -369,8 +378,7 @@ class Trials:
 
     def agreed(self, own: Sequence[float]) -> list[float]:
         """The largest of these numbers on all ranks that the model talks with."""
-        graphs = (piece.graph for piece in self.session.pieces)
-        return slowest(graphs, own, self.session.options.watchdog_s)
+        return slowest(self.session.communicators, own, self.session.options.watchdog_s)
 
     def lines(self, worth: Callable[[Hashable, Choice], str] = lambda *choice: "") -> list[str]:
         """What was chosen and why, for people. worth: what else is said of a choice."""

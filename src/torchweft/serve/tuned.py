@@ -22,25 +22,24 @@ from typing import Any
 
 import torch
 
-from torchweft.errors import WeftError
+from torchweft.capture.marks import INNERS
+from torchweft.errors import WeftError, clip
 from torchweft.files import read_text, write_json
 from torchweft.plan.graph import Graph
 from torchweft.plan.write.strategy import Strategy, get_strategy
-from torchweft.serve.trials import Choice, Way
+from torchweft.serve.trials import COMPILED, GAIN, Choice, Way
 
 log = logging.getLogger("torchweft")
 VERSION, MAX_FILES = 1, 256
-KEPT_INNERS = (None, "eager", "onednn")  # no call of the next process waits for Inductor
 
 
 def folder() -> Path:
     """Where choices are kept: `$XDG_CACHE_HOME/torchweft/tuned`."""
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        base = base or Path.home() / ".cache"
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user of a container who has no home: nothing can be kept
-        base = os.devnull
-    return Path(base) / "torchweft" / "tuned"
+        base = Path(os.devnull)
+    return base / "torchweft" / "tuned"
 
 
 @cache
@@ -67,14 +66,25 @@ class Tuned:
         self.about = versions
         self.path = folder() / f"{blake2b(text.encode(), digest_size=10).hexdigest()}.json"
 
-    def look_up(self, kind: Hashable) -> Choice | None:
-        """What was chosen for calls of a kind, if it is known."""
+    def look_up(self, kind: Hashable, *, compiles: bool = False) -> Choice | None:
+        """What was chosen for calls of a kind, if it is known.
+
+        compiles: whether the call may wait for a compiler. If so, a race without one is not enough;
+        if not, the choice is the best of the ways that need none, and so is its rival.
+        """
         told = self._read().get(str(kind))
         try:
             speeds = {_way(way): float(speed) for way, speed in told["speeds"]} if told else {}
-            return Choice.known(_way(told["way"]), speeds) if told else None
+            way = _way(told["way"]) if told else None
         except (KeyError, TypeError, ValueError, WeftError):
             return None
+        quick = {each: speed for each, speed in speeds.items() if not _is_compiled(each)}
+        if told is None or (compiles and len(quick) == len(speeds)):
+            return None
+        if _is_compiled(way) and not compiles:
+            best = max(quick, key=lambda each: quick[each] / (GAIN if each else 1), default=None)
+            return Choice.known(best, quick)
+        return Choice.known(way, {**quick, **{w: s for w, s in speeds.items() if w == way}})
 
     def keep(self, kind: Hashable, choice: Choice) -> None:
         """Write a choice down, unless somebody's own function was chosen."""
@@ -112,8 +122,15 @@ def _structure(graph: Graph) -> str:
     return "\n".join(lines)
 
 
+def _is_compiled(way: Way) -> bool:
+    """Whether the first call by a way waits for Inductor."""
+    return way == COMPILED or (way is not None and way.inner == "inductor")
+
+
 def _data(way: Way) -> Any:
     """A way as data. Raises `WeftError` for one that cannot be found by its name."""
+    if way == COMPILED:
+        return COMPILED.name
     if way is None or get_strategy(way.name).function is not way.function:
         if way is not None:
             raise WeftError(f"strategy {way.name!r} is not registered")
@@ -123,9 +140,9 @@ def _data(way: Way) -> Any:
 
 
 def _way(data: Any) -> Way:
-    if data is None:
-        return None
+    if data in (None, COMPILED.name):
+        return COMPILED if data else None
     found = get_strategy(data["name"])(**data["options"])
-    if data["inner"] not in KEPT_INNERS:
-        raise WeftError(f"inner {data['inner']!r} is not kept")
+    if data["inner"] not in (None, *INNERS):
+        raise WeftError(f"inner {clip(data['inner'])} is not known")
     return Strategy(found.name, found.function, found.options, data["inner"])

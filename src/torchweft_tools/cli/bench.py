@@ -32,7 +32,7 @@ from torchweft_tools.cli.text import Json, UsageError, printable, say, say_json
 
 BENCHES = (
     *("ablation", "auto", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
-    *("ops", "overlap", "placement", "races", "simulator", "stream", "verify", "zoo"),
+    *("ops", "overlap", "placement", "races", "simulator", "stream", "traffic", "verify", "zoo"),
 )
 MAX_ROWS = 40
 MAX_CELL = 60
