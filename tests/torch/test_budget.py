@@ -37,6 +37,18 @@ def test_a_capture_is_a_small_share_of_the_seconds_before_it() -> None:
     assert not play(Budget(), 1000, 0.01), "a stream of ten seconds"
 
 
+@pytest.mark.parametrize(("busy_s", "at_once"), [(0.05, True), (0.1, False), (0.0, False)])
+def test_calls_that_wait_and_compute_are_captured_at_once(busy_s: float, at_once: bool) -> None:
+    found = Budget()
+    found.note_usual(LARGE, 0.1, busy_s)
+    found.agree(1, list)
+    assert found.room == pytest.approx(0.5 if at_once else 0.0)
+    assert (found.starts[True] <= 2) == at_once
+    found.note_trial(LARGE, 60.0)  # the advance is spent
+    found.agree(2, list)
+    assert found.starts[False] > 1000
+
+
 def test_what_a_trial_has_cost_is_awaited_before_the_next() -> None:
     found = Budget()
     first = play(found, 500, 0.1)[0]
