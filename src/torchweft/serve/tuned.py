@@ -35,12 +35,11 @@ KEPT_INNERS = (None, "eager", "onednn")  # no call of the next process waits for
 
 def folder() -> Path:
     """Where choices are kept: `$XDG_CACHE_HOME/torchweft/tuned`."""
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        base = base or Path.home() / ".cache"
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user of a container who has no home: nothing can be kept
-        base = os.devnull
-    return Path(base) / "torchweft" / "tuned"
+        base = Path(os.devnull)
+    return base / "torchweft" / "tuned"
 
 
 @cache
