@@ -50,7 +50,7 @@ class Check:
 
 def leaves_of(nest: Any, depth: int = 4) -> list[Any]:
     """The leaves of a nest; of an object that is no tensor or module, those that it holds."""
-    leaves = []
+    leaves: list[Any] = []
     for leaf in tree_leaves(nest):
         opaque = not depth or isinstance(leaf, torch.Tensor | torch.nn.Module | type)
         inside = None if opaque else getattr(leaf, "__dict__", None)
