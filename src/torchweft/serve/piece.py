@@ -259,6 +259,15 @@ def _facts(context: Context) -> tuple[object, ...]:
     return context.phase, bool(context.tokens_per_request), context.strategy
 
 
+def _changed(trusted: TrustedInputs, given: Sequence[Any]) -> WeftError | None:
+    """What is wrong with weights that are not as they were compiled for."""
+    try:
+        trusted.check(given)
+    except WeftError as error:
+        return error
+    return None
+
+
 class Ready(NamedTuple):
     """All that a call of known sizes needs.
 
@@ -342,8 +351,8 @@ class Piece:
             return self._first_call(inputs, key)
         entry, alone, shape, trusted = ready
         given = self._pick(inputs + self._constants)
-        if trusted is not None:
-            self._check(trusted, given)
+        if trusted is not None and (changed := _changed(trusted, given)) is not None:
+            return self._run_as_it_is(inputs, key, changed)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs, key)
         entry.num_calls += 1
@@ -365,14 +374,6 @@ class Piece:
     def bodies(self) -> list[Body]:
         """The bodies of all inner compilers in use."""
         return [body for inner in self._inners.values() for body in inner.bodies.values()]
-
-    def _check(self, trusted: TrustedInputs, given: Sequence[Any]) -> None:
-        """Raise `RunError` if weights are not as they were compiled for."""
-        try:
-            trusted.check(given)
-        except WeftError:
-            self.service.refuse(self.communicators)
-            raise
 
     def _first_call(self, inputs: tuple[Any, ...], key: object) -> Any:
         """Find or make the plan of a call, and run it."""
@@ -398,9 +399,10 @@ class Piece:
             raise
         except Exception as error:  # there is no plan, not even without parts
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
+        trusted = self.inner(entry.inner).trusted
+        if trusted is not None and (changed := _changed(trusted, given)) is not None:
+            return self._run_as_it_is(inputs, key, changed)
         entry.num_calls += 1
-        if (trusted := self.inner(entry.inner).trusted) is not None:
-            self._check(trusted, given)
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
         with switch or nullcontext():

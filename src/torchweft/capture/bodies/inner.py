@@ -24,7 +24,7 @@ from torchweft.capture.bodies.inductor import Structure, order_of
 from torchweft.capture.bodies.outs import PRODUCTS, unfit_for
 from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
-from torchweft.errors import RunError
+from torchweft.errors import CaptureError
 from torchweft.plan.graph import Graph, Op
 from torchweft.private.dynamo import TensorGuards
 
@@ -182,7 +182,7 @@ class TrustedInputs:
         self._guards: Any = None
 
     def check(self, given: Sequence[Any]) -> None:
-        """Raise `RunError` if an input is not as it was."""
+        """Raise `CaptureError` if an input is not as it was."""
         tensors = self._pick(given)
         guards = self._guards
         if guards is None or not guards.check(*tensors):
@@ -192,7 +192,7 @@ class TrustedInputs:
         """The same, one by one; what is right now is what guards compare with from now on."""
         for tensor, (name, wanted) in zip(tensors, self.wanted.items(), strict=True):
             if (tuple(tensor.shape), order_of(tensor), tensor.dtype) != wanted:
-                raise RunError(
+                raise CaptureError(
                     f"run: {name!r} has changed since it was compiled, where Dynamo does not look: "
                     f"it is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}. "
                     "Call torch._dynamo.reset() after such a change, and it is compiled anew."
