@@ -406,3 +406,18 @@ def test_one_frame_for_one_number_of_rows_leaves_the_others_their_batch():
     assert any(plan.num_parts == 2 for plan in weft.plans(model)), "the frame before the break"
     (line,) = [text for text in weft.report(model).breaks if "one number of rows" in text]
     assert "nothing is split" in line
+
+
+@pytest.mark.parametrize("level", ["torch", "aten"])
+def test_nested_tensors_run_as_they_are(level):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    rows = [torch.randn(3, 8), torch.randn(5, 8)]
+    with torch.no_grad():
+        weft.compile(model, "sequential", level=level)
+        for _ in range(2):
+            made = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+            for part, row in zip(made.unbind(), rows, strict=True):
+                torch.testing.assert_close(part, model.forward(row))
+    (reason,) = dict(weft.report(model).fallbacks)
+    assert "nested tensors" in reason

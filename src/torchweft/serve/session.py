@@ -96,6 +96,8 @@ class Session:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], blocks: bool
     ) -> Callable[..., Any]:
         """A graph of Dynamo as a piece, or as those of its ATen graphs."""
+        if any(isinstance(each, torch.Tensor) and each.is_nested for each in example_inputs):
+            raise CaptureError("capture: nested tensors have no sizes to plan by. Pad them.")
         number = len({piece.graph.name.partition(".")[0] for piece in self.pieces})
         options, rules = self.options, self.options.all_rules
         known: dict[str, Any] = {"rules": rules, "batch": options.batch, "name": f"piece{number}"}
