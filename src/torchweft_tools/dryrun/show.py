@@ -14,15 +14,24 @@ from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
 from torchweft_tools.dryrun.check import Fault, synchronisations
 
 WIDTH = 30
+VALUES = "Numbers mean nothing in a dry run: an error about values is not one of the program."
 
 
-def report(ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
-    """The whole text. The timeline shows the end of the first rank, where it is steady."""
+def report(
+    ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60, code: int = 0
+) -> str:
+    """The whole text. The timeline shows the end of the first rank, where it is steady.
+
+    `code` is how the program ended; below 0, by a signal.
+    """
     what = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"
     lines = [f"dry run: {what if ranks else 'no process asked a device for work'}"]
     if ranks:
         lines += ["", *timeline(ranks[0], max_lines=max_lines)]
     lines += ["", *_collectives(ranks), "", *_syncs(ranks), "", *_faults(faults)]
+    if code:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        lines += [f"the program ended with {how}. {VALUES}"]
     return "\n".join(lines)
 
 
