@@ -67,7 +67,7 @@ class Paper:
         fields = {"rank": self.rank, "size": 2, "in": count, "out": count, "dtype": 7, "reduce": 0}
         span = [[b * SIZE, SIZE, [], b * SIZE]]
         more = {"kind": "all_reduce", "comm": comm, "peer": -1, "group": 0, "line": line, **own}
-        return self.put("collective", s=s, g=0, reads=span, writes=span, **fields, **more)
+        return self.put("collective", s=s, g=0, reads=span, writes=span, **{**fields, **more})
 
     def data(self) -> dict[str, Any]:
         return {"rank": self.rank, "pid": 1, "calls": self.calls}
@@ -324,6 +324,22 @@ def test_processes_without_a_rank_are_told_apart(tmp_path: Path) -> None:
 def test_a_collective_that_one_rank_never_issues_is_found() -> None:
     (fault,) = faults(Paper(0).talk(1, 1).talk(1, 1), Paper(1).talk(1, 1))
     assert "never issued on rank 1" in fault.text
+
+
+def test_a_message_must_be_met_and_of_one_size() -> None:
+    def message(rank: int, kind: str, count: int = 8) -> Paper:
+        count_in, count_out = (count, 0) if kind == "send" else (0, count)
+        own = {"kind": kind, "peer": 1 - rank, "in": count_in, "out": count_out}
+        return Paper(rank).talk(1, 1, line=f"p.py:{kind}", **own)
+
+    assert not rules(message(0, "send"), message(1, "recv"))
+    (fault,) = faults(message(0, "send"), message(1, "recv", 16))
+    assert fault.rule == "collectives" and fault.lines == ("p.py:send", "p.py:recv")
+    (fault,) = faults(message(0, "send"), Paper(1))
+    assert "rank 1 never receives it" in fault.text
+    (fault,) = faults(Paper(0), message(1, "recv"))
+    assert "rank 0 never sends it" in fault.text and fault.lines == ("p.py:recv",)
+    assert not faults(message(0, "send"))  # the other rank has left no record
 
 
 def test_two_communicators_in_another_order_on_one_stream_are_a_circle() -> None:

@@ -60,6 +60,7 @@ def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
     faults = [
         *_refused(ranks),
         *_collectives(made, _makers(memories)),
+        *_messages(made),
         *_empty_waits(made),
         *touching,
         *_compute_streams(made),
@@ -188,6 +189,29 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
         names = "; ".join(f"rank {call.rank}: {_talk(call)}" for call in talks)
         text = f"these wait for each other in a circle and never end: {names}."
         yield Fault("collectives", text, _lines(*talks))
+
+
+def _messages(made: Order) -> Iterator[Fault]:
+    """The first message between two ranks that nothing meets, or that has another size there."""
+    parted = set()
+    for message in made.messages:
+        sent, got = message.sent, message.got
+        (one, *other) = [work.call for work in (sent, got) if work is not None]
+        data = one.data
+        ends = (data["comm"], data["rank"], data["peer"])
+        key = ends if sent is not None else (ends[0], ends[2], ends[1])
+        if key in parted or (not other and len(made.steps) < data["size"]):
+            continue
+        text = f"{_talk(one)} on rank {data['rank']} of communicator {data['comm'][:6]}"
+        if not other:
+            parted.add(key)
+            wanted = "sends" if sent is None else "receives"
+            text += f" waits forever: rank {data['peer']} never {wanted} it."
+            yield Fault("collectives", text, _lines(one))
+        elif (one.data["in"], one.data["dtype"]) != (other[0].data["out"], other[0].data["dtype"]):
+            parted.add(key)
+            text += f" meets {_talk(other[0])} on rank {data['peer']}: their sizes must be equal."
+            yield Fault("collectives", text, _lines(one, other[0]))
 
 
 def _talk(call: DeviceCall) -> str:
