@@ -464,6 +464,13 @@ def test_a_record_is_read_back_and_shown(tmp_path: Path) -> None:
     assert "ended with signal 11" in report(ranks, (), code=-11)
 
 
+def test_the_timeline_has_columns_for_the_streams_that_it_shows() -> None:
+    paper = Paper().kernel(7, writes=[1]).kernel(8, writes=[2]).kernel(9, writes=[3])
+    lines = report(ranks_of(paper), (), max_lines=2).splitlines()
+    assert lines[3].split() == ["stream", "8", "stream", "9"]
+    assert lines[4].startswith("... 1 lines before") and lines[5:7] == ["op", " " * 32 + "op"]
+
+
 def test_a_process_that_was_ended_leaves_what_it_wrote(tmp_path: Path) -> None:
     head = {"n": 0, "call": "process", "pid": 5, "rank": 1, "devices": 1, "events": "lazy"}
     lines = [json.dumps(item) for item in (head, *Paper().kernel(0).calls)]

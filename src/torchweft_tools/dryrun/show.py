@@ -7,7 +7,7 @@ communicator and stream; the Python lines where the host waited for the device; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
@@ -38,24 +38,21 @@ def report(
 def timeline(rank: RankCalls, *, max_lines: int = 60) -> Iterator[str]:
     """The streams of a rank as columns; equal calls in a row are one line."""
     shown = [c for c in rank.calls if c.kind in (*ON_STREAM, "record", "wait", "sync", "mark")]
-    columns = {s: i for i, s in enumerate(_used(shown))}
-    rows = [(columns.get(call.stream, -1), _word(call)) for call in shown]
-    merged = [(column, word, len(list(same))) for (column, word), same in groupby(rows)]
+    rows = ((call.stream, _word(call)) for call in shown)
+    merged = [(stream, word, len(list(same))) for (stream, word), same in groupby(rows)]
+    last = merged[-max_lines:]
+    # Streams in the order of their first use, of those that are shown.
+    columns = {s: i for i, s in enumerate(dict.fromkeys(s for s, _, _ in last if s >= 0))}
     yield f"rank {rank.rank}, streams in the order of issue"
     yield "  ".join(f"stream {s}".ljust(WIDTH) for s in columns).rstrip()
     if len(merged) > max_lines:
         yield f"... {len(merged) - max_lines} lines before these; --lines shows more"
-    for column, word, times in merged[-max_lines:]:
+    for stream, word, times in last:
         text = word if times == 1 else f"{word} x{times}"
-        if column < 0:
+        if stream < 0:
             yield f"-- {text}"
         else:
-            yield "  ".join([" " * WIDTH] * column + [text])
-
-
-def _used(calls: Iterable[DeviceCall]) -> list[int]:
-    """Streams in the order of their first use."""
-    return list(dict.fromkeys(call.stream for call in calls if call.stream >= 0))
+            yield "  ".join([" " * WIDTH] * columns[stream] + [text])
 
 
 def _word(call: DeviceCall) -> str:
