@@ -193,6 +193,8 @@ def begin(compute: Callable[[Any, Any, Any, Any], None]) -> None:
     begin.tell = tell  # type: ignore[attr-defined]  # as long as the process lives
 
     torch._C._activate_gpu_trace()
+    if not library.weft_dryrun_traces():
+        raise RuntimeError("torchweft dryrun: the traces of this torch are unknown; use torch 2.13")
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)
 
