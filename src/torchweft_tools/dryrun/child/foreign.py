@@ -41,7 +41,8 @@ def instead(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
     if not name or isinstance(error, ForeignLibraryError):
         raise error
     real: dict[int, torch.Tensor] = {}
-    device = torch.device("cuda", torch.cuda.current_device())
+    here = torch.device("cuda", torch.cuda.current_device())
+    device = next((item.device for item in tensors((args, kwargs)) if item.is_cuda), here)
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -73,9 +74,10 @@ def instead(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
             f"torchweft dryrun: {func} needs {name}, which is not modelled. Compute it on the CPU, "
             "or leave it out of the dry run."
         ) from error
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    library.weft_dryrun_kernel(f"{func} ({name})".encode(), ctypes.c_void_p(stream))
-    return tree_map(from_meta, shaped)
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        library.weft_dryrun_kernel(f"{func} ({name})".encode(), ctypes.c_void_p(stream))
+        return tree_map(from_meta, shaped)
 
 
 def explain_at_exit() -> None:

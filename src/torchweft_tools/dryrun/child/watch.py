@@ -148,7 +148,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if reads or writes or is_talk:
             line = line_of(sys._getframe())
             if writes or is_sized(func):
+                library.weft_dryrun_op(number)
                 results = self.compute(func, args, kwargs, results)
+                library.weft_dryrun_op(0)
                 reads, writes = accesses(func, args, kwargs, results)
             note("op", op=number, name=name, reads=reads, writes=writes, line=line)
         return results
