@@ -29,7 +29,9 @@ def own_cache() -> None:
 def dry() -> Dry:
     """Run a program of ours: its exit code, and the calls of its ranks."""
 
-    def start(name: str, *words: str, ranks: int = 1, patience_s: float = 60.0) -> Outcome:
+    def start(
+        name: str, *words: str, ranks: int = 1, devices: int = 0, patience_s: float = 60.0
+    ) -> Outcome:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -39,7 +41,7 @@ def dry() -> Dry:
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return run(
             [*command, str(PROGRAMS / name), *words],
-            devices=ranks,
+            devices=devices or ranks,
             patience_s=patience_s,
             env=environment,
             stderr=subprocess.DEVNULL if patience_s < 60 else None,

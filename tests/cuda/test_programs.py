@@ -10,6 +10,7 @@ from torchweft_tools.dryrun.check import Fault, check
 # What each bug is found as. Torch issues no wait for an event that was never recorded.
 PLANTED = {
     "race": "race",
+    "inference": "race",
     "overwrite": "race",
     "early_free": "early-free",
     "late_event": "race",
@@ -44,9 +45,37 @@ def test_small_integers_are_computed_once(dry: Dry) -> None:
 
 
 def test_mended_programs_pass(dry: Dry) -> None:
-    code, ranks = dry("streams.py", ",".join([*PLANTED, *REFUSED]), "mended")
+    code, ranks = dry("streams.py", ",".join([*PLANTED, *REFUSED, "checkpoint"]), "mended")
     assert code == 0
     assert check(ranks) == []
+
+
+def test_ops_of_missing_libraries_are_one_kernel_each(dry: Dry) -> None:
+    code, ranks = dry("libraries.py", "convolution,solvers,outer,sizes")
+    assert code == 0
+    assert [str(fault) for fault in check(ranks) if not fault.is_advice] == []
+    names = {call.data.get("name", "") for call in ranks[0].calls if call.kind == "kernel"}
+    for library in ("cuSOLVER", "cuFFT", "the CUDA driver"):
+        assert any(name.endswith(f"({library})") for name in names), library
+
+
+@pytest.mark.parametrize("kind", ["refused", "compiled"])
+def test_what_no_kernel_can_stand_for_is_an_error_of_ours(dry: Dry, kind: str) -> None:
+    code, ranks = dry("libraries.py", kind)
+    assert code == 1
+    (fault,) = [fault for fault in check(ranks) if not fault.is_advice]
+    assert fault.rule == "unmodelled"
+    assert kind == "compiled" or fault.lines == (here("libraries.py", "refused"),)
+
+
+def test_spawned_processes_have_the_ranks_of_their_communicators(dry: Dry) -> None:
+    """Without RANK, as torch.multiprocessing.spawn starts them."""
+    _, ranks = dry("spawned.py", "bug", devices=2)
+    assert [rank.rank for rank in ranks] == [0, 1]
+    faults = [fault for fault in check(ranks) if not fault.is_advice]
+    assert [(fault.rule, fault.lines[0], fault.times) for fault in faults] == [
+        ("race", here("spawned.py", "work"), 4)  # on both ranks: what it reads, what it writes
+    ]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -61,11 +61,13 @@ class Paper:
     def free(self, b: int) -> Paper:
         return self.put("free", ptr=b * SIZE, line="p.py:free")
 
-    def talk(self, s: int, b: int, count: int = 8, comm: str = "c", line: str = "") -> Paper:
+    def talk(
+        self, s: int, b: int, count: int = 8, comm: str = "c", line: str = "", **own: Any
+    ) -> Paper:
         fields = {"rank": self.rank, "size": 2, "in": count, "out": count, "dtype": 7, "reduce": 0}
         span = [[b * SIZE, SIZE, [], b * SIZE]]
-        more = {"kind": "all_reduce", "comm": comm, "peer": -1, "group": 0, "line": line}
-        return self.put("collective", s=s, g=0, reads=span, writes=span, **fields, **more)
+        more = {"kind": "all_reduce", "comm": comm, "peer": -1, "group": 0, "line": line, **own}
+        return self.put("collective", s=s, g=0, reads=span, writes=span, **{**fields, **more})
 
     def data(self) -> dict[str, Any]:
         return {"rank": self.rank, "pid": 1, "calls": self.calls}
@@ -276,9 +278,68 @@ def test_swapped_collectives_of_one_line_are_known_by_what_made_their_bytes() ->
     assert "collectives" not in rules(rank(0, [1, 2]), other)
 
 
+def test_a_rank_that_gives_a_share_of_its_own_is_right() -> None:
+    """Each rank makes all shares by the same kernels, and gathers its own."""
+
+    def rank(number: int) -> Paper:
+        paper = Paper(number).kernel(0, writes=[1]).kernel(0, writes=[2]).record(0, 1).wait(1, 1)
+        return paper.talk(1, 1 + number, line="p.py:9", kind="all_gather")
+
+    assert "collectives" not in rules(rank(0), rank(1))
+
+
+def test_a_root_that_changes_has_lines_of_its_own() -> None:
+    """for root in ranks: `if rank == root: broadcast  # 1`, and `else: broadcast  # 2`."""
+
+    def rank(number: int) -> Paper:
+        paper = Paper(number)
+        for root in (0, 1):
+            line = "p.py:1" if root == number else "p.py:2"
+            paper.talk(1, root, line=line, kind="broadcast", peer=root)
+        return paper
+
+    assert not rules(rank(0), rank(1))
+
+
+def test_processes_without_a_rank_are_told_apart(tmp_path: Path) -> None:
+    """As torch.multiprocessing.spawn leaves them: their communicators have their ranks."""
+
+    def leave(pid: int, known: int, **comm: int) -> None:
+        head = {"n": 0, "call": "process", "pid": pid, "rank": known, "devices": 2}
+        paper = Paper().kernel(0)
+        if comm:
+            paper.put("comm", comm="c", **comm)
+        lines = [json.dumps(item) for item in (head, *paper.calls)]
+        (tmp_path / f"calls-{pid}.jsonl").write_text("\n".join(lines))
+
+    leave(7, -1, rank=1, size=2)
+    leave(8, -1, rank=0, size=2)
+    assert [(data["rank"], data["pid"]) for data in gather(tmp_path)] == [(0, 8), (1, 7)]
+    leave(9, 1)  # RANK is what counts
+    leave(10, 1)
+    told = [(data["rank"], data["pid"]) for data in gather(tmp_path)]
+    assert told == [(0, 8), (1, 9), (2, 10), (3, 7)]
+
+
 def test_a_collective_that_one_rank_never_issues_is_found() -> None:
     (fault,) = faults(Paper(0).talk(1, 1).talk(1, 1), Paper(1).talk(1, 1))
     assert "never issued on rank 1" in fault.text
+
+
+def test_a_message_must_be_met_and_of_one_size() -> None:
+    def message(rank: int, kind: str, count: int = 8) -> Paper:
+        count_in, count_out = (count, 0) if kind == "send" else (0, count)
+        own = {"kind": kind, "peer": 1 - rank, "in": count_in, "out": count_out}
+        return Paper(rank).talk(1, 1, line=f"p.py:{kind}", **own)
+
+    assert not rules(message(0, "send"), message(1, "recv"))
+    (fault,) = faults(message(0, "send"), message(1, "recv", 16))
+    assert fault.rule == "collectives" and fault.lines == ("p.py:send", "p.py:recv")
+    (fault,) = faults(message(0, "send"), Paper(1))
+    assert "rank 1 never receives it" in fault.text
+    (fault,) = faults(Paper(0), message(1, "recv"))
+    assert "rank 0 never sends it" in fault.text and fault.lines == ("p.py:recv",)
+    assert not faults(message(0, "send"))  # the other rank has left no record
 
 
 def test_two_communicators_in_another_order_on_one_stream_are_a_circle() -> None:
@@ -398,6 +459,16 @@ def test_a_record_is_read_back_and_shown(tmp_path: Path) -> None:
     text = report(ranks, check(ranks))
     for word in ("stream 0", "all_reduce(8)", "host waits", "p.py:9", "no findings"):
         assert word in text
+    assert "ended" not in text
+    assert "exit code 3. Numbers mean nothing" in report(ranks, (), code=3)
+    assert "ended with signal 11" in report(ranks, (), code=-11)
+
+
+def test_the_timeline_has_columns_for_the_streams_that_it_shows() -> None:
+    paper = Paper().kernel(7, writes=[1]).kernel(8, writes=[2]).kernel(9, writes=[3])
+    lines = report(ranks_of(paper), (), max_lines=2).splitlines()
+    assert lines[3].split() == ["stream", "8", "stream", "9"]
+    assert lines[4].startswith("... 1 lines before") and lines[5:7] == ["op", " " * 32 + "op"]
 
 
 def test_a_process_that_was_ended_leaves_what_it_wrote(tmp_path: Path) -> None:

@@ -72,9 +72,10 @@ def dryrun_command(
         save_calls(calls, outcome.ranks)
     ranks = read_calls(outcome.ranks)
     faults = check(ranks)
-    print(report(ranks, faults, max_lines=lines))
+    code = outcome.code
+    print(report(ranks, faults, max_lines=lines, code=code))
     wrong = any(not fault.is_advice for fault in faults)
-    raise typer.Exit(outcome.code or int(wrong))
+    raise typer.Exit((128 - code if code < 0 else code) or int(wrong))  # as a shell tells signals
 
 
 def selftest_command(

@@ -30,6 +30,7 @@ HEADERS = (
     "nccl.h",
     "ATen/detail/CUDAHooksInterface.h",
     "ATen/detail/AcceleratorHooksInterface.h",
+    "c10/core/impl/PyInterpreter.h",
 )
 NUM_KEPT = 8
 """Compiled stand-ins in the cache; the least recently used are deleted."""
@@ -119,14 +120,15 @@ def _compile(folders: Iterable[Path], scratch: Path) -> None:
     includes = [f"-I{STANDIN}", *(f"-I{path}" for path in folders)]
     headers = _run(["gcc", "-E", "-P", *includes, str(STANDIN / "standin.h")])
     (scratch / "stubs.c").write_text(stubs(headers), encoding="utf-8")
-    slot = ["-std=c++20", "-S", "-w", *includes, str(STANDIN / "slot.cpp"), "-o", "-"]
-    place = re.search(r"^weft_slot:\s+\.quad\s+(\d+)", _run(["g++", *slot]), re.MULTILINE)
-    if place is None:
+    slots = ["-std=c++20", "-S", "-w", *includes, str(STANDIN / "slot.cpp"), "-o", "-"]
+    places = dict(re.findall(r"^weft_(\w+):\s+\.quad\s+(\d+)", _run(["g++", *slots]), re.MULTILINE))
+    if set(places) != {"slot", "first_trace", "last_trace"}:
         raise MachineError("dryrun: the CUDA hooks of this torch are unknown; use torch 2.13.")
-    own = f"-DWEFT_SLOT={int(place[1]) - 1}"  # a pointer to a virtual member is its place, plus one
+    # A pointer to a virtual member is its place, plus one.
+    own = [f"-DWEFT_{name.upper()}={int(place) - 1}" for name, place in places.items()]
     sources = [STANDIN / "runtime.c", STANDIN / "libraries.c", scratch / "stubs.c"]
     output = ["-o", str(scratch / "libweft_dryrun.so")]
-    _run(["gcc", *FLAGS, own, *includes, *map(str, sources), *output, "-ldl"])
+    _run(["gcc", *FLAGS, *own, *includes, *map(str, sources), *output, "-ldl"])
 
 
 def _run(words: Sequence[str]) -> str:

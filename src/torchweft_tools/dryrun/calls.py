@@ -87,7 +87,29 @@ def gather(folder: Path) -> list[dict[str, Any]]:
         head = calls[0]
         known = {key: head.get(key) for key in ("rank", "pid", "devices", "events")}
         ranks.append({**known, "calls": calls[1:]})
-    return sorted(ranks, key=lambda item: (item["rank"], item["pid"]))
+    return _numbered(ranks)
+
+
+def _numbered(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each process with a rank of its own.
+
+    It is that of RANK; without it (as in torch.multiprocessing.spawn), that in its largest
+    communicator; else, and for a second process of a rank, the first number that is free.
+    """
+    taken: dict[int, dict[str, Any]] = {}
+    others = []
+    for item in sorted(ranks, key=lambda item: (item["rank"] < 0, item["pid"])):
+        comms = [call for call in item["calls"] if call["call"] == "comm"]
+        largest = max(comms, key=lambda call: call["size"], default={"rank": -1})
+        rank = item["rank"] if item["rank"] >= 0 else largest["rank"]
+        if rank < 0 or rank in taken:
+            others.append(item)
+        else:
+            taken[rank] = {**item, "rank": rank}
+    for item in others:
+        rank = next(number for number in range(len(ranks)) if number not in taken)
+        taken[rank] = {**item, "rank": rank}
+    return [taken[rank] for rank in sorted(taken)]
 
 
 def _parse(line: str) -> dict[str, Any] | None:

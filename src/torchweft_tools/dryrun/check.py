@@ -27,10 +27,10 @@ from torchweft_tools.dryrun.calls import ByteSpan, DeviceCall, RankCalls, overla
 from torchweft_tools.dryrun.order import DeviceWork, IssueEntry, Order, order, signature
 
 OUT_OF_MEMORY = 2
+CURES = {101: " There are fewer devices: give their number with --devices."}
 PAGE = 1 << 20  # bytes; blocks are looked up by these
 MAX_BACK = 64  # how many kernels before a record are inspected
 ADVICE = ("compute-stream", "late-record", "hidden-sync")
-ROOTED = ("broadcast", "scatter")  # what other ranks than the root give is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def check(ranks: Sequence[RankCalls], made: Order | None = None) -> list[Fault]:
     faults = [
         *_refused(ranks),
         *_collectives(made, _makers(memories)),
+        *_messages(made),
         *_empty_waits(made),
         *touching,
         *_compute_streams(made),
@@ -80,7 +81,8 @@ def _refused(ranks: Iterable[RankCalls]) -> Iterator[Fault]:
         for call in rank.calls:
             name = call.data.get("name", "")
             if call.kind == "error" and call.data["code"] != OUT_OF_MEMORY:  # torch tries again
-                text = f"{name} was refused with {call.data['code']}{_at(call)}."
+                code = call.data["code"]
+                text = f"{name} was refused with {code}{_at(call)}.{CURES.get(code, '')}"
                 yield Fault("error", text, _lines(call))
             elif call.kind == "missing":
                 data = call.data
@@ -115,32 +117,61 @@ def _makers(memories: Sequence[_Lifetimes]) -> dict[int, int]:
     return makers
 
 
+@dataclass(slots=True)
+class _Talks:
+    """The lines of collectives, and the kernels that made what they read, by rank."""
+
+    makers: Mapping[int, int]
+    lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    kernels: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, comm: str, rank: int, work: DeviceWork) -> None:
+        self.lines[comm, rank].add(work.call.line)
+        self.kernels[comm, rank].add(self.makers.get(work.index, -1))
+
+    def are_swapped(self, comm: str, one: DeviceWork, other: DeviceWork) -> bool:
+        """Whether two collectives, equal in kind and size, are not the same one.
+
+        Each has the line of the other elsewhere; or both have one line, but read what different
+        kernels made, and each has the other's kernel elsewhere.
+        """
+        keys = [(comm, work.call.data["rank"]) for work in (one, other)]
+        if any(work.call.data["peer"] == work.call.data["rank"] for work in (one, other)):
+            return False  # a root has a branch of its own, and only it gives what is read
+        own = {one.call.line, other.call.line}
+        if len(own) == 2:
+            return own <= self.lines[keys[0]] & self.lines[keys[1]]
+        made = {self.makers.get(work.index, -1) for work in (one, other)}
+        is_read = one.call.name not in ("broadcast", "scatter")
+        return len(made) == 2 and is_read and made <= self.kernels[keys[0]] & self.kernels[keys[1]]
+
+
 def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
     """The first collective of each communicator at which ranks differ; circles."""
     parted = set()
-    lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+    known = _Talks(makers)
     for meeting in made.meetings:
         for rank, work in meeting.works.items():
-            lines[meeting.comm, rank].add(work.call.line)
+            known.add(meeting.comm, rank, work)
     for meeting in made.meetings:
         if meeting.comm in parted:
             continue
-        works = sorted(meeting.works.items())
-        first = works[0][1].call
-        for rank, work in works[1:]:
-            # Equal in kind and size, yet swapped: each has the line of the other elsewhere, or
-            # both have one line but read what different kernels made.
-            both = lines[meeting.comm, rank] & lines[meeting.comm, works[0][0]]
-            is_swapped = work.call.line != first.line and {work.call.line, first.line} <= both
-            if work.call.line == first.line and first.name not in ROOTED:
-                is_swapped = makers.get(work.index) != makers.get(works[0][1].index)
-            if signature(work.call) != signature(first) or is_swapped:
+        works = sorted(  # the root, if any, comes last
+            meeting.works.values(),
+            key=lambda work: (work.call.data["peer"] == work.call.data["rank"], work.call.rank),
+        )
+        first = works[0].call
+        for work in works[1:]:
+            if signature(work.call) != signature(first) or known.are_swapped(
+                meeting.comm, works[0], work
+            ):
                 parted.add(meeting.comm)
                 yield Fault(
                     "collectives",
                     f"number {meeting.number} of communicator {meeting.comm[:6]} is "
                     f"{_talk(first)} on rank {first.data['rank']} and {_talk(work.call)} on rank "
-                    f"{rank}. All ranks must issue the same ones in the same order.",
+                    f"{work.call.data['rank']}. All ranks must issue the same ones in the same "
+                    "order.",
                     _lines(first, work.call),
                 )
                 break
@@ -158,6 +189,29 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
         names = "; ".join(f"rank {call.rank}: {_talk(call)}" for call in talks)
         text = f"these wait for each other in a circle and never end: {names}."
         yield Fault("collectives", text, _lines(*talks))
+
+
+def _messages(made: Order) -> Iterator[Fault]:
+    """The first message between two ranks that nothing meets, or that has another size there."""
+    parted = set()
+    for message in made.messages:
+        sent, got = message.sent, message.got
+        (one, *other) = [work.call for work in (sent, got) if work is not None]
+        data = one.data
+        ends = (data["comm"], data["rank"], data["peer"])
+        key = ends if sent is not None else (ends[0], ends[2], ends[1])
+        if key in parted or (not other and len(made.steps) < data["size"]):
+            continue
+        text = f"{_talk(one)} on rank {data['rank']} of communicator {data['comm'][:6]}"
+        if not other:
+            parted.add(key)
+            wanted = "sends" if sent is None else "receives"
+            text += f" waits forever: rank {data['peer']} never {wanted} it."
+            yield Fault("collectives", text, _lines(one))
+        elif (one.data["in"], one.data["dtype"]) != (other[0].data["out"], other[0].data["dtype"]):
+            parted.add(key)
+            text += f" meets {_talk(other[0])} on rank {data['peer']}: their sizes must be equal."
+            yield Fault("collectives", text, _lines(one, other[0]))
 
 
 def _talk(call: DeviceCall) -> str:
@@ -361,10 +415,14 @@ def _compute_streams(made: Order) -> Iterator[Fault]:
 def _late_records(made: Order) -> Iterator[Fault]:
     """Events after work that the waiting stream does not need, though it needs earlier work."""
     lanes: dict[int, list[DeviceWork]] = defaultdict(list)
+    numbers: dict[int, list[int]] = defaultdict(list)  # the highest so far: graphs repeat theirs
     for work in made.works:
+        highest = max([work.call.number, *numbers[work.lane][-1:]])
         lanes[work.lane].append(work)
+        numbers[work.lane].append(highest)
     for call, lane, last in made.waits:
-        first = next((work for work in lanes[lane] if work.call.number > call.number), None)
+        at = bisect_right(numbers[lane], call.number)
+        first = lanes[lane][at] if at < len(lanes[lane]) else None
         extra = 0
         for work in reversed(lanes[last.lane][max(0, last.place - MAX_BACK) : last.place]):
             if first is None or _feeds(work, first):

@@ -17,6 +17,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
 
@@ -48,6 +49,14 @@ class Meeting:
 
 
 @dataclass(slots=True)
+class Message:
+    """A send and the recv that meets it; of one that nothing meets the other is None."""
+
+    sent: DeviceWork | None
+    got: DeviceWork | None
+
+
+@dataclass(slots=True)
 class IssueEntry:
     """What a rank did, in order of issue: a node, or a call that only matters for lifetimes."""
 
@@ -68,6 +77,7 @@ class Order:
     waits: list[
         tuple[DeviceCall, int, DeviceWork]
     ]  # a wait, its lane, and the last work before the record
+    messages: list[Message] = field(default_factory=list)
     stuck: list[DeviceWork] = field(default_factory=list)
     clocks: list[array[int]] = field(default_factory=list)
 
@@ -253,12 +263,11 @@ def _groups(made: Order) -> list[int]:
             messages[data["comm"], sender, receiver, kind].append(work)
         else:
             talks[data["comm"]][data["rank"]].append(work)
-    for (comm, sender, receiver, kind), works in messages.items():
-        if kind == "send":
-            for pair in zip(
-                works, messages.get((comm, sender, receiver, "recv"), ()), strict=False
-            ):
-                unite(pair)
+    for comm, sender, receiver in dict.fromkeys(key[:3] for key in messages):
+        sides = [messages.get((comm, sender, receiver, kind), []) for kind in ("send", "recv")]
+        for sent, got in zip_longest(*sides):
+            made.messages.append(Message(sent, got))
+            unite([work for work in (sent, got) if work is not None])
     for works in grouped.values():
         unite(works)
     for comm, by_rank in talks.items():

@@ -72,6 +72,7 @@ def run(
             **known,
             "LD_PRELOAD": " ".join(filter(None, preloads)),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TORCH_DISABLE_NATIVE_JIT": "1",  # torch's own Triton kernels: their ATen forms run
             "WEFT_DRYRUN_FOLDER": folder,
             "WEFT_DRYRUN_DEVICES": str(devices),
             "WEFT_DRYRUN_EVENTS": events,

@@ -7,46 +7,52 @@ communicator and stream; the Python lines where the host waited for the device; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from torchweft_tools.dryrun.calls import ON_STREAM, DeviceCall, RankCalls
 from torchweft_tools.dryrun.check import Fault, synchronisations
 
 WIDTH = 30
+VALUES = "Numbers mean nothing in a dry run: an error about values is not one of the program."
 
 
-def report(ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60) -> str:
-    """The whole text. The timeline shows the end of the first rank, where it is steady."""
+def report(
+    ranks: Sequence[RankCalls], faults: Sequence[Fault], *, max_lines: int = 60, code: int = 0
+) -> str:
+    """The whole text. The timeline shows the end of the first rank, where it is steady.
+
+    `code` is how the program ended; below 0, by a signal.
+    """
     what = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}; nothing was computed"
     lines = [f"dry run: {what if ranks else 'no process asked a device for work'}"]
     if ranks:
         lines += ["", *timeline(ranks[0], max_lines=max_lines)]
     lines += ["", *_collectives(ranks), "", *_syncs(ranks), "", *_faults(faults)]
+    if code:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        lines += [f"the program ended with {how}. {VALUES}"]
     return "\n".join(lines)
 
 
 def timeline(rank: RankCalls, *, max_lines: int = 60) -> Iterator[str]:
     """The streams of a rank as columns; equal calls in a row are one line."""
     shown = [c for c in rank.calls if c.kind in (*ON_STREAM, "record", "wait", "sync", "mark")]
-    columns = {s: i for i, s in enumerate(_used(shown))}
-    rows = [(columns.get(call.stream, -1), _word(call)) for call in shown]
-    merged = [(column, word, len(list(same))) for (column, word), same in groupby(rows)]
+    rows = ((call.stream, _word(call)) for call in shown)
+    merged = [(stream, word, len(list(same))) for (stream, word), same in groupby(rows)]
+    last = merged[-max_lines:]
+    # Streams in the order of their first use, of those that are shown.
+    columns = {s: i for i, s in enumerate(dict.fromkeys(s for s, _, _ in last if s >= 0))}
     yield f"rank {rank.rank}, streams in the order of issue"
     yield "  ".join(f"stream {s}".ljust(WIDTH) for s in columns).rstrip()
     if len(merged) > max_lines:
         yield f"... {len(merged) - max_lines} lines before these; --lines shows more"
-    for column, word, times in merged[-max_lines:]:
+    for stream, word, times in last:
         text = word if times == 1 else f"{word} x{times}"
-        if column < 0:
+        if stream < 0:
             yield f"-- {text}"
         else:
-            yield "  ".join([" " * WIDTH] * column + [text])
-
-
-def _used(calls: Iterable[DeviceCall]) -> list[int]:
-    """Streams in the order of their first use."""
-    return list(dict.fromkeys(call.stream for call in calls if call.stream >= 0))
+            yield "  ".join([" " * WIDTH] * columns[stream] + [text])
 
 
 def _word(call: DeviceCall) -> str:

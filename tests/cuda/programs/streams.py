@@ -45,6 +45,28 @@ def race() -> None:
     z.sum()
 
 
+def inference() -> None:
+    """In inference mode torch does not take `contiguous` apart: it copies all the same."""
+    with torch.inference_mode():
+        y = x.mT.contiguous()
+        if not is_bug:
+            side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = y * 2  # here: reads y
+        main.wait_stream(side)
+        z.sum()
+
+
+def checkpoint() -> None:
+    """Checkpoints end their second forward by an exception, on whose way up tensors die."""
+    from torch.utils.checkpoint import checkpoint as again
+
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    net = torch.nn.Sequential(layer, torch.nn.GELU(), torch.nn.Dropout())
+    for _ in range(2):
+        again(net, x, use_reentrant=False).sum().backward()
+
+
 def overwrite() -> None:
     """A buffer is filled anew while a side stream still reads it."""
     with torch.cuda.stream(side):

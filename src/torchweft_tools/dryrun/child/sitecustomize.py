@@ -30,7 +30,9 @@ class TorchLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """As torch's own loader; then the watch begins."""
         self.loader.exec_module(module)
-        load("watch").begin(load("integers").compute)
+        foreign = load("foreign")
+        foreign.explain_at_exit()
+        load("watch").begin(load("integers").compute, foreign.instead)
 
 
 def load(name: str) -> Any:

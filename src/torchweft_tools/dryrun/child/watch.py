@@ -10,6 +10,7 @@ by the program's own Python: it imports nothing else of ours.
 
 import atexit
 import ctypes
+import functools
 import itertools
 import json
 import sys
@@ -108,9 +109,9 @@ def accesses(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[list[Any]
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op that runs; torch.compile ignores it."""
 
-    def __init__(self, compute: Callable[[Any, Any, Any, Any], None]) -> None:
+    def __init__(self, compute: Callable[..., Any], instead: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.compute = compute
+        self.compute, self.instead = compute, instead
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -126,10 +127,13 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a subclass that runs other ops: those are seen
+        if is_composite(func):  # in inference mode they come whole, and hide what they copy
+            with self:
+                return func.decompose(*args, **kwargs)
         local.op = number = next(numbers)
         library.weft_dryrun_op(number)
         try:
-            results = func(*args, **kwargs)
+            results = self.run(func, args, kwargs)
         finally:
             library.weft_dryrun_op(0)
             del local.op
@@ -143,10 +147,36 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads, writes = ([], []) if is_talk else accesses(func, args, kwargs, results)
         if reads or writes or is_talk:
             line = line_of(sys._getframe())
-            if writes:
-                self.compute(func, args, kwargs, results)
+            if writes or is_sized(func):
+                library.weft_dryrun_op(number)
+                results = self.compute(func, args, kwargs, results)
+                library.weft_dryrun_op(0)
+                reads, writes = accesses(func, args, kwargs, results)
             note("op", op=number, name=name, reads=reads, writes=writes, line=line)
         return results
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an op, or what stands for them where it cannot run here."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            sized = self.compute(func, args, kwargs, None) if is_sized(func) else None
+            return self.instead(func, args, kwargs, error) if sized is None else sized
+
+
+def is_sized(func: Any) -> bool:
+    """Whether values decide the sizes of what an op gives."""
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether an op is made of other ops on every device."""
+    key = torch._C.DispatchKey
+    return bool(
+        func.has_kernel_for_dispatch_key(key.CompositeImplicitAutograd)
+        and not func.has_kernel_for_dispatch_key(key.CUDA)
+    )
 
 
 def stream_handle(stream: Any) -> int:
@@ -174,17 +204,31 @@ def freed(pointer: int) -> None:
     note("free", ptr=pointer, line=line_of(sys._getframe()))
 
 
-def begin(compute: Callable[[Any, Any, Any, Any], None]) -> None:
-    """Watch this process from now on; `compute` does what small integers need."""
+def keep_cudnn_off() -> None:
+    """cuDNN has a CUDA runtime of its own inside; a program that switches it on runs without."""
+    cudnn = torch.backends.cudnn
+    cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def ignore(on: bool) -> None:
+        del on
+
+    torch._C._set_cudnn_enabled = ignore  # type: ignore[assignment]
+    vars(type(cudnn))["enabled"].setter = ignore
+
+
+def begin(compute: Callable[..., Any], instead: Callable[..., Any]) -> None:
+    """Watch this process from now on.
+
+    `compute` does what small integers need, `instead` what ops of missing libraries do.
+    """
     from torch.cuda import _gpu_trace
 
     if not hasattr(library, "weft_dryrun_torch"):
         return
     if torch.version.cuda is None or not library.weft_dryrun_torch():
         raise RuntimeError("torchweft dryrun: this torch is not a known CUDA build; use torch 2.13")
-    torch.backends.cudnn.enabled = False  # cuDNN has a CUDA runtime of its own inside
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
+    keep_cudnn_off()
     tell = ctypes.CFUNCTYPE(None)(
         lambda: library.weft_dryrun_line(json.dumps(line_of(sys._getframe()))[1:-1].encode())
     )
@@ -193,14 +237,16 @@ def begin(compute: Callable[[Any, Any, Any, Any], None]) -> None:
     begin.tell = tell  # type: ignore[attr-defined]  # as long as the process lives
 
     torch._C._activate_gpu_trace()
+    if not library.weft_dryrun_traces():
+        raise RuntimeError("torchweft dryrun: the traces of this torch are unknown; use torch 2.13")
     _gpu_trace.register_callback_for_memory_allocation(allocated)
     _gpu_trace.register_callback_for_memory_deallocation(freed)
 
-    OpWatch(compute).__enter__()  # type: ignore[no-untyped-call]
+    OpWatch(compute, instead).__enter__()  # type: ignore[no-untyped-call]
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def bootstrap(self: threading.Thread) -> None:
-        with OpWatch(compute):  # torch keeps its modes by thread
+        with OpWatch(compute, instead):  # torch keeps its modes by thread
             start(self)
 
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]

@@ -29,12 +29,15 @@ static const char *setting(const char *name, const char *otherwise) {
   return value && *value ? value : otherwise;
 }
 
-static void forget_record(void) { record_file = -1; num_records = 0; }
+/* A forked child has a record of its own, and a lock that no thread of its parent holds. */
+static void hold_record(void) { pthread_mutex_lock(&weft_lock); }
+static void release_record(void) { pthread_mutex_unlock(&weft_lock); }
+static void forget_record(void) { record_file = -1; num_records = 0; release_record(); }
 
 __attribute__((constructor)) static void start(void) {
   is_lazy = strcmp(setting("WEFT_DRYRUN_EVENTS", "lazy"), "eager") != 0;
   num_devices = atoi(setting("WEFT_DRYRUN_DEVICES", "1"));
-  pthread_atfork(NULL, NULL, forget_record);
+  pthread_atfork(hold_record, release_record, forget_record);
 }
 
 static void give_up(void) {
@@ -48,7 +51,7 @@ static void open_record(void) {
   record_file = open(name, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   int size = snprintf(head, sizeof head,
       "{\"n\":0,\"call\":\"process\",\"pid\":%d,\"rank\":%d,\"devices\":%d,\"events\":\"%s\"}\n",
-      getpid(), atoi(setting("RANK", "0")), num_devices, is_lazy ? "lazy" : "eager");
+      getpid(), atoi(setting("RANK", "-1")), num_devices, is_lazy ? "lazy" : "eager");
   if (record_file < 0 || write(record_file, head, size) != size) give_up();
 }
 
@@ -118,6 +121,14 @@ int weft_unmodelled(const char *name, int code) {
   fprintf(stderr, "torchweft dryrun: %s is not modelled; it returns error %d\n", name, code);
   if (!strncmp(name, "cuda", 4)) last_error = code;
   return code;
+}
+
+/* For Python: something that is not modelled; its line is where Python is. */
+EXPORT void weft_dryrun_unmodelled(const char *what) {
+  int op = current_op;
+  current_op = 0;
+  weft_record("unmodelled", ",\"name\":\"%s\"%s", what, weft_where(2));
+  current_op = op;
 }
 
 /* ---- errors, devices, versions ----------------------------------------------------------- */
@@ -697,7 +708,10 @@ EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGrap
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Graph *launched = (Graph *)exec;
   Stream *stream = weft_stream(handle);
-  if (stream->capture) return weft_unmodelled("cudaGraphLaunch inside a capture", cudaErrorNotSupported);
+  if (stream->capture) {
+    weft_dryrun_unmodelled("cudaGraphLaunch inside a capture");
+    return last_error = cudaErrorNotSupported;
+  }
   ISSUE(stream);
   weft_record("launch", ",\"s\":%d,\"graph\":%d,\"g\":%d%s", stream->id, launched->id, graph, weft_where(1));
   for (Node *node = launched->first; node; node = node->next) {
@@ -841,12 +855,17 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *s
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (cudaKernel_t)function; return cudaSuccess; }
 EXPORT cudaError_t cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (cudaKernel_t)function; return cudaSuccess; }
 
-EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t handle) {
+static cudaError_t launch(const char *name, cudaStream_t handle) {
   Stream *stream = weft_stream(handle);
-  ISSUE(stream);
-  const char *name = function_of(function, 0)->name;
+  int graph = weft_issue(stream);
+  if (graph < 0) return weft_fail("cudaLaunchKernel", -graph);
   weft_record("kernel", ",\"s\":%d,\"g\":%d,\"name\":\"%.200s\"%s", stream->id, graph, name ? name : "?", weft_where(0));
   return cudaSuccess;
+}
+/* For Python: one kernel in the place of those of a library that cannot run here. */
+EXPORT cudaError_t weft_dryrun_kernel(const char *name, cudaStream_t stream) { return launch(name, stream); }
+EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+  return launch(function_of(function, 0)->name, stream);
 }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
   return cudaLaunchKernel((const void *)kernel, grid, block, arguments, shared, stream);
@@ -907,13 +926,54 @@ _Bool weft_has_context(signed char device) {
 }
 static _Bool hook_has_context(const void *hooks, signed char device) { return weft_has_context(device); }
 
+static int set_slot(void **slot, void *value) {
+  void *page = (void *)((uintptr_t)slot & ~(uintptr_t)4095);
+  if (mprotect(page, 8192, PROT_READ | PROT_WRITE)) return 0;
+  *slot = value;
+  return !mprotect(page, 8192, PROT_READ);
+}
+
 EXPORT int weft_dryrun_torch(void) {
   void *torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
   char **(*hooks)(void) = torch ? dlsym(torch, "_ZN2at6detail12getCUDAHooksEv") : NULL;
   if (!hooks) return 0;
-  void **slot = (void **)(*hooks() + WEFT_SLOT);
-  uintptr_t page = (uintptr_t)slot & ~(uintptr_t)4095;
-  if (mprotect((void *)page, 8192, PROT_READ | PROT_WRITE)) return 0;
-  *slot = hook_has_context;
-  return !mprotect((void *)page, 8192, PROT_READ);
+  return set_slot((void **)(*hooks() + WEFT_SLOT), hook_has_context);
+}
+
+/* Torch traces frees and events in Python, also while an exception is on its way up (the frames that
+ * end hold tensors). It would lose the exception: each trace now gives it back. */
+#define NUM_TRACES ((WEFT_LAST_TRACE - WEFT_FIRST_TRACE) / 8 + 1)
+typedef void Trace(const void *self, uintptr_t device_type, uintptr_t one, uintptr_t two);
+static Trace *traces[12];
+static int (*is_python)(void), (*take_python)(void);
+static void (*give_python)(int), (*fetch_error)(void **, void **, void **), (*restore_error)(void *, void *, void *);
+
+static void trace(int i, const void *self, uintptr_t device_type, uintptr_t one, uintptr_t two) {
+  if (!is_python()) return;
+  void *type, *value, *line;
+  int state = take_python();
+  fetch_error(&type, &value, &line);
+  traces[i](self, device_type, one, two);
+  restore_error(type, value, line);
+  give_python(state);
+}
+#define TRACE(i) static void trace##i(const void *s, uintptr_t t, uintptr_t a, uintptr_t b) { trace(i, s, t, a, b); }
+TRACE(0) TRACE(1) TRACE(2) TRACE(3) TRACE(4) TRACE(5) TRACE(6) TRACE(7) TRACE(8) TRACE(9) TRACE(10) TRACE(11)
+
+EXPORT int weft_dryrun_traces(void) {
+  static Trace *const OWN[] = {trace0, trace1, trace2, trace3, trace4, trace5, trace6, trace7, trace8, trace9, trace10, trace11};
+  void *core = dlopen("libc10.so", RTLD_NOLOAD | RTLD_NOW);
+  char ****tracer = core ? dlsym(core, "_ZN3c104impl8GPUTrace13gpuTraceStateE") : NULL;
+  is_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized");
+  take_python = dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+  give_python = dlsym(RTLD_DEFAULT, "PyGILState_Release");
+  fetch_error = dlsym(RTLD_DEFAULT, "PyErr_Fetch");
+  restore_error = dlsym(RTLD_DEFAULT, "PyErr_Restore");
+  if (!tracer || !*tracer || !fetch_error || !restore_error || NUM_TRACES > 12) return 0;
+  void **slots = (void **)(***tracer + WEFT_FIRST_TRACE);  /* interpreter -> its table -> its methods */
+  for (int i = 0; i < NUM_TRACES; i++) {
+    traces[i] = slots[i];
+    if (!set_slot(slots + i, OWN[i])) return 0;
+  }
+  return 1;
 }
