@@ -51,8 +51,9 @@ def rank() -> None:
     torch.manual_seed(dist.get_rank())
     model, x = nn.Sequential(*(Half() for _ in range(3))).eval(), torch.ones(1024, 768)
     wanted, stock = model(x), torch.compile(model.forward)
-    weft.warmup(weft.compile(model), [x])  # tries what may be fastest; without it, traffic does
-    torch.testing.assert_close(model(x), wanted)
+    weft.compile(model)
+    for _ in range(80):  # the first calls try what may be fastest; answers are right all the time
+        torch.testing.assert_close(model(x), wanted)
     stock(x)
     for name, call in (("written", model.forward), ("torch.compile", stock)):
         ratios = [seconds(call, x) / seconds(model, x) for _ in range(11)]
