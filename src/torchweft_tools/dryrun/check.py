@@ -24,7 +24,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchweft_tools.dryrun.calls import ByteSpan, DeviceCall, RankCalls, overlap
-from torchweft_tools.dryrun.order import DeviceWork, IssueEntry, Order, order, signature
+from torchweft_tools.dryrun.order import (
+    DeviceWork,
+    IssueEntry,
+    Meeting,
+    Order,
+    order,
+    signature,
+)
 
 OUT_OF_MEMORY = 2
 CURES = {101: " There are fewer devices: give their number with --devices."}
@@ -124,16 +131,22 @@ class _Talks:
     makers: Mapping[int, int]
     lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     kernels: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+    alike: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
 
-    def add(self, comm: str, rank: int, work: DeviceWork) -> None:
-        self.lines[comm, rank].add(work.call.line)
-        self.kernels[comm, rank].add(self.makers.get(work.index, -1))
+    def add(self, meeting: Meeting) -> None:
+        """Note what ranks bring, and whether the same kernel has made it on all of them."""
+        for rank, work in meeting.works.items():
+            self.lines[meeting.comm, rank].add(work.call.line)
+            self.kernels[meeting.comm, rank].add(self.makers.get(work.index, -1))
+        made = {self.makers.get(work.index, -1) for work in meeting.works.values()}
+        line = next(iter(meeting.works.values())).call.line
+        self.alike[meeting.comm, line, len(made) == 1] += 1
 
     def are_swapped(self, comm: str, one: DeviceWork, other: DeviceWork) -> bool:
         """Whether two collectives, equal in kind and size, are not the same one.
 
         Each has the line of the other elsewhere; or both have one line, but read what different
-        kernels made, and each has the other's kernel elsewhere.
+        kernels made, though mostly it is the same one there, or each has the other's elsewhere.
         """
         keys = [(comm, work.call.data["rank"]) for work in (one, other)]
         if any(work.call.data["peer"] == work.call.data["rank"] for work in (one, other)):
@@ -142,8 +155,10 @@ class _Talks:
         if len(own) == 2:
             return own <= self.lines[keys[0]] & self.lines[keys[1]]
         made = {self.makers.get(work.index, -1) for work in (one, other)}
-        is_read = one.call.name not in ("broadcast", "scatter")
-        return len(made) == 2 and is_read and made <= self.kernels[keys[0]] & self.kernels[keys[1]]
+        if len(made) == 1 or one.call.name in ("broadcast", "scatter"):
+            return False
+        same, others = (self.alike[comm, one.call.line, alike] for alike in (True, False))
+        return same >= others or made <= self.kernels[keys[0]] & self.kernels[keys[1]]
 
 
 def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
@@ -151,8 +166,7 @@ def _collectives(made: Order, makers: Mapping[int, int]) -> Iterator[Fault]:
     parted = set()
     known = _Talks(makers)
     for meeting in made.meetings:
-        for rank, work in meeting.works.items():
-            known.add(meeting.comm, rank, work)
+        known.add(meeting)
     for meeting in made.meetings:
         if meeting.comm in parted:
             continue
