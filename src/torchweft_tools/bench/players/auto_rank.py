@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -42,10 +42,17 @@ FIXED = {
     **{f"overlap_{parts}_onednn": (overlap(parts=parts), "onednn") for parts in (2, 4)},
 }
 MAX_DIFF = 1e-3
+Contexts = Callable[[Mapping[str, Any], dist.ProcessGroup], Iterator[dict[str, Any]]]
+"""The results of all contexts of a spec."""
 
 
 def main(text: str) -> None:
     """Run the contexts of one model and print their results."""
+    play(text, measure)
+
+
+def play(text: str, contexts: Contexts) -> None:
+    """Run the contexts of a spec on this rank; rank 0 prints what comes out."""
     spec = json.loads(text)
     quiet()
     pin(int(os.environ["RANK"]))
@@ -55,7 +62,7 @@ def main(text: str) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         side = dist.new_group(backend="gloo", timeout=TIMEOUT)
         with torch.no_grad():
-            for result in measure(spec, side):
+            for result in contexts(spec, side):
                 if dist.get_rank() == 0:
                     say("result", result)
         dist.barrier(group=side)

@@ -9,9 +9,7 @@ simulated to take, and a race of all of them.
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +17,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchweft import lab
@@ -30,11 +27,11 @@ from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy
 from torchweft.serve.session import Session, context
-from torchweft_tools.bench.measure.messages import leaving, say
+from torchweft_tools.bench.measure.messages import say
 from torchweft_tools.bench.peers import models
-from torchweft_tools.bench.players.auto_rank import SIZES
+from torchweft_tools.bench.players.auto_rank import SIZES, play
 from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
-from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
+from torchweft_tools.bench.players.overlap_rank import all_max
 from torchweft_tools.profile import measure
 
 NUM_WARM = 3
@@ -55,23 +52,6 @@ WAYS = {
     "uneven": Strategy("uneven", _uneven),
 }
 """Not profiled: overlap_3 and uneven."""
-
-
-def main(text: str) -> None:
-    """Run the contexts of one model and print their results."""
-    spec = json.loads(text)
-    quiet()
-    pin(int(os.environ["RANK"]))
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    with leaving():
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        side = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        with torch.no_grad():
-            for result in contexts(spec, side):
-                if dist.get_rank() == 0:
-                    say("result", result)
-        dist.barrier(group=side)
 
 
 def contexts(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
@@ -141,4 +121,4 @@ def predict(session: Session, model: Any, x: Any, way: Strategy, costs: Costs) -
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    play(sys.argv[1], contexts)
