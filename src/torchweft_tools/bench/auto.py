@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.journal import Journal
 from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio
@@ -48,6 +50,7 @@ def run(
     num_pairs: int = MIN_PAIRS,
     seed: int = 0,
     quick: bool = False,
+    journal: str = "",
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each context, and the summary.
@@ -57,26 +60,35 @@ def run(
     num_pairs: timed rounds; all programs run in turn.
     seed: the random seed.
     quick: tiny models, two shapes and three rounds, to see that everything runs.
+    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
     """
     require_pairs("auto", num_pairs, quick=quick)
     cases: list[dict[str, Any]] = [
-        {"model": model, "links": labels, "shapes": SHAPES[model][1:3] if quick else SHAPES[model]}
+        {"model": model, "link": label, "shapes": SHAPES[model][1:3] if quick else SHAPES[model]}
         for model in chosen("auto", "model", models, MODELS)
         for labels in like_links("1gbit" if quick else links)
+        for label in labels
     ]
+    kept = Journal(journal)
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for number, case in enumerate(cases):
         size = {"size": "tiny" if quick else "full", "num_pairs": 3 if quick else num_pairs}
         spec = {**case, **size, "seed": seed}
-        words = [sys.executable, "-m", "torchweft_tools.bench.players.auto_rank", json.dumps(spec)]
+        on_progress = part_of(progress, number, len(cases))
         try:
-            with lab.spawn_ranks(words, link=case["links"][0], env=ENVIRONMENT) as ranks:
-                for result in listen(ranks, "auto", part_of(progress, number, len(cases))):
-                    rows.append(row(case["model"], result))
+            results = kept.results(spec, partial(compete, spec, on_progress))
+            rows += [row(case["model"], result) for result in results]
         except WeftError as error:
-            failed[f"{case['model']} {case['links'][0]}"] = str(error)
+            failed[f"{case['model']} {case['link']}"] = str(error)
     return rows, {**summary(rows), "failed": failed, "quick": quick}
+
+
+def compete(spec: Row, on_progress: Progress) -> Iterator[Row]:
+    """The results of the contexts of one model over one link."""
+    words = [sys.executable, "-m", "torchweft_tools.bench.players.auto_rank", json.dumps(spec)]
+    with lab.spawn_ranks(words, link=spec["link"], env=ENVIRONMENT) as ranks:
+        yield from listen(ranks, "auto", on_progress)
 
 
 def row(model: str, result: Row) -> Row:

@@ -26,11 +26,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchweft import integrations, lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.journal import Journal
 from torchweft_tools.bench.measure.lines import code_lines
 from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
@@ -97,6 +99,7 @@ def run(
     num_pairs: int = MIN_PAIRS,
     seed: int = 0,
     quick: bool = False,
+    journal: str = "",
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each host, workload and link, and the summary.
@@ -107,6 +110,7 @@ def run(
     num_pairs: timed pairs; the programs run in turn.
     seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
+    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
     """
     require_pairs("hosts", num_pairs, quick=quick)
     names = chosen("hosts", "host", hosts, HOSTS)
@@ -119,6 +123,7 @@ def run(
         if workload in wanted
         for labels in like_links(links)
     ]
+    kept = Journal(journal)
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for number, (host, workload, labels) in enumerate(cases):
@@ -128,7 +133,8 @@ def run(
         }  # fmt: skip
         part = part_of(progress, number, len(cases))
         try:
-            rows += [row(host, workload, result) for result in compete(HOSTS[host], spec, part)]
+            race = partial(compete, HOSTS[host], spec, part)
+            rows += [row(host, workload, each) for each in kept.results([host, spec], race)]
         except WeftError as error:
             failed[" ".join((host, workload, *labels))] = str(error)
     return rows, {**summary(rows), "failed": failed, "quick": quick}

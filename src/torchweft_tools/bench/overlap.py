@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.journal import Journal
 from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS
@@ -49,6 +51,7 @@ def run(
     num_pairs: int = MIN_PAIRS,
     seed: int = 0,
     quick: bool = False,
+    journal: str = "",
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each model, phase and link, and the summary.
@@ -59,6 +62,7 @@ def run(
     num_pairs: timed pairs; the programs run in turn.
     seed: the random seed.
     quick: tiny models and three pairs, to see that everything runs; its figures mean nothing.
+    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
     """
     cases: list[dict[str, Any]] = [
         {"model": model, "phase": phase, "links": labels}
@@ -69,6 +73,7 @@ def run(
     require_pairs("overlap", num_pairs, quick=quick)
     size = "tiny" if quick else "full"
     counts = {"num_pairs": 3 if quick else num_pairs, "num_rounds": 1 if quick else NUM_ROUNDS}
+    kept = Journal(journal)
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for number, case in enumerate(cases):
@@ -76,7 +81,8 @@ def run(
         spec = {**case, **counts, "seed": seed, "size": size, "names": None}
         name = {"model": case["model"], "phase": case["phase"]}
         try:
-            for label, result in compete(spec, part_of(progress, number, len(cases))):
+            on_progress = part_of(progress, number, len(cases))
+            for label, result in kept.results(spec, partial(compete, spec, on_progress)):
                 rows.append(row({**name, "link": label}, result))
         except WeftError as error:
             for link in case["links"][len(rows) - before :]:

@@ -2,7 +2,7 @@
 
     python -m torchweft_tools.bench.players.auto_rank '{"model": "dense", "shapes": [[4, 64]], ...}'
 
-For each link and shape: `weft.compile(model)` warms up, that is, makes its choice; then it races
+For each shape: `weft.compile(model)` warms up, that is, makes its choice; then it races
 eager, eager again, stock torch.compile, and every strategy that it could have been given.
 """
 
@@ -77,21 +77,17 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
     calls: dict[str, Any] = {"eager": plain, "eager_again": plain, "inductor": stock.stock(plain)}
     for name, (strategy, inner) in FIXED.items():
         calls[name] = compile(copy.copy(plain), strategy, inner=inner)
-    auto = calls["auto"] = compile(copy.copy(plain), remember=False)
+    calls["auto"] = compile(copy.copy(plain), remember=False)
     order = Random(spec["seed"])
-    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
-    total, done = len(links) * len(spec["shapes"]), 0
-    for link in links:
-        if lab.is_limited():
-            lab.set_rate(link)
-        session_of(auto).auto.forget()  # a machine with another link
-        for shape in spec["shapes"]:
-            rows, positions = shape
-            x = models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
-            yield {"link": link, "shape": shape, **_context(spec, calls, x, side, order)}
-            done += 1
-            if rank == 0:
-                say("progress", [done, total])
+    link = (
+        spec["link"] if lab.is_limited() else lab.LabLink().label
+    )  # the one that they really have
+    for done, shape in enumerate(spec["shapes"], 1):
+        rows, positions = shape
+        x = models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
+        yield {"link": link, "shape": shape, **_context(spec, calls, x, side, order)}
+        if rank == 0:
+            say("progress", [done, len(spec["shapes"])])
 
 
 def _context(

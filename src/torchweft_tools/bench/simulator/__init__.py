@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.journal import Journal
 from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, like_links, require_pairs
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio
@@ -46,6 +48,7 @@ def run(
     num_pairs: int = MIN_PAIRS,
     seed: int = 0,
     quick: bool = False,
+    journal: str = "",
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each strategy in each context, and the summary.
@@ -55,30 +58,38 @@ def run(
     num_pairs: timed rounds; all strategies run in turn.
     seed: the random seed.
     quick: tiny models, two shapes and three rounds, to see that everything runs.
+    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
     """
     require_pairs("simulator", num_pairs, quick=quick)
     cases: list[dict[str, Any]] = [
-        {"model": model, "links": labels, "shapes": _quick(SHAPES[model], quick=quick)}
+        {"model": model, "link": label, "shapes": _quick(SHAPES[model], quick=quick)}
         for model in chosen("simulator", "model", models, SHAPES)
         for labels in like_links("1gbit" if quick else links)
+        for label in labels
     ]
+    kept = Journal(journal)
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for number, case in enumerate(cases):
         size = {"size": "tiny" if quick else "full", "num_pairs": 3 if quick else num_pairs}
-        module = "torchweft_tools.bench.simulator.rank"
-        words = [sys.executable, "-m", module, json.dumps({**case, **size, "seed": seed})]
+        spec, on_progress = {**case, **size, "seed": seed}, part_of(progress, number, len(cases))
         try:
-            with lab.spawn_ranks(words, link=case["links"][0], env=ENVIRONMENT) as ranks:
-                for result in listen(ranks, "simulator", part_of(progress, number, len(cases))):
-                    rows += context_rows(case["model"], result)
+            for result in kept.results(spec, partial(compete, spec, on_progress)):
+                rows += context_rows(case["model"], result)
         except WeftError as error:
-            failed[f"{case['model']} {case['links'][0]}"] = str(error)
+            failed[f"{case['model']} {case['link']}"] = str(error)
     return rows, {**summary(rows), "failed": failed, "quick": quick}
 
 
 def _quick(shapes: dict[str, list[list[int]]], *, quick: bool) -> dict[str, list[list[int]]]:
     return {name: each[:1] for name, each in shapes.items()} if quick else shapes
+
+
+def compete(spec: Row, on_progress: Progress) -> Iterator[Row]:
+    """The results of the contexts of one model over one link."""
+    words = [sys.executable, "-m", "torchweft_tools.bench.simulator.rank", json.dumps(spec)]
+    with lab.spawn_ranks(words, link=spec["link"], env=ENVIRONMENT) as ranks:
+        yield from listen(ranks, "simulator", on_progress)
 
 
 def context_rows(model: str, result: Row) -> list[Row]:

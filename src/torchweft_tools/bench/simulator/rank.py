@@ -2,7 +2,7 @@
 
     python -m torchweft_tools.bench.simulator.rank '{"model": "dense", "shapes": {...}, ...}'
 
-For each link: a profile of some shapes; then, for these and for others, what each strategy is
+A profile of some shapes; then, for these and for others, what each strategy is
 simulated to take, and a race of all of them.
 """
 
@@ -63,50 +63,39 @@ def contexts(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[
     calls = {name: compile(copy.copy(plain), way) for name, way in WAYS.items()}
     subject, order = compile(copy.copy(plain), sequential), Random(spec["seed"])
     shapes = [(kind, shape) for kind, some in spec["shapes"].items() for shape in some]
-    links = spec["links"] if lab.is_limited() else [lab.LabLink().label]
-    total, done = len(links) * (1 + len(shapes)), 0
+    link = (
+        spec["link"] if lab.is_limited() else lab.LabLink().label
+    )  # the one that they really have
 
-    def step() -> None:
-        nonlocal done
-        done += 1
+    def inputs(shape: list[int]) -> Any:
+        rows, positions = shape
+        return models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
+
+    profile = measure(subject, [inputs(shape) for shape in spec["shapes"]["profiled"]])
+    factors = {
+        f"{s.uses} beside {s.beside}": s.factor for s in profile.machine.devices[0].slowdowns
+    }
+    for done, (kind, shape) in enumerate(shapes, 1):
         if rank == 0:
-            say("progress", [done, total])
-
-    for link in links:
-        if lab.is_limited():
-            lab.set_rate(link)
-
-        def inputs(shape: list[int]) -> Any:
-            rows, positions = shape
-            return models.inputs(plain, rows, positions, sizes.hidden, rank=rank)
-
-        profile = measure(subject, [inputs(shape) for shape in spec["shapes"]["profiled"]])
-        factors = {
-            f"{s.uses} beside {s.beside}": s.factor for s in profile.machine.devices[0].slowdowns
-        }
-        step()
-        for kind, shape in shapes:
-            x = inputs(shape)
-            with context(strategy=sequential):
-                predicted_s = {
-                    name: all_max(
-                        predict(session_of(subject), subject, x, way, profile.costs), side
-                    )
-                    for name, way in WAYS.items()
-                }
-            predicted_s = {name: s for name, s in predicted_s.items() if s < math.inf}  # can be cut
-            runs = {name: partial(calls[name], x.clone()) for name in predicted_s}
-            runs["sequential_again"] = partial(calls["sequential"], x.clone())
-            for run in runs.values():
-                for _ in range(NUM_WARM):
-                    run()
-            num_calls = calls_of_a_run(runs["sequential"], side)
-            times = race(
-                runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side
-            )
-            facts = {"link": link, "shape": shape, "held_out": kind == "held_out"}
-            yield {**facts, "predicted_s": predicted_s, "times": times, "slowdowns": factors}
-            step()
+            say("progress", [done, 1 + len(shapes)])
+        x = inputs(shape)
+        with context(strategy=sequential):
+            predicted_s = {
+                name: all_max(predict(session_of(subject), subject, x, way, profile.costs), side)
+                for name, way in WAYS.items()
+            }
+        predicted_s = {name: s for name, s in predicted_s.items() if s < math.inf}  # can be cut
+        runs = {name: partial(calls[name], x.clone()) for name in predicted_s}
+        runs["sequential_again"] = partial(calls["sequential"], x.clone())
+        for run in runs.values():
+            for _ in range(NUM_WARM):
+                run()
+        num_calls = calls_of_a_run(runs["sequential"], side)
+        times = race(
+            runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side
+        )
+        facts = {"link": link, "shape": shape, "held_out": kind == "held_out"}
+        yield {**facts, "predicted_s": predicted_s, "times": times, "slowdowns": factors}
 
 
 def predict(session: Session, model: Any, x: Any, way: Strategy, costs: Costs) -> float:

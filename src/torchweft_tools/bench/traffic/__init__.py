@@ -19,12 +19,14 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple
 
 from torchweft import lab
 from torchweft.errors import WeftError
+from torchweft_tools.bench.measure.journal import Journal
 from torchweft_tools.bench.measure.messages import Progress, listen, part_of
 from torchweft_tools.bench.measure.options import chosen, words
 from torchweft_tools.bench.overlap import ENVIRONMENT
@@ -80,6 +82,7 @@ def run(
     chunk: int = 20,
     seed: int = 0,
     quick: bool = False,
+    journal: str = "",
     progress: Progress | None = None,
 ) -> tuple[list[Row], Row]:
     """A row for each kind of calls of each run, a row for each run, and the summary.
@@ -91,6 +94,7 @@ def run(
     chunk: calls of a program until it is the next one's turn.
     seed: the random seed.
     quick: a tiny model and a short stream, to see that everything runs; its figures mean nothing.
+    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
     """
     if num_calls < MIN_CALLS or chunk < 1:
         raise WeftError(
@@ -109,13 +113,15 @@ def run(
         "num_calls": QUICK_CALLS if quick else num_calls,
     }
     size["num_warmed"] = QUICK_KINDS if quick else None  # each may take Inductor half a minute
+    kept = Journal(journal)
     kinds: list[Row] = []
     runs: list[Row] = []
     failed: dict[str, str] = {}
     for number, case in enumerate(cases):
         try:
             spec = {**case, **size, "chunk": chunk, "seed": seed}
-            result = _play(spec, part_of(progress, number, len(cases)))
+            on_progress = part_of(progress, number, len(cases))
+            (result,) = kept.results(spec, partial(_play, spec, on_progress))
             case["link"] = result["link"]  # the one that they really had
             runs.append({**case, **figures(result)})
             kinds += [{**case, **each} for each in kind_rows(result)]
@@ -124,7 +130,7 @@ def run(
     return [*kinds, *runs], {**summary(runs), "failed": failed, "quick": quick}
 
 
-def _play(spec: Row, on_progress: Progress) -> Row:
+def _play(spec: Row, on_progress: Progress) -> list[Row]:
     """One run, in processes and a folder of caches that nothing was in before."""
     command = [sys.executable, "-m", "torchweft_tools.bench.traffic.rank", json.dumps(spec)]
     with tempfile.TemporaryDirectory(prefix="weft_traffic_") as folder:
@@ -133,7 +139,7 @@ def _play(spec: Row, on_progress: Progress) -> Row:
             results = list(listen(ranks, "traffic", on_progress))
     if not results:
         raise WeftError("bench traffic: the ranks have reported no result.")
-    return results[0]
+    return results[:1]
 
 
 def figures(result: Row) -> Row:
