@@ -26,7 +26,7 @@ from torchweft.errors import (
     WeftError,
 )
 from torchweft.plan.graph import Graph
-from torchweft.plan.improve import searched
+from torchweft.plan.improve import replay, searched
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import branches, overlap, sequential
@@ -107,6 +107,7 @@ __all__ = [
     "mark_op", "mark_path",
     "overlap",
     "plans",
+    "replay",
     "report",
     "restore",
     "row_wise",

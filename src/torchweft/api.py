@@ -31,8 +31,8 @@ from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.options import Options, is_disabled
 from torchweft.plan.explain.explanation import Explanation
+from torchweft.plan.improve.predict import auto
 from torchweft.plan.plan import Plan
-from torchweft.plan.predict import auto
 from torchweft.plan.strategies import overlap, sequential
 from torchweft.plan.trace import Trace
 from torchweft.private.dynamo import trace_rules, wrap_inline

@@ -21,8 +21,8 @@ from typing import Any, Self
 from torchweft.capture.marks import INNERS, MarkRule, touches_state
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, unknown
+from torchweft.plan.improve.predict import auto  # noqa: F401 - so that the name is known
 from torchweft.plan.machine import Machine, cpu
-from torchweft.plan.predict import auto  # noqa: F401 - so that the name is known
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import has_mkldnn
 from torchweft.ranks.ranks import WATCHDOG_S

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_once
-from torch import nn
+from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.api import session_of
@@ -49,6 +50,32 @@ class Means(nn.Module):
         total = y.sum(0)
         dist.all_reduce(total)
         return self.second(y + total)
+
+
+@torch.library.custom_op("auto_ranks::read_some", mutates_args=())
+def read_some(x: Tensor) -> Tensor:
+    time.sleep(3e-3 * (1 + dist.get_rank()) + 5e-4 * len(x))
+    return x + 1
+
+
+@torch.library.custom_op("auto_ranks::work_on", mutates_args=())
+def work_on(x: Tensor) -> Tensor:
+    time.sleep(5e-4 * len(x))
+    return x * 2
+
+
+read_some.register_fake(torch.empty_like)
+work_on.register_fake(torch.empty_like)
+
+
+class Reads(nn.Module):
+    """Uneven parts are best: each costs some milliseconds, the work of the last is uncovered."""
+
+    def forward(self, x):
+        y = torch.ops.auto_ranks.work_on(torch.ops.auto_ranks.read_some(x))
+        total = y.sum(0)
+        dist.all_reduce(total)
+        return y + total
 
 
 def told(mine):
@@ -163,10 +190,29 @@ def check_silent_at_first(rank):
     assert all(not piece.communicators for piece in session_of(woven).pieces)
 
 
+def check_searched(rank):
+    """In a warm-up both ranks search at the same costs, and race the same plan."""
+    plain, rules = Reads().eval(), []
+    for name, uses in (("read_some", "io"), ("work_on", "compute")):
+        rules.append(weft.mark_op(name, name, uses=uses, rows="row-wise"))
+    model = weft.compile(copy.deepcopy(plain), rules=rules, watchdog_s=WATCHDOG_S, remember=False)
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    wanted = plain(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules
+        weft.warmup(model, [x])
+    (choice,) = session_of(model).auto.trials.choices.values()
+    mine = sorted(map(str, choice.speeds))
+    first, second = told(mine)
+    assert first == second and any("replay(" in way for way in mine), (first, second)
+    torch.testing.assert_close(model(x), wanted)
+    assert not weft.report(model).fallbacks, weft.report(model)
+
+
 CASES = {
     "together": check_together, "sure": check_sure, "unlike": check_unlike,
     "unlike later": check_unlike_later, "budget": check_budget,
-    "silent at first": check_silent_at_first,
+    "silent at first": check_silent_at_first, "searched": check_searched,
 }  # fmt: skip
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchweft.errors import StrategyError
+from torchweft.errors import StrategyError, WeftError
 from torchweft.plan.bound import bound
 from torchweft.plan.context import Context, Cut, watch
 from torchweft.plan.graph import Graph, Op, Value
-from torchweft.plan.improve import from_genes, genes_of, improve, searched
+from torchweft.plan.improve import from_genes, genes_of, improve, replay, searched
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
 from torchweft.plan.plan import Plan
@@ -178,3 +178,44 @@ def test_what_lower_cannot_bring_together_is_not_kept():
         graph = transformer(1, 8, tensor_parallel=False)
         plan = write(sequential, graph, context, machine)
         verify(lower(improve(plan, context, machine, budget=60, seed=seed)))
+
+
+def test_replay_writes_a_plan_again_from_its_text():
+    graph, context = transformer(2), Context(batch=64)
+    better = improve(write(overlap(parts=2), graph, context, SLOW), context, SLOW, budget=60)
+    again = write(replay(plan=str(better)), graph, context, SLOW)
+    assert again.steps == better.steps and again.cut == better.cut
+    assert lower(again).steps == lower(better).steps
+    other = write(replay(plan=str(better)), graph, Context(batch=48), SLOW)
+    assert other.steps == better.steps
+    assert len(str(replay(plan=str(better)))) < 40  # a name, not the text
+
+
+def test_replay_takes_the_plan_of_its_graph_out_of_several():
+    graphs = [transformer(layers) for layers in (1, 2)]
+    plans = [write(overlap(parts=2), graph, Context(batch=8)) for graph in graphs]
+    text = "".join(map(str, plans))
+    for graph, plan in zip(graphs, plans, strict=True):
+        assert write(replay(plan=text), graph, Context(batch=8)).steps == plan.steps
+    with pytest.raises(StrategyError, match="none of these plans was made for graph") as raised:
+        write(replay(plan=text), transformer(3), Context(batch=8))
+    assert raised.value.rule == "graph"
+
+
+def test_replay_without_a_plan_is_sequential_and_what_its_text_cannot_hold_is_refused():
+    graph, context = transformer(1), Context(batch=8)
+    plain = write(sequential, graph, context)
+    assert write(replay, graph, context).steps == plain.steps
+    with pytest.raises(StrategyError, match="this plan is lowered") as raised:
+        write(replay(plan=str(lower(plain))), graph, context)
+    assert raised.value.rule == "lowered"
+    with pytest.raises(WeftError):
+        write(replay(plan="no plan"), graph, context)
+
+
+@settings(max_examples=30)
+@given(randoms, st.sampled_from(STARTS))
+def test_law_replay_of_any_written_plan_is_that_plan(rng, start):
+    graph, context, machine = drawn(rng)
+    plan = write(start, graph, context, machine)
+    assert write(replay(plan=str(plan)), graph, context, machine).steps == plan.steps

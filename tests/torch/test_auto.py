@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ def work(x: Tensor) -> Tensor:
 
 work.register_fake(torch.empty_like)
 IO = [weft.mark_op("read_rows", "read_rows", uses="io")]
+
+
+@torch.library.custom_op("auto_test::read_each", mutates_args=())
+def read_each(x: Tensor) -> Tensor:
+    time.sleep(4e-3 + 5e-4 * len(x))
+    return x + 1
+
+
+@torch.library.custom_op("auto_test::work_each", mutates_args=())
+def work_each(x: Tensor) -> Tensor:
+    time.sleep(5e-4 * len(x))
+    return x * 2
+
+
+for by_row in (read_each, work_each):
+    by_row.register_fake(torch.empty_like)
+
+
+class Pipe(nn.Module):
+    """What is read is worked on: nothing overlaps unless the batch is cut. Each part costs 4 ms
+    more, and the work of the last one is uncovered: three uneven parts are best."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.auto_test.work_each(torch.ops.auto_test.read_each(x)) + 1
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +198,29 @@ def test_warm_up_makes_the_choice_with_torch_compile_among_the_ways() -> None:
         torch.testing.assert_close(model(x), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_warm_up_lets_a_searched_plan_take_part_and_keeps_it() -> None:
+    rules = [
+        weft.mark_op("read_each", "read_each", uses="io", rows="row-wise"),
+        weft.row_wise("work_each"),
+    ]
+    model = weft.compile(Pipe().eval(), rules=rules)
+    x = torch.randn(64, 8)
+    with torch.no_grad():
+        wanted = Pipe()(x)
+        weft.warmup(model, [x])
+        (choice,) = auto_of(model).trials.choices.values()
+        found = next(way for way in choice.speeds if way and way.name == "replay")
+        graph = session_of(model).pieces[0].graph
+        assert found.options["plan"].count(graph.digest) == 1
+        assert torch.equal(model(x), wanted)
+        kept = Tuned([graph], "here")
+        kept.keep("kind", replace(choice, way=found))
+        known = Tuned([graph], "here").look_up("kind")
+    assert known is not None and known.way == found
+    assert not weft.report(model).fallbacks
+
+
 def test_a_model_that_torch_compile_cannot_compile_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -269,8 +317,8 @@ def test_disable_and_restore_work_under_auto() -> None:
 
 def test_the_strategy_auto_takes_what_is_predicted_to_be_best() -> None:
     from torchweft.plan.context import Context
+    from torchweft.plan.improve.predict import auto, candidates, predict
     from torchweft.plan.machine import Costs, cpu
-    from torchweft.plan.predict import auto, candidates, predict
     from torchweft.plan.write.strategy import write
     from torchweft_tools.demo.blueprint import transformer
 

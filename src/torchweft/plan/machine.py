@@ -29,7 +29,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 
 from torchweft.errors import MachineError, clip, unknown
@@ -39,6 +39,7 @@ VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
 MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
+MAX_FIXED = 4  # times what the formula has for any size
 LANE = re.compile(
     rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: to ({NAME.pattern}))?"
     rf"(?: via ({NAME.pattern}))?"
@@ -285,6 +286,7 @@ def to_data(machine: Machine) -> dict[str, object]:
 
 
 Env = Mapping[str, int]
+Formula = Callable[[Env], float]
 Points = tuple[tuple[int, float], ...]
 _MAKES = ("all_gather", "broadcast", "recv")
 
@@ -340,7 +342,9 @@ class Costs:
         shaped = cost_key(graph, op, env) if self.table.entries else key
         if (shaped, device) in self.table.seconds:
             key = shaped
-        return self._seconds(key, device, graph, env, lambda env: _formula(graph, op, env, rates))
+        fixed_s = rates.network_latency_s if op.uses == "network" else rates.overhead_s
+        formula = partial(_formula, graph, op, rates=rates)
+        return self._seconds(key, device, graph, env, formula, fixed_s)
 
     def group_s(
         self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
@@ -381,8 +385,10 @@ class Costs:
         return self.machine.device[name]
 
     def _seconds(
-        self, key: str, device: str, graph: Graph, env: Env, formula: Callable[[Env], float]
+        self, key: str, device: str, graph: Graph, env: Env, formula: Formula, fixed_s: float = 0.0
     ) -> float:
+        """As measured, or between two measured sizes; beyond them as the formula grows, of which
+        fixed_s are for any size. They do not explain what takes far longer than it says."""
         points = self.table.seconds.get((key, device))
         if points is None:
             return formula(env)
@@ -394,9 +400,10 @@ class Costs:
             (low, low_s), (high, high_s) = points[at - 1], points[at]
             return low_s + (high_s - low_s) * (rows - low) / (high - low)
         near, near_s = points[min(at, len(points) - 1)]
-        if graph.batch is None or (there := formula({**env, graph.batch: near})) <= 0:
+        if graph.batch is None or (there := formula({**env, graph.batch: near})) <= fixed_s:
             return near_s
-        return near_s * (formula(env) / there)
+        kept_s = min(near_s * fixed_s / there, MAX_FIXED * fixed_s)
+        return kept_s + (near_s - kept_s) * (formula(env) - fixed_s) / (there - fixed_s)
 
 
 def cost_key(graph: Graph, op: Op, env: Env) -> str:

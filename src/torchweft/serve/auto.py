@@ -30,7 +30,8 @@ from torch.distributed import get_world_size, is_initialized
 
 from torchweft.errors import PlanError, RunError, WeftError
 from torchweft.plan.context import TOLD, HostFacts
-from torchweft.plan.predict import candidates
+from torchweft.plan.improve import replay
+from torchweft.plan.improve.predict import candidates
 from torchweft.plan.strategies import sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
@@ -40,14 +41,14 @@ from torchweft.ranks.talk import Ear, announce, meet
 from torchweft.run.accelerator.accelerator import devices_of
 from torchweft.run.compare import leaves_of
 from torchweft.serve.budget import Budget
-from torchweft.serve.costbook import Calls, CostBook
+from torchweft.serve.costbook import Calls, CostBook, same_on_all
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
 from torchweft.serve.trials import COMPILED, Choice, Race, Trials, Way
 from torchweft.serve.tuned import Tuned
 
 NUM_PROPOSED = 3
-MIN_GAIN = 1.03
+MIN_GAIN, MIN_SEARCHED = 1.03, 1.01
 MAX_DISAGREED, MAX_UNCAPTURED, MAX_KINDS, MAX_NAME = 3, 3, 256, 32
 TOO_MANY = "auto: the calls are of too many kinds; those of further kinds run as they are"
 NO_FACTS = HostFacts()
@@ -360,15 +361,19 @@ class Auto:
             self._steady.clear()
 
     def _propose(self, kind: Hashable, race: Race) -> Sequence[Way] | Choice:
-        """What else to try: what is predicted to be faster, then other kernels for the winner."""
+        """What else to try: what is predicted to be faster; in a warm-up what a search makes of
+        the winner, at the costs that parts have shown; then other kernels for the winner."""
         if race.num_heats == 1 and not race.rounds:
             pieces = [piece for piece in self.session.pieces if piece.traced is not None]
             for piece in pieces:
                 self.book.read(piece)
             self.traced[kind] = [(p, p.traced.context) for p in pieces if p.traced is not None]
             return self._known(kind, pieces) or self._predicted(pieces)
-        if race.num_heats <= 2 and all(way.inner is None for way in race.speeds if way):
+        if race.num_heats <= 3 and all(way.inner is None for way in race.speeds if way):
             best = race.winner() or sequential
+            searches = self.tries_compiled and race.num_heats <= 2
+            if searches and (found := self._searched(kind, best)):
+                return found
             others = ["onednn"] * has_mkldnn + ["inductor"] * self.tries_compiled
             ways: list[Way] = [replace(best, inner=inner) for inner in others]
             return [*ways, COMPILED] if self.tries_compiled else ways
@@ -382,9 +387,8 @@ class Auto:
         facts = f"{self.session.options.inner}, {size:.0f} ranks, 2**{rate:.0f} bytes/s"
         tuned = self._tuned[kind] = Tuned((piece.graph for piece in pieces), facts)
         choice = tuned.look_up(kind, compiles=self.tries_compiled)
-        mine = float(number_of(str(choice.way)) >> 16) if choice is not None else 0.0
-        most, least = self.trials.agreed([mine, -mine])
-        return choice if mine and most == -least else None
+        told = "" if choice is None else str(choice.way)
+        return choice if same_on_all(told, self.trials.agreed) else None
 
     def _keep(self, kind: Hashable, choice: Choice) -> None:
         """Write down what a race has shown."""
@@ -411,6 +415,19 @@ class Auto:
         ranked = sorted(zip(all_s, range(len(ways)), strict=True))
         good = [number for seconds, number in ranked if whole_s > MIN_GAIN * seconds]
         return [ways[number] for number in good[:NUM_PROPOSED]]
+
+    def _searched(self, kind: Hashable, best: Strategy) -> list[Way]:
+        """What a search makes of the plans of the best strategy, if that is expected to gain."""
+        text, before_s, after_s = "", 0.0, 0.0
+        for piece, context in self.traced.get(kind, ()):
+            self.book.read(piece)
+            costs = self.book.agreed_costs(piece, self.trials.agreed)
+            if costs is None or piece.splitters or piece.graph.level == "boundary":
+                return []  # the ranks have seen different ops, or its plans have one lane
+            plan, seconds, least_s = piece.plans.search(best, context, costs)
+            text, before_s, after_s = text + str(plan), before_s + seconds, after_s + least_s
+        gains = text if before_s > MIN_SEARCHED * after_s else ""
+        return [replay(plan=text)] if same_on_all(gains, self.trials.agreed) and gains else []
 
 
 def _has_gradients(outputs: Any) -> bool:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from torchweft.plan.context import Context
 from torchweft.plan.machine import Costs, CostTable, cost_key
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy
+from torchweft.ranks.speakers import number_of
 
 if TYPE_CHECKING:
     from torchweft.serve.piece import Piece, PlanEntry
@@ -33,6 +35,17 @@ BESIDE = 0.05  # the share of an op's time that flights may take before it count
 Key = tuple[str, str]
 Calls = Sequence[tuple["Piece", Context]]
 """Graphs, and what was known of a call of each."""
+
+
+Agreed = Callable[[Sequence[float]], list[float]]
+"""The largest of these numbers on all ranks that the model talks with."""
+
+
+def same_on_all(what: object, agreed: Agreed) -> bool:
+    """Whether all ranks say the same here."""
+    mine = float(number_of(str(what)) >> 16)
+    most, least = agreed([mine, -mine])
+    return most == -least
 
 
 class Seen(NamedTuple):
@@ -113,6 +126,22 @@ class CostBook:
             ):
                 table.setdefault(key, {}).update((n, median(s)) for n, s in by_rows.items())
         return Costs(piece.service.options.resolved_machine, CostTable.of(table))
+
+    def agreed_costs(self, piece: Piece, agreed: Agreed) -> Costs | None:
+        """The costs of a piece, the same on all ranks: the largest of each; None if the ranks have
+        seen different ops. agreed: the largest of these numbers on all ranks."""
+        costs = self.costs(piece)
+        entries = costs.table.entries
+        if not same_on_all(
+            [(*op, [rows for rows, _ in points]) for *op, points in entries], agreed
+        ):
+            return None
+        seconds = iter(agreed([s for *_, points in entries for _, s in points]))
+        table = [
+            (key, device, tuple((rows, next(seconds)) for rows, _ in points))
+            for key, device, points in entries
+        ]
+        return replace(costs, table=CostTable(tuple(table)))
 
     def predict(self, piece: Piece, strategy: Strategy, context: Context | None = None) -> float:
         """Seconds of a piece's call by a strategy, of the last traced one unless it is told; those

@@ -36,6 +36,7 @@ from torchweft.errors import (
 )
 from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, watch
 from torchweft.plan.graph import Graph
+from torchweft.plan.improve import improve, replay
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs
 from torchweft.plan.plan import Plan
@@ -55,7 +56,7 @@ from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
 
-MAX_ENTRIES = 256
+MAX_ENTRIES, MAX_RUNS = 256, 25_000
 MAX_SHAPES = 4096
 
 
@@ -221,6 +222,19 @@ class PlanCache:
             return simulate(plan, context, costs.machine, costs).makespan_s
         except WeftError:
             return math.inf
+
+    def search(
+        self, strategy: Strategy, context: Context, costs: Costs
+    ) -> tuple[Plan, float, float]:
+        """What a search makes of a strategy's plan; with the seconds of a call by either of them.
+        Equal costs, equal plans."""
+        try:
+            bare = write(strategy, self.graph, context, costs.machine, costs=costs)
+        except WeftError:  # it cannot write one for this graph
+            bare = write(sequential, self.graph, context, costs.machine, costs=costs)
+        better = improve(bare, context, costs.machine, costs, max_runs=MAX_RUNS)
+        before_s = simulate(lower(bare), context, costs.machine, costs).makespan_s
+        return better, before_s, self.predict(replay(plan=str(better)), context, costs)
 
     def _refusal(self, bounds: Sequence[int], env: Mapping[str, int]) -> str:
         """Why a call cannot be cut at these borders; empty if it can."""

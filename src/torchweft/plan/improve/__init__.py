@@ -1,6 +1,8 @@
-"""A search for quicker plans: genes (candidates as data), lists (where to begin), search."""
+"""The choice of plans: predict, and a search: genes (candidates as data), lists (to begin), search,
+replay."""
 
 from torchweft.plan.improve.genes import Genes, from_genes, genes_of
+from torchweft.plan.improve.replay import replay
 from torchweft.plan.improve.search import improve, searched
 
-__all__ = ["Genes", "from_genes", "genes_of", "improve", "searched"]
+__all__ = ["Genes", "from_genes", "genes_of", "improve", "replay", "searched"]

@@ -61,16 +61,18 @@ def improve(
     budget: int = BUDGET,
     seed: int = 0,
     max_parts: int = 8,
+    max_runs: float = INF,
 ) -> Plan:
     """A bare plan that takes no longer than this bare plan, in this context, if simulated.
 
-    budget: how many plans are simulated. max_parts: how many parts a new plan may have.
+    budget: how many plans are simulated; max_runs: how many runs they may have, all together.
+    max_parts: how many parts a new plan may have.
     Raises `StrategyError` for a plan that is lowered already.
     """
     if any(step.kind not in ("split", "run", "merge") for step in plan.steps):
         raise StrategyError("improve: this plan is lowered; give the plan as it was written.")
     search = _Search(plan, context, machine, costs or Costs(machine), budget, seed, max_parts)
-    first_s = search.best_s
+    first_s, search.runs_left = search.best_s, max_runs
     search.go()
     if search.best_s >= first_s:
         return plan
@@ -109,7 +111,7 @@ class _Search:
         )
         self.graph, self.machine, self.costs = plan.graph, machine, costs
         self.kernels, self.budget, self.left = plan.kernels, budget, budget
-        self.runs_left = INF
+        self.runs_left: float = INF
         self.draw = random.Random(seed)
         self.lists = Lists(self.graph, self.context, machine, costs)
         # A kernel stays where it is: its parts and its ops are its author's.

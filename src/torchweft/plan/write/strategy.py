@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from torchweft.errors import StrategyError, WeftError, unknown
@@ -28,6 +29,8 @@ from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.machine import Costs, Machine, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.write.scheduler import Scheduler
+
+MAX_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,13 @@ class Strategy:
     def __str__(self) -> str:
         chosen = {**option_defaults(self.function), **self.options}
         by = f" by {self.inner}" if self.inner else ""
-        return f"{self.name}({', '.join(f'{n}={value!r}' for n, value in chosen.items())}){by}"
+        told = (f"{name}={_short(repr(value))}" for name, value in chosen.items())
+        return f"{self.name}({', '.join(told)}){by}"
+
+
+def _short(text: str) -> str:
+    """A value as people read it; of a long one, such as a whole plan, a name."""
+    return text if len(text) <= MAX_SHOWN else f"<{sha256(text.encode()).hexdigest()[:8]}>"
 
 
 def option_defaults(function: Callable[..., object]) -> dict[str, Any]:

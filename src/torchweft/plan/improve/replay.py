@@ -1,0 +1,43 @@
+"""The strategy `replay`: writes again what was written before: a plan that was found, or edited.
+
+    replay(plan=str(plan))      the same cut, runs, order and lanes, for all calls of a bucket
+
+The text is data: that of a bare plan, or of several for the graphs of one model, one behind the
+other. A graph takes the one that was made for it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torchweft.errors import StrategyError
+from torchweft.plan.improve.genes import from_genes, genes_of
+from torchweft.plan.plan import Plan
+from torchweft.plan.write.scheduler import Scheduler
+from torchweft.plan.write.strategy import strategy
+
+BORDER = re.compile(r"(?<=^end\n)", re.MULTILINE)  # between two plans
+
+
+@strategy
+def replay(s: Scheduler, *, plan: str = "") -> None:
+    """The runs of a plan that was written before, given as its text."""
+    texts = [text for text in BORDER.split(plan) if text.strip()]
+    plans = {each.digest: each for each in map(Plan.parse, texts)}
+    if not plans:
+        s.sequential("no plan was given")
+        return
+    own = plans.get(s.graph.digest)
+    if own is None:
+        raise StrategyError(
+            f"replay: none of these plans was made for graph {s.graph.name!r} ({s.graph.digest}); "
+            f"they are for {', '.join(sorted(each.graph_name for each in plans.values()))}.",
+            rule="graph",
+        )
+    if any(step.kind not in ("split", "run", "merge") or step.by for step in own.steps):
+        raise StrategyError(
+            "replay: this plan is lowered, or has kernels, which its text does not hold. Give a "
+            "plan as a strategy writes it.",
+            rule="lowered",
+        )
+    from_genes(s, genes_of(own))
