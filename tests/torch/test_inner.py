@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,14 @@ from torchweft.capture.bodies.inductor import order_of
 from torchweft.errors import CaptureError, RunError, StrategyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports
+
+
+@torch.library.custom_op("inner_test::read", mutates_args=())
+def read(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+read.register_fake(torch.empty_like)
 
 
 class Mlp(nn.Module):
@@ -333,3 +344,40 @@ def test_sizes_are_looked_at_once_where_torch_vouches_for_them():
     torch.testing.assert_close(model(x), (x.sin() + 1) * 2)
     found: dict[str, Structure] = {s.name: s for s in structures_of(model)}
     assert {name: s.is_vouched for name, s in found.items()} == {"own": True, "foreign": False}
+
+
+def test_lanes_that_compile_at_once_take_turns(monkeypatch):
+    """A compilation patches what all threads see: two at a time left modules that cannot run."""
+    from torchweft.private import inductor
+
+    compile_fx, inside, met = inductor.compile_fx, threading.Semaphore(1), []
+
+    def alone(*args, **kwargs):
+        met.append(not inside.acquire(blocking=False))
+        time.sleep(0.05)  # the other lane has its turn now
+        try:
+            return compile_fx(*args, **kwargs)
+        finally:
+            if not met[-1]:
+                inside.release()
+
+    monkeypatch.setattr(inductor, "compile_fx", alone)
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+        def forward(self, x, y):
+            return self.tower(x) + torch.ops.inner_test.read(y)
+
+    plain = Reads().eval()
+    rules = [weft.mark_op("read", "read", uses="io")]
+    x, y = torch.randn(8, 32), torch.randn(8, 32)
+    with torch.no_grad():
+        wanted = plain(x, y)
+        model = weft.compile(plain, "branches", rules=rules, inner="inductor")
+        torch.testing.assert_close(model(x, y), wanted)
+    assert len({step.lane for step in weft.plans(model)[0].steps}) > 1
+    assert len(met) > 1 and not any(met)
+    assert not weft.report(model).fallbacks

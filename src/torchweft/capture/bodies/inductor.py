@@ -17,7 +17,6 @@ first runs it. Its last arguments are slices of rooms, whose layout we know (see
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torchweft.plan.graph import ITEM_BYTES, Value
 from torchweft.plan.sizes import Size
 from torchweft.private.aot import functorch_config
 from torchweft.private.core import FakeTensorMode, HigherOrderOperator
-from torchweft.private.dynamo import ConstantSource, TracingContext, tracing
+from torchweft.private.dynamo import ConstantSource, TracingContext, convert_frame, tracing
 
 log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
@@ -87,7 +86,6 @@ class Structure:
         self.slots = symbol_slots([*numbers, *dims])
         self.variants: list[Variant] = []
         self.refused = self._refusal()
-        self._lock = threading.Lock()
         self.call = self.eager if self.refused else self._steady()
 
     def _refusal(self) -> str:
@@ -147,7 +145,8 @@ class Structure:
         """A variant that is right for these reads, compiled if there is none."""
         env = {slot.symbol: slot.number(arguments) for slot in self.slots}
         self._require_shapes(arguments, env)
-        with self._lock:
+        # Lanes may compile at once, and a compilation patches modules for all threads.
+        with convert_frame.compile_lock:
             for variant in self.variants:
                 if variant.orders == orders and not variant.guards.refuse(env):
                     return variant.function
