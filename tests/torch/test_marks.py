@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import torchweft as weft
+from torchweft.api import session_of
 from torchweft.capture.dynamo import Capture, probe
 from torchweft.capture.marks import (
     MarkRule,
@@ -290,3 +292,22 @@ def test_batch_free_calls_in_a_mark_that_others_read_leave_it() -> None:
     (op,) = marked(graph, "first")
     assert op.rows == "row-wise"
     assert any(op.rows == "batch-free" for op in graph.ops)
+
+
+def test_what_is_declared_of_rows_says_nothing_of_a_call_that_has_none() -> None:
+    """One row: Dynamo takes the size for a constant, and the graph has no batch."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return twice(x.sin()) + 1
+
+    rules = [mark_op(r"weft_test\.twice", rows="row-wise")]
+    run = weft.compile(fn, weft.overlap(parts=2), rules=rules)
+    for rows in (8, 1, 8):
+        x = torch.randn(rows, 4)
+        assert torch.equal(run(x), fn(x))
+    first, second = session_of(run).pieces
+    (op,) = (op for op in first.graph.ops if op.mark)
+    (alone,) = (op for op in second.graph.ops if op.mark)
+    assert (op.rows, alone.rows) == ("row-wise", "batch-free")
+    reasons = [reason for reason, _ in weft.report(run).fallbacks]
+    assert not any("row-wise" in reason for reason in reasons), reasons

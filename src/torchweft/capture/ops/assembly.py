@@ -152,9 +152,10 @@ class Assembly:
         made = {node: self._value(node) for node in makes}
         self._alias(region, reads, made)
         mutates = self._written_by(region, writer)
-        declared = region.mark.rows if region.mark else None
         kind, reason = self._kind(region, reads, made, mutates)
-        kind = declared or kind
+        touched = [*(self.values[value_name(node)] for node in reads), *made.values()]
+        if region.mark and region.mark.rows and any(v.batch is not None for v in touched):
+            kind = region.mark.rows  # what is declared of rows says nothing of a call without any
         name = self._name(region)
         code, sizes, key = writer.finish(makes, self.codes)
         talks = region.collective is not None
