@@ -20,7 +20,7 @@ HOUSE = ROOT / "src" / "torchweft"
 TOOLS = ROOT / "src" / "torchweft_tools"
 OWN = sorted(HOUSE.rglob("*.py"))
 FILES = [*OWN, *sorted(TOOLS.rglob("*.py"))]
-MAX_TOTAL = 30_900
+MAX_TOTAL = 31_000
 """A ratchet: what a user imports. A change lowers it, or says in its message why it cannot.
 
 A choice that never loses: races, costs and what is kept of them, prediction, a proven bound, a

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
-MAX_WARM = 60  # calls that a race takes, or so
+MAX_WARM, MAX_TRIED = 60, 1000  # calls that a race takes, or so, and at most
 ALONE = nullcontext()  # without process groups there is nobody to talk to
 
 
@@ -344,14 +344,14 @@ def warmup(
     for args, kwargs in map(arguments_of, inputs):
         with torch.no_grad(), nullcontext() if chooser is None else chooser.tuning():
             model(*args, **kwargs)
-            for _ in range(5 * MAX_WARM):
+            for _ in range(MAX_TRIED):
                 if chooser is None or chooser.is_settled(args, kwargs):
                     break
                 model(*args, **kwargs)
                 done += 1
                 progress(done, max(done, MAX_WARM))
             else:
-                session.service.fall_back(f"warmup: no choice was made in {5 * MAX_WARM} calls")
+                session.service.fall_back(f"warmup: no choice was made in {MAX_TRIED} calls")
             if chooser is not None:
                 model(*args, **kwargs)  # by the choice, which may be one of an earlier process
 

@@ -315,7 +315,7 @@ class Auto:
     def forget(self) -> None:
         """Begin anew: what was found holds for the machine as it was."""
         self.trials.forget()
-        self.book.seconds.clear()
+        self.book.clear()
         self.traced.clear()
         self._steady.clear()
 
@@ -363,6 +363,7 @@ class Auto:
     def _propose(self, kind: Hashable, race: Race) -> Sequence[Way] | Choice:
         """What else to try: what is predicted to be faster; in a warm-up what a search makes of
         the winner, at the costs that parts have shown; then other kernels for the winner."""
+        race.is_patient = self.tries_compiled
         if race.num_heats == 1 and not race.rounds:
             pieces = [piece for piece in self.session.pieces if piece.traced is not None]
             for piece in pieces:
@@ -421,7 +422,7 @@ class Auto:
         text, before_s, after_s = "", 0.0, 0.0
         for piece, context in self.traced.get(kind, ()):
             self.book.read(piece)
-            costs = self.book.agreed_costs(piece, self.trials.agreed)
+            costs = self.book.agreed_costs(piece, context, self.trials.agreed)
             if costs is None or piece.splitters or piece.graph.level == "boundary":
                 return []  # the ranks have seen different ops, or its plans have one lane
             plan, seconds, least_s = piece.plans.search(best, context, costs)

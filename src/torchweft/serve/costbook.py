@@ -17,7 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchweft.plan.bound import Bound, bound
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 NUM_KEPT = 32
 BESIDE = 0.05  # the share of an op's time that flights may take before it counts as beside them
 Key = tuple[str, str]
+Table = dict[Key, dict[int, deque[float]]]
 Calls = Sequence[tuple["Piece", Context]]
 """Graphs, and what was known of a call of each."""
-
-
 Agreed = Callable[[Sequence[float]], list[float]]
 """The largest of these numbers on all ranks that the model talks with."""
 
@@ -59,7 +58,8 @@ class CostBook:
     """What ops have taken: as it was seen, then by key and device, then by rows."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Seen, dict[Key, dict[int, deque[float]]]] = {}
+        self.seconds: dict[Seen, Table] = {}
+        self.flights: dict[int, Table] = {}  # by a power of two of the rows of the call
         self._read_last: dict[int, Trace] = {}  # by the id of an entry
 
     def read(self, piece: Piece) -> None:
@@ -73,26 +73,40 @@ class CostBook:
     def _read(self, piece: Piece, entry: PlanEntry) -> None:
         assert entry.trace is not None and entry.traced is not None, "only traces are read"
         graph, (bounds, context) = piece.graph, (entry.traced.bounds, entry.traced.context)
-        spans = [span for span in entry.trace.spans if span.op in graph.op]
+        kinds = ("run", "transfer")
+        spans = [s for s in entry.trace.spans if s.kind in kinds and s.op in graph.op]
         flights = sorted(span[-3:-1] for span in spans if span.kind == "transfer")
         ends: dict[str, float] = {}  # by lane: of the flight before
+        flown: dict[tuple[Key, int], list[float]] = {}
+        sharing: set[tuple[Key, int]] = set()  # of those a flight began before another had ended
         for span in sorted(spans, key=lambda span: span.end_s):
             start_s, end_s = span.start_s, span.end_s
-            alone = True
-            if span.kind == "transfer":
-                start_s = max(start_s, ends.get(span.lane, 0.0))
-                ends[span.lane] = end_s
-            elif span.kind == "run":
-                beside_s = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in flights)
-                alone = beside_s <= BESIDE * (end_s - start_s)
-            else:
-                continue
             first, last = span.parts or (0, len(bounds) - 1)
             rows = bounds[last] - bounds[first]
-            key = cost_key(graph, graph.op[span.op], context.env(graph.batch, rows))
-            by_key = self.seconds.setdefault(Seen(entry.inner, alone), {})
-            by_rows = by_key.setdefault((key, span.device), {})
-            by_rows.setdefault(rows, deque(maxlen=NUM_KEPT)).append(end_s - start_s)
+            key = cost_key(graph, graph.op[span.op], context.env(graph.batch, rows)), span.device
+            if span.kind == "transfer":
+                free_s = ends.get(span.lane, 0.0)
+                ends[span.lane] = end_s
+                flown.setdefault((key, rows), []).append(end_s - max(start_s, free_s))
+                sharing |= {(key, rows)} if start_s < free_s else set()
+            else:
+                beside_s = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in flights)
+                alone = beside_s <= BESIDE * (end_s - start_s)
+                _keep(
+                    self.seconds.setdefault(Seen(entry.inner, alone), {}),
+                    key,
+                    rows,
+                    end_s - start_s,
+                )
+        for flight, seconds in flown.items():
+            # Flights that share a link end by twos: only their sum says what each of them took.
+            middle = mean if flight in sharing else median
+            _keep(self.flights.setdefault(_near(context), {}), *flight, middle(seconds))
+
+    def clear(self) -> None:
+        """Forget what was seen: it holds for the machine as it was."""
+        self.seconds.clear()
+        self.flights.clear()
 
     def link_rate(self, pieces: Sequence[Piece]) -> int:
         """How fast the network was in the last traced calls, as a power of two of bytes a second.
@@ -116,10 +130,18 @@ class CostBook:
         sizes = [graph.value[read].bytes for read in graph.op[name].reads]
         return sum(size.evaluate(context.env(graph.batch)) for size in sizes)
 
-    def costs(self, piece: Piece, inner: str | None = None, *, alone: bool = False) -> Costs:
-        """What ops cost on the machine of a piece: medians, with kernels of an inner compiler;
-        None: as the model was compiled. alone: only what was seen without flights beside it."""
+    def costs(
+        self, piece: Piece, context: Context, inner: str | None = None, *, alone: bool = False
+    ) -> Costs:
+        """What ops cost on the machine of a piece in a call: medians, with kernels of an inner
+        compiler; None: as the model was compiled. alone: only what was seen without flights beside
+        it. Flights are those of calls like it, if there were any: a link that has had little to
+        do is quicker."""
         table: dict[Key, dict[int, float]] = {}
+        for near in sorted(self.flights, key=lambda near: near == _near(context)):
+            for key, by_rows in self.flights[near].items():
+                known = {} if near == _near(context) else table.get(key, {})
+                table[key] = {**known, **{n: median(s) for n, s in by_rows.items()}}
         for seen in (Seen(None, False), Seen(None, True), Seen(inner, False), Seen(inner, True)):
             for key, by_rows in (
                 self.seconds.get(seen, {}).items() if seen.alone or not alone else ()
@@ -127,10 +149,10 @@ class CostBook:
                 table.setdefault(key, {}).update((n, median(s)) for n, s in by_rows.items())
         return Costs(piece.service.options.resolved_machine, CostTable.of(table))
 
-    def agreed_costs(self, piece: Piece, agreed: Agreed) -> Costs | None:
+    def agreed_costs(self, piece: Piece, context: Context, agreed: Agreed) -> Costs | None:
         """The costs of a piece, the same on all ranks: the largest of each; None if the ranks have
         seen different ops. agreed: the largest of these numbers on all ranks."""
-        costs = self.costs(piece)
+        costs = self.costs(piece, context)
         entries = costs.table.entries
         if not same_on_all(
             [(*op, [rows for rows, _ in points]) for *op, points in entries], agreed
@@ -149,12 +171,20 @@ class CostBook:
         if context is None:
             assert piece.traced is not None, "only a piece that was traced is looked at"
             context = piece.traced.context
-        return piece.plans.predict(strategy, context, self.costs(piece, strategy.inner))
+        return piece.plans.predict(strategy, context, self.costs(piece, context, strategy.inner))
 
     def bound(self, calls: Calls, inner: str | None = None) -> Bound:
         """What no strategy can beat, and what it is made of, over the graphs of a call."""
         parts: Counter[str] = Counter()
         for piece, context in calls:
-            costs = self.costs(piece, inner, alone=True)
+            costs = self.costs(piece, context, inner, alone=True)
             parts.update(dict(bound(piece.graph, context, costs.machine, costs).parts))
         return Bound(sum(parts.values()), tuple(parts.most_common()))
+
+
+def _near(context: Context) -> int:
+    return context.batch.bit_length()
+
+
+def _keep(table: Table, key: Key, rows: int, seconds: float) -> None:
+    table.setdefault(key, {}).setdefault(rows, deque(maxlen=NUM_KEPT)).append(seconds)

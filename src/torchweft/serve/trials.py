@@ -42,6 +42,8 @@ NUM_ROUNDS = 8
 GAIN = 1.02
 BEHIND = ((2, 0.90), (4, 0.97))
 """After so many rounds a way that has less than this share of the best one's speed leaves."""
+PATIENCE_S, MAX_ROUNDS, FAR_BEHIND = 8.0, 32, ((4, 0.85), (8, 0.95))
+"""Of a race that nobody waits for: its seconds, and rounds, as long as noise may decide it."""
 WARM = 2  # calls of a plan that do not count: it is made in the first and traced in the second
 GUARD_EVERY, GUARD_PAIRS = 256, 5
 MAX_TOLD, MAX_ERRORS = 16, 3
@@ -82,7 +84,10 @@ class Race:
     """The calls of one kind while the choice is open. The first way stays if none is better.
 
     last: a way that ends each round, if one is to: ranks see there that they count alike.
+    is_patient: whether its rounds go on until the best way is ahead, or behind, beyond the noise.
     """
+
+    is_patient = False
 
     def __init__(self, ways: Sequence[Way], num_rounds: int = NUM_ROUNDS, last: Way = None) -> None:
         self.first, self.last, self.num_rounds = ways[0], last, num_rounds
@@ -98,6 +103,7 @@ class Race:
     def add(self, ways: Sequence[Way]) -> None:
         """Let more ways take part, in a new heat. Of those that were there the best stay."""
         self.num_heats += 1
+        self.spent_s = 0.0  # of this heat's rounds
         if self.rounds:
             self.ways = [way for way in self.ways if way in self.kept or way == self.winner()]
             self.rounds.clear()
@@ -147,10 +153,11 @@ class Race:
     def close_round(self, seconds: Mapping[Way, float]) -> None:
         """Count a round, by times that all ranks have; ways that are far behind leave."""
         self.rounds.append(dict(seconds))
+        self.spent_s += sum(seconds.values())
         self.times.clear()
         self.speeds |= {way: self.speed(way) for way in self.ways}
         best = max(self.speeds[way] for way in self.ways)
-        for least_rounds, share in BEHIND:
+        for least_rounds, share in FAR_BEHIND if self.is_patient else BEHIND:
             if len(self.rounds) >= least_rounds:
                 self.ways = [
                     way for way in self.ways
@@ -164,6 +171,9 @@ class Race:
     @property
     def is_over(self) -> bool:
         """Whether enough is known."""
+        if self.is_patient and len(self.ways) > 1:
+            is_late = len(self.rounds) >= MAX_ROUNDS or self.spent_s > PATIENCE_S
+            return len(self.rounds) >= self.num_rounds and (is_late or self._is_beyond_noise)
         if len(self.rounds) >= self.num_rounds or len(self.ways) == 1:
             return True
         if len(self.rounds) >= BEHIND[0][0] and all(way in self.kept for way in self.ways):
@@ -173,6 +183,15 @@ class Race:
         best = max(self.ways, key=self.speed)
         clear = min(each[self.first] / each[best] for each in self.rounds) > 1.1
         return len(self.rounds) >= BEHIND[-1][0] and clear and len(self.ways) == 2
+
+    @property
+    def _is_beyond_noise(self) -> bool:
+        """Whether the 95 % interval of the best way's speed is on one side of what wins."""
+        best = max((way for way in self.ways if way != self.first), key=self.speed)
+        speeds = sorted(each[self.first] / each[best] for each in self.rounds if best in each)
+        reach = 0.98 * math.sqrt(len(speeds))  # of the median's, by the binomial distribution
+        low, high = math.floor(len(speeds) / 2 - reach), math.ceil(len(speeds) / 2 + reach)
+        return speeds[max(0, low)] > GAIN or speeds[min(high, len(speeds) - 1)] < GAIN
 
     def winner(self) -> Way:
         """The fastest way, if it is ahead of the first by more than noise."""

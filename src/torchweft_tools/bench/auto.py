@@ -35,7 +35,6 @@ SHAPES = {
 }
 """Sequences and positions of a batch."""
 STOCK = ("eager", "inductor")
-MAX_AA = 0.05
 COLUMNS = (
     *("model", "shape", "link", "chosen", "eager_s", "inductor_s", "best", "auto_s"),
     *("vs_stock", "vs_best", "aa", "gap"),
@@ -116,6 +115,7 @@ def row(model: str, result: Row) -> Row:
         "vs_best": against(best).median,
         "vs_fixed": {name: middle[best] / seconds for name, seconds in middle.items()},
         "aa": control.median,
+        "sound": control.is_even,
         "aa_low": control.low,
         "aa_high": control.high,
         "bound_s": result["bound_s"],
@@ -130,9 +130,7 @@ def summary(rows: Iterable[Row]) -> Row:
     rows = list(rows)
     if not rows:
         return {"contexts": 0}
-    sound = [
-        each for each in rows if each["aa_low"] > 1 - MAX_AA and each["aa_high"] < 1 + MAX_AA
-    ]  # fmt: skip
+    sound = [each for each in rows if each["sound"]]
     names = [name for name in rows[0]["vs_fixed"] if name not in ("auto", "eager_again")]
     fixed = {name: _geomean(each["vs_fixed"][name] for each in rows) for name in names}
     gaps = [each["gap"] for each in rows if each["gap"] is not None]

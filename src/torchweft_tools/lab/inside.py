@@ -30,6 +30,7 @@ from typing import Any
 NEW_NET = 0x40000000  # CLONE_NEWNET
 BIND = 4096  # MS_BIND
 CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+MIN_BURST = 66_000  # bytes: a packet of loopback with its headers
 JOINT = "weft0"  # the name of the interface on either side
 KILLED = 128 + 9  # SIGKILL; Windows, which reads this file too, has no such name
 
@@ -92,8 +93,13 @@ def make_link(spec: dict[str, Any]) -> list[int]:
 
 
 def limit(tc: str, interface: str, bits_per_s: int) -> None:
-    """Let an interface send no more than this; raises `LinkError`."""
-    bucket = ["rate", f"{bits_per_s}bit", "burst", "512kb", "latency", "100ms"]
+    """Let an interface send no more than this; raises `LinkError`.
+
+    What passes at once behind a pause is a millisecond of traffic, a packet at least: were it more,
+    the link would catch up with what it did not send while the ranks computed.
+    """
+    burst = max(MIN_BURST, bits_per_s // 8 // 1000)
+    bucket = ["rate", f"{bits_per_s}bit", "burst", str(burst), "latency", "100ms"]
     _tell(tc, "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
 
 

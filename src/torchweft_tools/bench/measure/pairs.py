@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MIN_PAIRS = 30
+MAX_AA = 0.05
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Ratio:
     low: float
     high: float
     num_pairs: int
+
+    @property
+    def is_even(self) -> bool:
+        """Of a control: whether it shows so little noise that what stands beside it counts."""
+        return self.low > 1 - MAX_AA and self.high < 1 + MAX_AA
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x [{self.low:.2f}, {self.high:.2f}]"

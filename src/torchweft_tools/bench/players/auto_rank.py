@@ -28,7 +28,7 @@ from torchweft.serve.auto import kind_of
 from torchweft.serve.trials import name_of
 from torchweft_tools.bench.measure.messages import leaving, say
 from torchweft_tools.bench.peers import models, stock
-from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_race import sound_race
 from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
 
 NUM_WARM = 3
@@ -112,8 +112,8 @@ def _context(
         if not diffs[name] <= MAX_DIFF * wanted.abs().max().item():
             raise AssertionError(f"{name} differs by {diffs[name]:.3g} from eager")
     runs = {name: partial(call, inputs[name]) for name, call in calls.items()}
-    num_calls = calls_of_a_run(runs["eager"], side)
-    times = race(runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side)
+    control = ("eager", "eager_again")
+    times = sound_race(runs, control, order=order, num_rounds=spec["num_pairs"], group=side)
     seen, inner = chooser.traced.get(kind, ()), choice.way.inner if choice.way else None
     for piece, _ in seen:
         chooser.book.read(piece)

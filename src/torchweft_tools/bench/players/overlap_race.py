@@ -3,6 +3,8 @@
     times = race(runs, order=Random(0), num_rounds=30, num_calls=1, group=side)
     times["sequential"]      seconds of one call in each round, of the slower rank
 
+    sound_race(runs, ("eager", "eager_again"), ...)      again and again, until they are equal
+
 Ranks meet at a barrier before each run. They exchange their times after each round, on a group of
 their own, so that no program finds the link in use. Every rank draws the same orders.
 """
@@ -13,17 +15,20 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio
 
 Call = Callable[[Tensor], Tensor]
 Run = Callable[[], Tensor]
 """A call with its input. Inputs are not shared: a compiler may mark the tensor it is given, and
 the next one, given the same tensor, would recompile."""
 MIN_RUN_S = 0.12
-MAX_CALLS = 50
+MAX_CALLS, NUM_RACES = 50, 4
 
 
 def race(
@@ -52,6 +57,21 @@ def race(
             on_round()
     finally:
         gc.enable()
+    return times
+
+
+def sound_race(
+    runs: Mapping[str, Run], control: tuple[str, str], *, order: Random, num_rounds: int, group: Any
+) -> dict[str, list[float]]:
+    """A race in which one program is there twice; it is run again, with twice as many calls a run,
+    as long as these two differ, at most four times."""
+    num_calls = calls_of_a_run(runs[control[0]], group)
+    for repeat in range(NUM_RACES):
+        each = num_calls << repeat
+        times = race(runs, order=order, num_rounds=num_rounds, num_calls=each, group=group)
+        pairs = zip(*(times[name] for name in control), strict=True)
+        if num_rounds < MIN_PAIRS or ratio([a / b for a, b in pairs]).is_even:
+            break
     return times
 
 

@@ -30,7 +30,7 @@ from torchweft.serve.session import Session, context
 from torchweft_tools.bench.measure.messages import say
 from torchweft_tools.bench.peers import models
 from torchweft_tools.bench.players.auto_rank import SIZES, play
-from torchweft_tools.bench.players.overlap_race import calls_of_a_run, race
+from torchweft_tools.bench.players.overlap_race import sound_race
 from torchweft_tools.bench.players.overlap_rank import all_max
 from torchweft_tools.profile import measure
 
@@ -90,10 +90,8 @@ def contexts(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[
         for run in runs.values():
             for _ in range(NUM_WARM):
                 run()
-        num_calls = calls_of_a_run(runs["sequential"], side)
-        times = race(
-            runs, order=order, num_rounds=spec["num_pairs"], num_calls=num_calls, group=side
-        )
+        control = ("sequential", "sequential_again")
+        times = sound_race(runs, control, order=order, num_rounds=spec["num_pairs"], group=side)
         facts = {"link": link, "shape": shape, "held_out": kind == "held_out"}
         yield {**facts, "predicted_s": predicted_s, "times": times, "slowdowns": factors}
 
