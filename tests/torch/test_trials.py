@@ -14,9 +14,11 @@ from torchweft.serve.trials import (
     GAIN,
     GUARD_EVERY,
     GUARD_PAIRS,
+    MAX_ROUNDS,
     NUM_ROUNDS,
     Choice,
     Phases,
+    Race,
     Trials,
     wanted_by,
 )
@@ -292,3 +294,27 @@ def test_the_first_warm_up_runs_by_every_strategy_too():
         assert phases.call((), lambda: "stock", by_plans, (), {}) == "stock"
     assert ran == [two, four]
     assert session.fallbacks["warm-up: no request is in this call"] == 2
+
+
+def rounds_of(speeds, *, patient=True, call_s=0.001):
+    """After how many rounds a race of two ways ends; and who wins."""
+    way = weft.overlap(parts=2)
+    race = Race([None, way])
+    race.is_patient = patient
+    for number in range(100):
+        race.close_round({None: call_s, way: call_s / speeds[number % len(speeds)]})
+        if race.is_over:
+            return len(race.rounds), race.winner() == way
+    raise AssertionError("the race does not end")
+
+
+def test_a_patient_race_goes_on_while_noise_may_decide_it():
+    """A way that is 4 % faster behind a noise of 6 % needs more rounds than eight."""
+    noisy = (1.10, 0.98, 1.04, 1.06, 1.03, 1.00, 1.12, 0.99, 1.05, 1.07)
+    num_rounds, wins = rounds_of(noisy)
+    assert NUM_ROUNDS < num_rounds <= MAX_ROUNDS and wins
+    assert rounds_of(noisy, patient=False)[0] <= NUM_ROUNDS
+    assert rounds_of((1.05, 1.06)) == (NUM_ROUNDS, True)
+    assert rounds_of((1.005, 0.995)) == (NUM_ROUNDS, False)
+    assert rounds_of((0.98, 1.08))[0] == MAX_ROUNDS, "no end of noise"
+    assert rounds_of((0.98, 1.08), call_s=1.0)[0] == NUM_ROUNDS, "no end of patience"
