@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchweft.errors import WeftError
+from torchweft_tools.bench import auto
 from torchweft_tools.bench.measure.journal import Journal
 
 
@@ -65,3 +66,30 @@ def test_another_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(WeftError, match=r"line 1 of .* is no case"):
         Journal(str(path))
     assert path.read_text() == "not a journal\n"
+
+
+def test_the_auto_bench_goes_on_with_the_contexts_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[list[int]]] = []
+
+    def compete(spec: dict[str, Any], on_progress: Any) -> Iterator[dict[str, Any]]:
+        asked.append(spec["shapes"])
+        for number, shape in enumerate(spec["shapes"]):
+            if number == len(asked):
+                raise WeftError("the machine was shut down")
+            times = {name: [1.0] * 3 for name in ("eager", "eager_again", "inductor", "auto")}
+            told = {"chosen": "as it is", "speeds": {}, "bound_s": 1.0, "max_abs_diff": 0.0}
+            yield {"link": "1gbit", "shape": shape, "times": times, **told}
+
+    monkeypatch.setattr(auto, "compete", compete)
+    journal = str(tmp_path / "auto.jsonl")
+    runs = [auto.run(models="experts", links="1gbit", journal=journal) for _ in range(3)]
+    shapes = auto.SHAPES["experts"]
+    assert asked == [shapes, shapes[1:]], "nobody is asked where nothing is missing"
+    assert [len(rows) for rows, _ in runs] == [1, 3, 3]
+    assert [list(summary["failed"]) for _, summary in runs] == [
+        ["experts 1gbit half duplex"],
+        [],
+        [],
+    ]

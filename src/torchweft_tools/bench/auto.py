@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -59,7 +60,7 @@ def run(
     num_pairs: timed rounds; all programs run in turn.
     seed: the random seed.
     quick: tiny models, two shapes and three rounds, to see that everything runs.
-    journal: a file of results: cases that are in it are not run again, so a stopped bench goes on.
+    journal: a file of results: contexts that are in it are not run again: a stopped bench goes on.
     """
     require_pairs("auto", num_pairs, quick=quick)
     cases: list[dict[str, Any]] = [
@@ -75,9 +76,15 @@ def run(
         size = {"size": "tiny" if quick else "full", "num_pairs": 3 if quick else num_pairs}
         spec = {**case, **size, "seed": seed}
         on_progress = part_of(progress, number, len(cases))
+        contexts = {str(shape): {**spec, "shapes": [shape]} for shape in case["shapes"]}
+        new = [each["shapes"][0] for each in contexts.values() if not kept.knows(each)]
+        contest = compete({**spec, "shapes": new}, on_progress)
         try:
-            results = kept.results(spec, partial(compete, spec, on_progress))
-            rows += [row(case["model"], result) for result in results]
+            for each in contexts.values():
+                results = kept.results(each, partial(islice, contest, 1))
+                rows += [row(case["model"], result) for result in results]
+            if new:
+                next(contest, None)  # how the ranks have ended
         except WeftError as error:
             failed[f"{case['model']} {case['link']}"] = str(error)
     return rows, {**summary(rows), "failed": failed, "quick": quick}

@@ -27,6 +27,10 @@ class Journal:
         if self.path is not None and self.path.exists():
             self._known = dict(_read(self.path))
 
+    def knows(self, case: object) -> bool:
+        """Whether a case is in it."""
+        return json.dumps(case, sort_keys=True) in self._known
+
     def results(self, case: object, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """The results of a case: those that are known, or else they are made, and kept when all of
         them have come."""

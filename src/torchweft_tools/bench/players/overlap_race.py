@@ -28,7 +28,7 @@ Run = Callable[[], Tensor]
 """A call with its input. Inputs are not shared: a compiler may mark the tensor it is given, and
 the next one, given the same tensor, would recompile."""
 MIN_RUN_S = 0.12
-MAX_CALLS, NUM_RACES = 50, 4
+MAX_CALLS, NUM_RACES = 50, 3
 
 
 def race(
@@ -64,7 +64,7 @@ def sound_race(
     runs: Mapping[str, Run], control: tuple[str, str], *, order: Random, num_rounds: int, group: Any
 ) -> dict[str, list[float]]:
     """A race in which one program is there twice; it is run again, with twice as many calls a run,
-    as long as these two differ, at most four times."""
+    as long as these two differ; three races at most."""
     num_calls = calls_of_a_run(runs[control[0]], group)
     for repeat in range(NUM_RACES):
         each = num_calls << repeat
