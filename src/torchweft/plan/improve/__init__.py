@@ -2,7 +2,8 @@
 replay."""
 
 from torchweft.plan.improve.genes import Genes, from_genes, genes_of
+from torchweft.plan.improve.predict import auto
 from torchweft.plan.improve.replay import replay
 from torchweft.plan.improve.search import improve, searched
 
-__all__ = ["Genes", "from_genes", "genes_of", "improve", "replay", "searched"]
+__all__ = ["Genes", "auto", "from_genes", "genes_of", "improve", "replay", "searched"]
