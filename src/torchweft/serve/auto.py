@@ -420,7 +420,10 @@ class Auto:
     def _searched(self, kind: Hashable, best: Strategy) -> list[Way]:
         """What a search makes of the plans of the best strategy, if that is expected to gain."""
         text, before_s, after_s = "", 0.0, 0.0
-        for piece, context in self.traced.get(kind, ()):
+        calls = self.traced.get(kind, ())
+        if not same_on_all([piece.graph.digest for piece, _ in calls], self.trials.agreed):
+            return []  # stages of a pipeline, say: they would not agree on as many costs
+        for piece, context in calls:
             self.book.read(piece)
             costs = self.book.agreed_costs(piece, context, self.trials.agreed)
             if costs is None or piece.splitters or piece.graph.level == "boundary":
