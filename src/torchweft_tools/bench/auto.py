@@ -2,11 +2,12 @@
 
     torchweft bench auto --json
 
-Two ranks of one thread each, over links of several rates; a dense and an expert-parallel model;
-batches of 1 to 64, prefill and decode. In each context eager, torch.compile, every fixed strategy
-and auto, which has warmed up, run in turn. Columns: what was chosen; vs_stock, how many times as
-fast as the better of eager and torch.compile; vs_best, as the best of all; aa, eager against
-itself; gap, its time over a bound that no schedule can beat at the measured costs.
+Two ranks of one thread each, over links of several rates, with a dense and an expert-parallel
+model; one process whose model waits for a store (`ranker`). Batches of 1 to 64, prefill and decode.
+In each context eager, torch.compile, every fixed strategy and auto, which has warmed up, run in
+turn. Columns: what was chosen; vs_stock, how many times as fast as the better of eager and
+torch.compile; vs_best, as the best of all; aa, eager against itself; gap, its time over a bound
+that no schedule can beat at the measured costs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from torchweft_tools.bench.measure.options import chosen, like_links, require_pa
 from torchweft_tools.bench.measure.pairs import MIN_PAIRS, ratio
 from torchweft_tools.bench.overlap import ENVIRONMENT
 
-MODELS = ("dense", "experts")
+MODELS = ("dense", "experts", "ranker")
 LINKS = "500mbit,1gbit,4gbit,none"
 SHAPES = {
     "dense": [[1, 64], [4, 64], [16, 64], [64, 16], [1, 1], [8, 1], [64, 1]],
     "experts": [[4, 64], [16, 64], [64, 1]],
+    "ranker": [[1, 16], [8, 16], [64, 16], [1, 1], [64, 1]],
 }
 """Sequences and positions of a batch."""
+ALONE = ("ranker",)
+"""Models of one process, which no link is between."""
 STOCK = ("eager", "inductor")
 COLUMNS = (
     *("model", "shape", "link", "chosen", "eager_s", "inductor_s", "best", "auto_s"),
@@ -66,7 +70,7 @@ def run(
     cases: list[dict[str, Any]] = [
         {"model": model, "link": label, "shapes": SHAPES[model][1:3] if quick else SHAPES[model]}
         for model in chosen("auto", "model", models, MODELS)
-        for labels in like_links("1gbit" if quick else links)
+        for labels in like_links(_links(model, links, quick=quick))
         for label in labels
     ]
     kept = Journal(journal)
@@ -90,10 +94,17 @@ def run(
     return rows, {**summary(rows), "failed": failed, "quick": quick}
 
 
+def _links(model: str, links: str, *, quick: bool) -> str:
+    if model in ALONE:
+        return "none"
+    return "1gbit" if quick else links
+
+
 def compete(spec: Row, on_progress: Progress) -> Iterator[Row]:
     """The results of the contexts of one model over one link."""
     words = [sys.executable, "-m", "torchweft_tools.bench.players.auto_rank", json.dumps(spec)]
-    with lab.spawn_ranks(words, link=spec["link"], env=ENVIRONMENT) as ranks:
+    num_ranks = 1 if spec["model"] in ALONE else 2
+    with lab.spawn_ranks(words, link=spec["link"], num_ranks=num_ranks, env=ENVIRONMENT) as ranks:
         yield from listen(ranks, "auto", on_progress)
 
 

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from torchweft import lab
 from torchweft.api import compile, session_of, warmup
-from torchweft.plan.strategies import overlap, sequential
+from torchweft.capture.marks import mark_op
+from torchweft.plan.strategies import branches, overlap, sequential
 from torchweft.serve.auto import kind_of
 from torchweft.serve.trials import name_of
 from torchweft_tools.bench.measure.messages import leaving, say
-from torchweft_tools.bench.peers import models, stock
+from torchweft_tools.bench.peers import models, ranker, stock
 from torchweft_tools.bench.players.overlap_race import sound_race
 from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
 
@@ -36,8 +37,11 @@ SIZES = {
     "full": models.Sizes(num_layers=4, hidden=512, wide=1024),
     "tiny": models.Sizes(num_layers=2, hidden=64, wide=96, head=16),
 }
+MAKERS = {"dense": models.Dense, "experts": models.MoE, "ranker": ranker.Ranker}
+RULES = {"ranker": [mark_op("read_rows", "read_rows", uses="io", rows="row-wise")]}
 FIXED = {
     "sequential": (sequential, "eager"),
+    "branches": (branches, "eager"),
     **{f"overlap_{parts}": (overlap(parts=parts), "eager") for parts in (2, 4, 8)},
     **{f"overlap_{parts}_onednn": (overlap(parts=parts), "onednn") for parts in (2, 4)},
 }
@@ -55,8 +59,11 @@ def play(text: str, contexts: Contexts) -> None:
     """Run the contexts of a spec on this rank; rank 0 prints what comes out."""
     spec = json.loads(text)
     quiet()
-    pin(int(os.environ["RANK"]))
-    torch.set_num_threads(1)
+    if os.environ["WORLD_SIZE"] == "1":  # all cores are its own
+        torch.set_num_threads(os.cpu_count() or 1)
+    else:
+        pin(int(os.environ["RANK"]))
+        torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     with leaving():
         dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -72,12 +79,12 @@ def measure(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[s
     """The result of each context."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sizes = SIZES[spec["size"]]
-    make = {"dense": models.Dense, "experts": models.MoE}[spec["model"]]
+    make, rules = MAKERS[spec["model"]], RULES.get(spec["model"], [])
     plain = make(sizes, rank=rank, num_ranks=num_ranks, seed=spec["seed"]).eval()
     calls: dict[str, Any] = {"eager": plain, "eager_again": plain, "inductor": stock.stock(plain)}
     for name, (strategy, inner) in FIXED.items():
-        calls[name] = compile(copy.copy(plain), strategy, inner=inner)
-    calls["auto"] = compile(copy.copy(plain), remember=False)
+        calls[name] = compile(copy.copy(plain), strategy, inner=inner, rules=rules)
+    calls["auto"] = compile(copy.copy(plain), remember=False, rules=rules)
     order = Random(spec["seed"])
     link = (
         spec["link"] if lab.is_limited() else lab.LabLink().label
