@@ -7,7 +7,7 @@ model; one process whose model waits for a store (`ranker`). Batches of 1 to 64,
 In each context eager, torch.compile, every fixed strategy and auto, which has warmed up, run in
 turn. Columns: what was chosen; vs_stock, how many times as fast as the better of eager and
 torch.compile; vs_best, as the best of all; aa, eager against itself; gap, its time over a bound
-that no schedule can beat at the measured costs.
+that no schedule can beat at the measured costs: of its ops, and of the call around them (call_s).
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def row(model: str, result: Row) -> Row:
         "aa_low": control.low,
         "aa_high": control.high,
         "bound_s": result["bound_s"],
+        "call_s": result["call_s"],
         "gap": middle["auto"] / result["bound_s"] - 1 if result["bound_s"] else None,
         "speeds": result["speeds"],
         "max_abs_diff": result["max_abs_diff"],

@@ -12,9 +12,11 @@ import copy
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,17 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchweft import lab
-from torchweft.api import compile, session_of, warmup
+from torchweft.api import compile, session_of, trace, warmup
 from torchweft.capture.marks import mark_op
 from torchweft.plan.strategies import branches, overlap, sequential
 from torchweft.serve.auto import kind_of
-from torchweft.serve.trials import name_of
+from torchweft.serve.trials import COMPILED, Choice, name_of
 from torchweft_tools.bench.measure.messages import leaving, say
 from torchweft_tools.bench.peers import models, ranker, stock
 from torchweft_tools.bench.players.overlap_race import sound_race
 from torchweft_tools.bench.players.overlap_rank import TIMEOUT, all_max, pin, quiet
 
-NUM_WARM = 3
+NUM_WARM, NUM_TRACED = 3, 9
 SIZES = {
     "full": models.Sizes(num_layers=4, hidden=512, wide=1024),
     "tiny": models.Sizes(num_layers=2, hidden=64, wide=96, head=16),
@@ -124,13 +126,28 @@ def _context(
     seen, inner = chooser.traced.get(kind, ()), choice.way.inner if choice.way else None
     for piece, _ in seen:
         chooser.book.read(piece)
+    call_s = _outside_s(calls["auto"], inputs["auto"], choice)
     return {
         "times": times,
         "chosen": name_of(choice.way),
         "speeds": {name_of(way): speed for way, speed in choice.speeds.items()},
-        "bound_s": all_max(chooser.book.bound(seen, inner).seconds, side),
+        "bound_s": all_max(chooser.book.bound(seen, inner).seconds + call_s, side),
+        "call_s": all_max(call_s, side),
         "max_abs_diff": diffs["auto"],
     }
+
+
+def _outside_s(model: Any, x: Tensor, choice: Choice) -> float:
+    """What a call takes before its plan begins and after it has ended: no plan changes that."""
+    if choice.way in (None, COMPILED):
+        return 0.0
+    outside_s = []
+    for _ in range(NUM_TRACED):
+        within_s = trace(model, x).makespan_s
+        start = time.perf_counter()
+        model(x)
+        outside_s.append(time.perf_counter() - start - within_s)
+    return max(0.0, median(outside_s))
 
 
 if __name__ == "__main__":
