@@ -31,7 +31,7 @@ def _(table: Tensor, ids: Tensor) -> Tensor:
     return table.new_empty(*ids.shape, table.shape[-1])
 
 
-class RankerBlock(nn.Module):
+class StoreBlock(nn.Module):
     """A block that reads features of its own."""
 
     def __init__(self, sizes: Sizes, generator: torch.Generator) -> None:
@@ -45,13 +45,13 @@ class RankerBlock(nn.Module):
         return x + self.mlp(x) + features @ self.project
 
 
-class Ranker(nn.Module):
+class StoreRanker(nn.Module):
     """A stack of such blocks."""
 
     def __init__(self, sizes: Sizes, *, rank: int, num_ranks: int, seed: int = 0) -> None:
         super().__init__()
         own = torch.Generator().manual_seed(1000 * seed + 1 + rank)
-        self.blocks = nn.ModuleList(RankerBlock(sizes, own) for _ in range(sizes.num_layers))
+        self.blocks = nn.ModuleList(StoreBlock(sizes, own) for _ in range(sizes.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         ids = (x[..., 0].abs() * 1000).long() % NUM_ROWS

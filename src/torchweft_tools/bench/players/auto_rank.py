@@ -39,7 +39,7 @@ SIZES = {
     "full": models.Sizes(num_layers=4, hidden=512, wide=1024),
     "tiny": models.Sizes(num_layers=2, hidden=64, wide=96, head=16),
 }
-MAKERS = {"dense": models.Dense, "experts": models.MoE, "ranker": ranker.Ranker}
+MAKERS = {"dense": models.Dense, "experts": models.MoE, "ranker": ranker.StoreRanker}
 RULES = {"ranker": [mark_op("read_rows", "read_rows", uses="io", rows="row-wise")]}
 FIXED = {
     "sequential": (sequential, "eager"),
