@@ -181,6 +181,9 @@ FLAT, LONG = [(6, WIDE), (8, WIDE)], [(6, 5, WIDE), (8, 5, WIDE)]
 FUNCTIONAL = {
     "functional": (FunctionalMlp, ["all_reduce"], FLAT, 0),
     "functional in three parts": (FunctionalMlp, ["all_reduce"], FLAT, 3),
+    "functional in parts of one row": (
+        FunctionalMlp, ["all_reduce"], [(2, WIDE), (3, WIDE)], 2,
+    ),
     "in place": (InPlaceMlp, ["all_reduce"], LONG, 0),
     "sequence parallel": (
         SequenceMlp, ["all_gather_into_tensor", "reduce_scatter_tensor"], LONG, 0,

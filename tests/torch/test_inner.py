@@ -12,7 +12,7 @@ from torch import nn
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.capture.bodies import inner
-from torchweft.capture.bodies.inductor import order_of
+from torchweft.capture.rows.axes import order_of
 from torchweft.errors import CaptureError, RunError, StrategyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # Inductor's imports

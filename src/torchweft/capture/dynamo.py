@@ -73,6 +73,7 @@ class Capture:
     unplaced: Mapping[str, str] = field(default_factory=dict)
     unbatched: str = ""
     saved: frozenset[str] = frozenset()  # outputs that nobody but the backward graph gets
+    lone: str = ""  # why no part may have a single row
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -313,6 +314,7 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         matched=matched,
         unplaced=built.unplaced,
         unbatched=_unbatched(placeholders) if batch is None else "",
+        lone=next(iter(built.rows.lone), ""),
     )
 
 

@@ -1,8 +1,8 @@
 """The `Guards` of a graph: what was taken for granted about its sizes, so that parts keep to it.
 
 A part is a smaller batch, and it goes through code that was traced for the whole one. So each part
-must satisfy what holds for the whole: at least two rows where Dynamo assumed it, a multiple of four
-where the model's own code looked. And no two inputs may overlap in memory (`shared_bytes`).
+must satisfy what holds for the whole: a multiple of four where the model's own code looked. And no
+two inputs may overlap in memory (`shared_bytes`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.nn import Buffer, Parameter
 from torchweft.capture.rows.rows import fake_mode_of
 from torchweft.plan.sizes import Size
 from torchweft.private.core import PythonPrinter, int_oo
+
+SMALLEST = 2  # of the sizes that Dynamo has symbols for
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,12 @@ def symbol_slots(sizes: Iterable[tuple[int, int | None, Size]]) -> tuple[SymbolS
 
 
 def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -> Guards:
-    """The guards of a captured graph that speak of its batch; `same` are other names for it."""
+    """The guards of a captured graph that speak of its batch; `same` are other names for it.
+
+    Dynamo takes every size that it has a symbol for to be 2 at least: it has no symbol for 0 and 1.
+    That is no guard of a part, whose calls are run for its own sizes: what a call of one row would
+    do otherwise than a call of several, a row rule says (`AtenCall.lone`).
+    """
     env = fake_mode_of(gm).shape_env
     if env is None or batch is None:
         return Guards()
@@ -89,7 +96,8 @@ def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -
     conditions: list[Any] = []
     for symbol, span in env.var_to_range.items():
         if str(symbol) in (batch, *same):
-            conditions.append(sympy.Ge(known[batch], span.lower))
+            least = 1 if span.lower == SMALLEST else span.lower
+            conditions.append(sympy.Ge(known[batch], least))
             conditions += [sympy.Le(known[batch], span.upper)] if span.upper != int_oo else []
     for guard in env.guards:
         condition = guard.expr.xreplace(other)

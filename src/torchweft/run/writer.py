@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from torchweft.capture.rows.axes import rows_apart
+from torchweft.capture.rows.axes import Order, rows_apart
 from torchweft.capture.splitters import STATE
 from torchweft.errors import PlanError
 from torchweft.plan.graph import Batch, Value
@@ -108,17 +108,21 @@ def room_for(room: Any, *, poison: bool = False) -> Callable[..., Any]:
     return make
 
 
-def whole_like(value: Value, *, poison: bool = False) -> Callable[[Any, int, int], Any]:
+def whole_like(
+    value: Value, lies: Order | None = None, *, poison: bool = False
+) -> Callable[[Any, int, int], Any]:
     """The function that makes room for all rows: (a part, its rows, all rows) -> empty tensor.
 
-    Dims lie in memory in the part's order, so a transposed part gives a transposed whole.
+    Dims lie in memory in the part's order, so a transposed part gives a transposed whole. Of a part
+    with a single entry there, where its rows lie cannot be seen: then it is as the whole `lies`.
     """
     dim = _batch(value).dim
 
     def make(part: Any, part_rows: int, rows: int) -> Any:
         shape = list(part.shape)
-        shape[dim] = shape[dim] // part_rows * rows
         order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
+        order = list(lies) if lies is not None and shape[dim] == 1 else order
+        shape[dim] = shape[dim] // part_rows * rows
         room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
         return _poisoned(room, poison)
 
@@ -445,7 +449,7 @@ class Writer:
             raise PlanError(f"device: this runtime has one device; {step.label}.", rule="device")
         name, number = step.names[0], self.index[step.names[0]]
         value = self.graph.value[name]
-        room = whole_like(value, poison=bool(self.jitter))
+        room = whole_like(value, self._order(name), poison=bool(self.jitter))
         self.space |= {f"u{number}": putter(value), f"n{number}": room}
         piece = next(p for p in self.made[name] if holds(p, step.parts))
         part = self._take(name, self._variable(name, piece), piece, step.parts)
@@ -457,6 +461,12 @@ class Writer:
         put = f"u{number}({place}, {part}, {last}, b{start}, b{stop})"
         dead = [self._use(self._variable(name, piece))] if piece == step.parts else []
         return [*lines, put, *self._drop(*dead)]
+
+    def _order(self, name: str) -> Order | None:
+        """How a value lies in memory when it is made whole, if its maker's body knows."""
+        maker = self.graph.maker[name]
+        orders = getattr(self.bodies.get(maker.name), "orders", ())
+        return orders[maker.makes.index(name)] if orders else None
 
     def _free(self, step: Step) -> list[str]:
         gone = []

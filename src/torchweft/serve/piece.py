@@ -243,6 +243,8 @@ class PlanCache:
         if not self.captured.splits(env):
             return "batch: the sizes that were taken for one batch differ in this call"
         for start, stop in pairwise(bounds):
+            if stop - start == 1 and self.captured.lone:
+                return f"rows: {self.captured.lone}"
             if broken := self.guards.refuse({**env, batch: stop - start}):
                 return f"guard: a part of {stop - start} rows breaks {broken}"
         return ""

@@ -3,7 +3,7 @@
     torchweft bench ops [--quick] [--ops relu,cumsum] [--journal FILE] [--json]
 
 Each entry (`OpInfo`) becomes some cases, see `op_cases`. Each case runs under `overlap(parts=2)` or
-under `uneven`, which cuts off two rows, and must give eager's numbers, shapes and dtypes. Cases run
+under `uneven`, which cuts off one row, and must give eager's numbers, shapes and dtypes. Cases run
 in a process of their own: if it dies or takes longer than the limit, that is counted, and the bench
 continues. With a journal, a bench that was stopped can be resumed.
 
@@ -54,10 +54,10 @@ COLUMNS = ("op", "verdict", "num_cases", "num_split", "num_row_wise", "whole", "
 
 @strategy
 def uneven(s: Scheduler) -> None:
-    """Two rows, and then all others."""
-    if s.graph.batch is None or s.context.batch < 4:
+    """One row, and then all others."""
+    if s.graph.batch is None or s.context.batch < 2:
         return s.sequential("there is nothing to cut")
-    s.split([2, s.context.batch - 2])
+    s.split([1, s.context.batch - 1])
     while ready := s.ready():
         for op, part in ready:
             s.run(op, part)

@@ -34,7 +34,7 @@ from torch.fx.graph import magic_methods
 
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.units import source_of, state_name, storages
-from torchweft.capture.rows.axes import SYMBOLIC, size_of
+from torchweft.capture.rows.axes import SYMBOLIC, Order, size_of
 from torchweft.capture.rows.rows import INLINED, is_size
 from torchweft.errors import CaptureError, SizeError
 from torchweft.plan.graph import Batch
@@ -62,7 +62,7 @@ class ResultBytes:
     dtype: torch.dtype
     device: torch.device
     batch: Batch
-    order: tuple[int, ...]
+    order: Order
     views: Mapping[int, Function | None]
     made_by: Any = None
     call: Any = None
@@ -104,9 +104,10 @@ class Body:
     body.issue(*reads, *sizes) -> handle, body.complete(handle) -> makes     for a collective
     body.into.function(...)        makes, written where it is told; see `outs`
 
-    graph: whether a device graph may hold it. `examples` are its reads as fake tensors; `inner` is
-    the inner compiler that a mark asks for. What that made runs in the place of `code`: `compiled`,
-    and `by` are the structures that Inductor compiles, form by form.
+    graph: whether a device graph may hold it. `examples` are its reads as fake tensors, `orders` is
+    how each of its makes lies in memory, where that is known; `inner` is the inner compiler that a
+    mark asks for. What that made runs in the place of `code`: `compiled`, and `by` are the
+    structures that Inductor compiles, form by form.
     """
 
     key: str
@@ -118,6 +119,7 @@ class Body:
     graph: bool = True
     into: Into | None = None
     examples: tuple[Any, ...] = ()
+    orders: tuple[Order | None, ...] = ()
     inner: str | None = None
     compiled: Function | None = None
     by: tuple[Any, ...] = ()

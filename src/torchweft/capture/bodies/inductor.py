@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torchweft.capture.bodies.bodies import Body, Function, ResultBytes
 from torchweft.capture.guards import Guards, symbol_slots
 from torchweft.capture.marks import target_name
+from torchweft.capture.rows.axes import Order, order_of
 from torchweft.capture.rows.rows import id_of
 from torchweft.errors import RunError
 from torchweft.plan.graph import ITEM_BYTES, Value
@@ -42,8 +43,6 @@ log = logging.getLogger("torchweft")
 MAX_VARIANTS = 8
 MAX_SIZES = 4096
 VOUCHED = ("torch", "aten", "prims", "_operator")
-Order = tuple[int, ...]
-"""The dims of a tensor, from the outermost in memory to the innermost."""
 
 
 @dataclass(frozen=True)
@@ -250,28 +249,6 @@ class Structure:
             reads = [fake(value.shape, order, like) for value, order, like in given]
             slices = [fake(room.shape, room.order, room) for room in self.rooms]
         return [*reads, *(size.evaluate(symbols) for size in self.body.sizes), *slices]
-
-
-def order_of(tensor: Tensor) -> Order | None:
-    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps.
-
-    A dim of one entry stays where it is. Of a fake tensor, by what its sizes are at the time.
-    """
-    shape, stride = (
-        [int(size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes]
-        for sizes in (tensor.shape, tensor.stride())
-    )
-    moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
-    if 0 in shape:
-        return tuple(range(len(shape)))
-    places = iter(sorted(moving, key=lambda dim: -stride[dim]))
-    order = tuple(next(places) if dim in moving else dim for dim in range(len(shape)))
-    step = 1
-    for dim in reversed(order):
-        if shape[dim] != 1 and stride[dim] != step:
-            return None
-        step *= shape[dim]
-    return order
 
 
 def _key_of(checked: Sequence[int], told: Sequence[int], sizes: slice) -> Function:

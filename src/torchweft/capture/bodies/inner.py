@@ -20,10 +20,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from torchweft.capture.bodies.bodies import Body, Function, Into
-from torchweft.capture.bodies.inductor import Structure, order_of
+from torchweft.capture.bodies.inductor import Structure
 from torchweft.capture.bodies.outs import PRODUCTS, unfit_for
 from torchweft.capture.dynamo import Capture, getter
 from torchweft.capture.ops.units import storages
+from torchweft.capture.rows.axes import order_of
 from torchweft.errors import CaptureError
 from torchweft.plan.graph import Graph, Op
 from torchweft.private.dynamo import TensorGuards

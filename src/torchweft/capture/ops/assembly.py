@@ -33,7 +33,7 @@ from torchweft.capture.ops.units import (
     states_of,
     storages,
 )
-from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, size_of
+from torchweft.capture.rows.axes import SYMBOLIC, Axis, Order, Symbols, order_of, size_of
 from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
 from torchweft.plan.graph import ITEM_BYTES, Op, Value
@@ -170,6 +170,7 @@ class Assembly:
             complete,
             graph=region.mark is None or region.mark.graph,
             examples=tuple(self.rows.value(node) for node in reads),
+            orders=tuple(_order(self.rows.value(node)) for node in makes),
             inner=region.mark.inner if region.mark else None,
         )
         draws = any(unit.draws for unit in region.units) and RNG in self.values
@@ -336,6 +337,15 @@ def assemble(
 def value_name(node: fx.Node) -> str:
     """The name of the value that a node stands for."""
     return re.sub(r"[^A-Za-z0-9_]", "_", node.name)[:200]
+
+
+def _order(value: Any) -> Order | None:
+    """How a result lies in memory; None if it has gaps, or is no tensor of known sizes."""
+    known = isinstance(value, torch.Tensor) and all(
+        not isinstance(size, SYMBOLIC) or size.node.hint is not None
+        for size in (*value.shape, *value.stride())
+    )
+    return order_of(value) if known else None
 
 
 def _canonical(graph: fx.Graph, rows: Rows) -> dict[fx.Node, fx.Node]:

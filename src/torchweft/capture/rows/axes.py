@@ -29,6 +29,8 @@ from torchweft.private.core import OpOverload, OpOverloadPacket, decomposition_t
 
 ONE = sympy.Integer(1)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Order = tuple[int, ...]
+"""The dims of a tensor, from the outermost in memory to the innermost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,10 @@ class Symbols:
             return self.inside((thing.start, thing.stop, thing.step))
         return False
 
-    def several(self, size: Any) -> bool:
-        """Whether a size is more than one in every part: parts meet the guards of the whole."""
-        expr = self.expr(size)
+    def several(self, size: Any, *, of_one: bool = False) -> bool:
+        """Whether a size is more than one in every part: parts meet the guards of the whole, but
+        for that they may have one row (of_one)."""
+        expr = self.expr(size).xreplace({self.batch: ONE}) if of_one else self.expr(size)
         env = size.node.shape_env if isinstance(size, SYMBOLIC) else None
         return bool(env is not None and env.bound_sympy(expr).lower > 1)
 
@@ -171,6 +174,28 @@ def rows_at(tensor: Any, batch: Batch, rows: int, chosen: torch.Tensor) -> Any:
     return apart.flatten(batch.dim, batch.dim + 2)
 
 
+def order_of(tensor: torch.Tensor) -> Order | None:
+    """The order in which the dims of a tensor without gaps lie in memory; None if it has gaps.
+
+    A dim of one entry stays where it is. Of a fake tensor, by what its sizes are at the time.
+    """
+    shape, stride = (
+        [int(size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes]
+        for sizes in (tensor.shape, tensor.stride())
+    )
+    moving = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    if 0 in shape:
+        return tuple(range(len(shape)))
+    places = iter(sorted(moving, key=lambda dim: -stride[dim]))
+    order = tuple(next(places) if dim in moving else dim for dim in range(len(shape)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return None
+        step *= shape[dim]
+    return order
+
+
 def wrap(dim: int, rank: int) -> int:
     """A dim that may count from the end, counted from the front."""
     return dim + rank if dim < 0 else dim
@@ -189,7 +214,10 @@ Axes = Axis | None | list[Axis | None]
 
 @dataclass(frozen=True)
 class AtenCall:
-    """Arguments by the schema's names, results as a flat list, axes of all tensors."""
+    """Arguments by the schema's names, results as a flat list, axes of all tensors.
+
+    lone: takes why a part of one row would not do, where a rule finds that.
+    """
 
     name: str
     func: Any
@@ -199,6 +227,7 @@ class AtenCall:
     symbols: Symbols
     axis_of: Callable[[torch.Tensor], Axis | None]
     level: str = "torch"
+    lone: list[str] = field(default_factory=list)
 
     def axis(self, name: str) -> Axis | None:
         """The axis of a tensor argument; None if it has none or was not given."""

@@ -101,13 +101,17 @@ class CallRows:
 
 @dataclass
 class Rows:
-    """What is known of every call, and where the rows of every fake tensor are."""
+    """What is known of every call, and where the rows of every fake tensor are.
+
+    lone: why no part may have a single row; empty if it may.
+    """
 
     symbols: Symbols
     calls: dict[fx.Node, CallRows]
     axes: MutableMapping[torch.Tensor, Axis]
     level: str = "torch"
     zeros: Any = field(default_factory=WeakIdKeyDictionary)
+    lone: list[str] = field(default_factory=list)
 
     @cached_property
     def bound(self) -> frozenset[Any]:
@@ -212,7 +216,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.call is not None and name not in QUIET:
             made, bound = tensors_in(result), bind(func, *given)
             bare = name.partition("::")[2]
-            aten = AtenCall(bare, func, given, bound, made, rows.symbols, rows.axis, rows.level)
+            found = rows.symbols, rows.axis, rows.level, rows.lone
+            aten = AtenCall(bare, func, given, bound, made, *found)
             self._look(aten, self.call)
         return result
 

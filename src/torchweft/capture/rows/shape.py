@@ -38,6 +38,7 @@ MASKS = (torch.bool, torch.uint8)
 TABLES = {"boundaries": "self", "sorted_sequence": "self", "test_elements": "elements"}
 COUNTS = "what it makes depends on the number of the row"
 CUTS = "where it cuts depends on the batch size"
+DROPS = "squeeze would drop the batch of a part with a single row; name the dims"
 PIECE = "it takes a piece of the batch"
 PICKS = "it picks rows of the batch by index"
 JOINS = "it joins tensors along the batch"
@@ -101,8 +102,10 @@ def squeeze(call: AtenCall) -> Axes:
     axis, rank = call.rows("self"), call.rank("self")
     shape = call.symbols.shape(call.args["self"])
     dims = set(call.dims("dim", rank) or range(rank))
-    if axis.dim in dims and not call.symbols.several(call.args["self"].shape[axis.dim]):
-        raise Mixing("squeeze would drop the batch of a part with a single row; name the dims")
+    if axis.dim in dims:
+        size = call.args["self"].shape[axis.dim]
+        refuse(not call.symbols.several(size), DROPS)
+        call.lone.extend([] if call.symbols.several(size, of_one=True) else [DROPS])
     return axis.at(axis.dim - sum(dim < axis.dim and shape[dim] == 1 for dim in dims))
 
 
