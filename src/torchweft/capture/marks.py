@@ -263,14 +263,23 @@ def _hit(node: fx.Node, rule: MarkRule) -> tuple[bool, object]:
         code = getattr(rule.wanted, "__code__", None)
         return isinstance(code, CodeType) and _inside(node, code), None
     for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
-        plain = re.sub(r"^L\['\w+'\]\.?|\._modules\['(\w+)'\]", r"\1", path) if path else ""
-        if rule.form == "path" and rule.wanted.fullmatch(plain):
+        if rule.form == "path" and rule.wanted.fullmatch(module_path(path or "")):
             return True, key
         if rule.form == "module" and isinstance(rule.wanted, type) and _is_class(kind, rule.wanted):
             return True, key
         if rule.form == "module" and str(key).split("@")[0] == str(id(rule.wanted)):
             return True, key
     return False, None
+
+
+def module_path(text: str) -> str:
+    """The path of a module, `layers.3.mlp`, from what Dynamo calls it: `L['self'].layers[3].mlp`.
+
+    A model that a function finds outside of itself is part of the path: `model.layers.3.mlp`.
+    """
+    inner = re.sub(r"^(?:.*\.(?:cell_contents|__self__)|L\['\w+'\]|G\['__import_\w+'\])", "", text)
+    named = re.sub(r"^G\['(\w+)'\]", r"\1", inner)
+    return re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", named).strip(".")
 
 
 def _is_class(kind: Any, wanted: type) -> bool:

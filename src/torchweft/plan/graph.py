@@ -38,6 +38,7 @@ ITEM_BYTES = {
     "float8_e5m2": 1, "uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4, "opaque": 0,
 }  # fmt: skip
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]{0,199}")
+PATH = re.compile(r"[A-Za-z0-9_.]{0,200}")
 
 
 def check_name(name: object, what: str, error: type[WeftError] = GraphError) -> str:
@@ -97,7 +98,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One schedulable operator. `body` is a key for what it computes: equal bodies, equal code."""
+    """One schedulable operator. `body` is a key for what it computes: equal bodies, equal code.
+
+    path: of the module that it is computed in ("" for the model itself); layer: the number of the
+    repeated module around it, and block the class of that: `layers.3.mlp`, 3, `DecoderLayer`.
+    """
 
     name: str
     reads: tuple[str, ...] = ()
@@ -111,6 +116,9 @@ class Op:
     body: str = ""
     flops: Size = ZERO
     source: str | None = None
+    path: str = ""
+    layer: int | None = None
+    block: str | None = None
 
     @property
     def touched(self) -> tuple[str, ...]:
@@ -261,6 +269,12 @@ def _op_faults(graph: Graph, op: Op, defined: set[str]) -> Iterator[str]:
     where = f"op {op.name!r}"
     if op.mark is not None:
         check_name(op.mark, "mark")
+    if op.block is not None:
+        check_name(op.block, "block")
+    if not PATH.fullmatch(op.path):
+        yield f"path: {where}: {clip(op.path)} is not a path: up to 200 letters, digits, '_', '.'."
+    if op.layer is not None and op.layer < 0:
+        yield f"layer: {where}: layers are numbered from 0 on; got {op.layer}."
     if op.uses not in USES:
         yield f"uses: {where}: {unknown('resource', op.uses, USES)}"
     if op.rows not in ROWS:
@@ -321,13 +335,14 @@ def _text(graph: Graph) -> str:
         phases = " two-phase" if op.two_phase else ""
         talk = f" {op.collective.kind}@{op.collective.communicator}" if op.collective else ""
         mark = f" mark {op.mark}" if op.mark else ""
+        inside = f" in {op.path}" if op.path and not op.name.startswith(op.path) else ""
         reads = ", ".join(op.reads)
         makes = ", ".join(_value_text(graph, name) for name in op.makes)
         mutates = f" mutates {', '.join(op.mutates)}" if op.mutates else ""
         kind = f"#{graph.structure[op.name]}"
         lines.append(
             f"{number:>5}  {op.uses:<8} {op.rows:<10} {kind:<4} {op.name:<{wide}}"
-            f"  ({reads}) -> {makes or '-'}{mutates}{talk}{phases}{mark}"
+            f"  ({reads}) -> {makes or '-'}{mutates}{talk}{phases}{mark}{inside}"
         )
     lines += [f"  output {_value_text(graph, name)}" for name in graph.outputs]
     return "\n".join(lines)

@@ -8,6 +8,9 @@ tensor parallelism (each all_reduce is a two-phase network op on one communicato
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
 from torchweft.plan.sizes import Size
 
@@ -41,6 +44,7 @@ def transformer(
     for layer in range(num_layers):
         for kind, factor in (("attn", 4), ("mlp", 8)):
             name, caches = f"{kind}{layer}", [f"kv{layer}"] if kind == "attn" and kv_cache else []
+            num_before = len(ops)
             values += [_rows(cache, 2 * hidden) for cache in caches]
             inputs += caches
             last = matmul(name, last, kind, factor, f"{name}_out", tuple(caches))
@@ -48,6 +52,8 @@ def transformer(
                 values.append(_rows(f"reduce_{name}_out", hidden))
                 ops.append(_all_reduce(f"reduce_{name}", last))
                 last = values[-1].name
+            place: Any = {"path": f"layers.{layer}.{kind}", "layer": layer, "block": "Layer"}
+            ops[num_before:] = [replace(op, **place) for op in ops[num_before:]]
     matmul("head", last, "head", num_shards, "y")
     name = f"transformer{num_layers}"
     return Graph(name, tuple(values), tuple(ops), tuple(inputs), ("y",), "s0")

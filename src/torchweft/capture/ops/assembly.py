@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,6 +22,7 @@ from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers, into_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
 from torchweft.capture.ops.collectives import collective_of, dead_inputs, two_phases
+from torchweft.capture.ops.names import OpNames, Origin, Origins, stack_of
 from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
     Unit,
@@ -63,12 +63,13 @@ class Assembly:
         self.reasons: dict[str, str] = {}
         self.unplaced: dict[str, str] = {}
         self.num_calls: dict[str, int] = {}
-        self.num_names: Counter[str] = Counter()
         self.inputs: dict[str, fx.Node] = {}
         self.given: set[int] = set()
         self.two_phases = cache(two_phases)
         graph = gm.graph
         self.modes = modes_of(graph)
+        self.origins = Origins(map(stack_of, graph.nodes))
+        self.names = OpNames(self.origins.paths)
         self.cheap = {node for unit in units if unit.cheap for node in unit.nodes}
         self.canonical = _canonical(graph, rows)
         self.output = graph.output_node()
@@ -156,7 +157,10 @@ class Assembly:
         touched = [*(self.values[value_name(node)] for node in reads), *made.values()]
         if region.mark and region.mark.rows and any(v.batch is not None for v in touched):
             kind = region.mark.rows  # what is declared of rows says nothing of a call without any
-        name = self._name(region)
+        origin = self.origins.of(
+            [(stack_of(n), self.rows.calls[n].flops != 0) for n in region.calls]
+        )
+        name = self.names.make(self._base(region, origin))
         code, sizes, key = writer.finish(makes, self.codes)
         talks = region.collective is not None
         mine = id(region) in self.dead
@@ -192,6 +196,9 @@ class Assembly:
                 body=key,
                 flops=self._flops(region),
                 source=source_of(region.units[0].nodes[0]),
+                path=origin.path,
+                layer=origin.layer,
+                block=origin.block,
             )
         )
         if kind not in ("row-wise", "batch-free"):
@@ -284,25 +291,19 @@ class Assembly:
             return size_of(total) if total != 0 else ZERO
         return ZERO
 
-    def _name(self, region: Region) -> str:
+    def _base(self, region: Region, origin: Origin) -> str:
+        """What an op is called, but for the number that tells it from others of that name."""
         if region.mark is not None and region.collective is None:
-            base = region.mark.name
-        elif region.kind == "row-wise" and region.collective is None:
-            base = "op"
-        elif region.kind == "batch-free" and region.collective is None:
-            base = "once"
-        else:
-            call = region.collective or region.reason.cause
-            target = target_name(call).removesuffix(".default")
-            if isinstance(call.target, OpOverload):
-                target = str(call.target.overloadpacket)
-            base = re.sub(r"\W", "_", target.split(".")[-1])
-        while True:
-            number = self.num_names[base]
-            self.num_names[base] += 1
-            name = f"{base}.{number}" if number else base
-            if name not in self.bodies:
-                return name
+            return region.mark.name
+        if region.kind == "row-wise" and region.collective is None:
+            return origin.name("" if origin.path else "op")
+        if region.kind == "batch-free" and region.collective is None:
+            return origin.name("once")
+        call = region.collective or region.reason.cause
+        target = target_name(call).removesuffix(".default")
+        if isinstance(call.target, OpOverload):
+            target = str(call.target.overloadpacket)
+        return origin.name(re.sub(r"\W", "_", target.split(".")[-1]))
 
 
 def assemble(

@@ -62,7 +62,7 @@ class Boundary:
         self.service, self.call, self.model = service, call, model
         self.make_piece, self.adopt = make_piece, adopt
         self.watch = MarkWatch(model, service.options.all_rules)
-        self.modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
+        self.named = tuple(model.named_modules()) if isinstance(model, nn.Module) else ()
         self.forms: dict[object, EagerForm] = {}
         self.failed: dict[object, str] = {}
         self.threads = Lanes(linger_s=None)
@@ -94,14 +94,15 @@ class Boundary:
         """What tells calls of unlike forms apart; sizes do not, but for one row or none."""
         state = (
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"), tuple(module.training for module in self.modules),
+            torch.is_autocast_enabled("cpu"), tuple(module.training for _, module in self.named),
         )  # fmt: skip
         leaves = tuple(map(_kind, given.nest.leaves))
         return given.nest.key, leaves, given.batched, given.rows < 2, state
 
     def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""
-        with self._talk() as ranks, Recorder(Eager(ranks)) as recorder, self.watch:
+        paths = {id(module): path for path, module in self.named}
+        with self._talk() as ranks, Recorder(Eager(ranks), paths) as recorder, self.watch:
             outputs = self.call(*args, **kwargs)
         recorder.rules.update(self.watch.silent)
         if not given.holds(args, kwargs):  # a part would change a list of its own

@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torchweft.capture.bodies.bodies import Body, Function
 from torchweft.capture.dynamo import Capture, Slot
 from torchweft.capture.guards import SymbolSlot
+from torchweft.capture.ops.names import OpNames, Origins
 from torchweft.capture.splitters import STATE
 from torchweft.errors import RunError, StrategyError
 from torchweft.plan.graph import ITEM_BYTES, Batch, Collective, Graph, Op, Value
@@ -282,7 +283,9 @@ class _Builder:
         for name, tensor, has_rows in zip(self.inputs, given.tensors, given.batched, strict=True):
             self._value(name, tensor.shape, _dtype(tensor), has_rows=has_rows)
         self.inputs += [self._value(CALL, has_rows=False), self._value(ROWS, (self.rows,))]
-        self._names: Counter[str] = Counter()
+        calls = [call for halt in halts for call in (*halt.stretch.calls, (halt.inside, False))]
+        self.origins = Origins(stack for stack, _ in calls)
+        self.names = OpNames(self.origins.paths)
 
     def _value(
         self, name: str, shape: Sequence[int] = (), dtype: str = "opaque", has_rows: bool = True
@@ -347,7 +350,9 @@ class _Builder:
         mark = stretch.mark
         touched = {self.changed[n].name for n in stretch.touches if n in self.changed}
         changed = dict.fromkeys(self.changed[number].name for number in stretch.writes)
-        name = self._name(mark.name if mark is not None else "op")
+        origin = self.origins.of(list(stretch.calls))
+        base = mark.name if mark is not None else origin.name("" if origin.path else "op")
+        name = self.names.make(base)
         resume: Function = _begin if CALL in reads else _resume
         self._op(
             Op(
@@ -360,6 +365,9 @@ class _Builder:
                 mark=mark.name if mark is not None else None,
                 body=name,
                 flops=Size.of(BATCH) * (stretch.flops // self.rows) if self.batch else Size.of(0),
+                path=origin.path,
+                layer=origin.layer,
+                block=origin.block,
             ),
             functools.partial(resume, len(reads), len(makes)),
             lambda made: made,
@@ -368,8 +376,9 @@ class _Builder:
     def _talk(self, halt: Halt, reads: str) -> str:
         number = len(self.ops)
         landed = self._value(f"landed{number}", halt.shape, halt.dtype)
+        origin = self.origins.of([(halt.inside, False)])
         op = Op(
-            self._name(halt.kind),
+            self.names.make(origin.name(halt.kind)),
             (reads,),
             (landed,),
             uses="network",
@@ -377,6 +386,9 @@ class _Builder:
             two_phase=True,
             collective=Collective(halt.kind, halt.communicator),
             body=halt.text,
+            path=origin.path,
+            layer=origin.layer,
+            block=origin.block,
         )
         self._op(op, lambda caught: caught.start(), lambda caught: (caught.land(),))
         return landed
@@ -384,11 +396,6 @@ class _Builder:
     def _op(self, op: Op, issue: Function, complete: Function) -> None:
         self.ops.append(op)
         self.bodies[op.name] = Body(op.body, EMPTY, issue=issue, complete=complete)
-
-    def _name(self, base: str) -> str:
-        number = self._names[base]
-        self._names[base] += 1
-        return f"{base}.{number}" if number else base
 
 
 def _stretches(halts: Sequence[Halt]) -> Iterator[tuple[Halt, Stretch, bool]]:

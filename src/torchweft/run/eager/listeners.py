@@ -33,7 +33,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchweft.capture.marks import Mark, MarkRule, listener, listening
+from torchweft.capture.ops.names import Stack
 from torchweft.capture.rows.axes import bind, flops_of, written_by
 from torchweft.errors import CaptureError, RunError, clip
 from torchweft.private.core import (
@@ -367,13 +368,14 @@ def _is_about(rule: MarkRule, path: str, module: nn.Module) -> bool:
 
 @dataclass
 class Stretch:
-    """The calls between two boundaries."""
+    """The calls between two boundaries; `calls`: in which modules they stood, and if they count."""
 
     mark: Mark | None = None
     num_calls: int = 0
     flops: int = 0
     touches: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    calls: dict[tuple[Stack, bool], None] = field(default_factory=dict)
 
     def joined(self, later: Stretch) -> Stretch:
         """This stretch and the next as one: the mark is that of the one that computes."""
@@ -383,15 +385,17 @@ class Stretch:
             self.flops + later.flops,
             self.touches | later.touches,
             self.writes | later.writes,
+            self.calls | later.calls,
         )
 
 
 @dataclass(frozen=True)
 class Halt:
-    """A boundary that the model came to, and the stretch before it."""
+    """A boundary that the model came to, and the stretch before it; `inside`: by which modules."""
 
     text: str
     stretch: Stretch
+    inside: Stack = ()
     kind: str = ""
     communicator: str = ""
     shape: tuple[int, ...] = ()
@@ -401,9 +405,9 @@ class Halt:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Listens to a model that runs as it is, and to every operator that it calls."""
 
-    def __init__(self, eager: Eager) -> None:
+    def __init__(self, eager: Eager, paths: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.eager = eager
+        self.eager, self.paths = eager, paths
         self.halts: list[Halt] = []
         self.unsplit = ""
         self.rules: set[MarkRule] = set()
@@ -454,7 +458,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stretch.writes |= storages_of(caught.args[0]) - self._fresh
         tensor, dtype = caught.tensor, str(caught.tensor.dtype).removeprefix("torch.")
         facts = (caught.kind, caught.communicator, tuple(tensor.shape), dtype)
-        self._halt(caught.text, *facts)
+        self._halt(caught.text, modules_here(self.paths), *facts)
         return self.eager.talk(caught)
 
     def _halt(self, text: str, *facts: Any) -> None:
@@ -472,7 +476,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stretch.num_calls += 1
         if not isinstance(func, OpOverload):
             return results
-        stretch.flops += int(flops_of(func, (args, kwargs), results))
+        flops = int(flops_of(func, (args, kwargs), results))
+        stretch.flops += flops
+        stretch.calls[modules_here(self.paths), flops > 0] = None
         given, made = storages_of((args, kwargs)), storages_of(results)
         named = bind(func, args, kwargs)
         stretch.touches |= given - self._fresh
@@ -481,6 +487,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "batch_norm" in str(func) and named.get("training", named.get("train", True)):
             self.refuse(f"mixing: {func} looks at all rows while it trains")
         return results
+
+
+def modules_here(paths: Mapping[int, str]) -> Stack:
+    """The modules whose calls are under way in this thread; `paths`: by the ids of modules."""
+    call: Any = nn.Module.__call__
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[str, type]] = []
+    while frame is not None:
+        module = frame.f_locals["self"] if frame.f_code is call.__code__ else None
+        if id(module) in paths:
+            found.insert(0, (paths[id(module)], type(module)))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def storages_of(nest: Any) -> set[int]:
