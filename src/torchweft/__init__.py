@@ -27,6 +27,7 @@ from torchweft.errors import (
 )
 from torchweft.plan.graph import Graph
 from torchweft.plan.improve import replay, searched
+from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import branches, overlap, sequential
@@ -100,6 +101,7 @@ __all__ = [
     "enable",
     "explain",
     "get_strategy",
+    "kernel",
     "lab",
     "mark",
     "mark_function",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -21,7 +21,9 @@ from typing import Any, Self
 from torchweft.capture.marks import INNERS, MarkRule, touches_state
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, unknown
+from torchweft.plan.graph import NAME
 from torchweft.plan.improve.predict import auto  # noqa: F401 - so that the name is known
+from torchweft.plan.kernels.kernel import as_kernel
 from torchweft.plan.machine import Machine, cpu
 from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import has_mkldnn
@@ -68,6 +70,7 @@ class Options:
     capture: "graph", through Dynamo, or "boundary": the eager model itself runs once a part, and
         control passes at marks and collectives.
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
+    kernels: by name, the functions or declared kernels that a strategy, or a plan's text, names.
     remember: whether choices of "auto" are kept on disk for the next process.
     """
 
@@ -89,6 +92,7 @@ class Options:
     zero_copy: bool = True
     capture: str = "graph"
     splitters: Sequence[Splitter] = ()
+    kernels: Mapping[str, Any] = field(default_factory=dict, hash=False)
     remember: bool = True
 
     def __post_init__(self) -> None:
@@ -98,6 +102,7 @@ class Options:
             "rules": tuple(self.rules),
             "splitters": check_splitters(self.splitters),
             "graphs": self.graph_sizes or bool(self.graphs),
+            "kernels": {name: as_kernel(own).called(name) for name, own in self.kernels.items()},
         }
         for name, value in frozen.items():
             object.__setattr__(self, name, value)
@@ -177,6 +182,12 @@ def _are_rules(value: object) -> bool:
     return isinstance(value, Iterable) and all(isinstance(rule, MarkRule) for rule in value)
 
 
+def _are_kernels(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return all(NAME.fullmatch(str(name)) and callable(given) for name, given in value.items())
+
+
 def _are_graphs(value: object) -> bool:
     sizes = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
     return _is_flag(value) or (0 < len(sizes) <= MAX_SIZES and all(map(_is_count, sizes)))
@@ -187,6 +198,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         **dict.fromkeys(FLAGS, (_is_flag, "True or False")),
         "rules": (_are_rules, "marks, such as [weft.mark_module(Attention, 'attention')]"),
+        "kernels": (_are_kernels, "functions by name, such as {'fused': fused}"),
         "batch": (_is_batch, "a dim of the inputs, or the name of a symbol"),
         "machine": (lambda m: m is None or isinstance(m, Machine), "a Machine, as weft.cpu() is"),
         "num_threads": (lambda n: n is None or _is_count(n), "a positive number of threads"),

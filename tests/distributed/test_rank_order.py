@@ -260,21 +260,23 @@ def two_threads(rank):
 # Kernels.
 
 
-def summed(x, *, scale=1.0):
+def summed(x, *, group, scale=1.0):
     y = x * scale
-    dist.all_reduce(y)
+    dist.all_reduce(y, group=group)
     return (y,)
 
 
 class Summer:
-    def __call__(self, x):
-        return summed(x)
+    def __call__(self, x, *, group):
+        return summed(x, group=group)
 
-    def method(self, x):
-        return summed(x)
+    def method(self, x, *, group):
+        return summed(x, group=group)
 
 
-def replacing(kernel):
+def replacing(function):
+    kernel = weft.kernel(function, talks=["all_reduce"])
+
     @weft.strategy
     def by_kernel(s):
         s.split(2)
@@ -289,7 +291,8 @@ def replacing(kernel):
 
 KERNELS = {
     "function": summed, "object": Summer(), "method": Summer().method,
-    "lambda": lambda x: summed(x), "other lambda": lambda x: summed(x * 1),
+    "lambda": lambda x, *, group: summed(x, group=group),
+    "other lambda": lambda x, *, group: summed(x * 1, group=group),
 }  # fmt: skip
 
 

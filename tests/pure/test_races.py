@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchweft.plan.kernels.declaration import Declaration
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan
 from torchweft.plan.verify import findings, findings_ranks
@@ -149,9 +150,14 @@ def verdicts(*plans: Plan) -> set[str]:
 
 
 def test_a_kernel_may_start_two_collectives_that_another_rank_starts_in_turn() -> None:
-    joined = plan(PAIR, "A on gpu", "A (one two) by both")
+    silent = plan(PAIR, "A on gpu", "A (one two) by both")
+    said = (("all_reduce", "issue"), ("all_gather", "issue"))
+    joined = replace(silent, declared=(Declaration("both", talks=said),))
     apart = plan(PAIR, "A on gpu", "A one\nA two")
     assert verdicts(joined, apart) == verdicts(apart, joined) == set()
+    assert verdicts(silent, apart) == {"legality"}
+    swapped = replace(silent, declared=(Declaration("both", talks=said[::-1]),))
+    assert verdicts(swapped, apart) == {"order"}
 
 
 def test_a_hosted_lane_stands_on_the_device_of_its_host() -> None:

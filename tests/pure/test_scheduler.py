@@ -10,6 +10,7 @@ import pytest
 from torchweft.errors import StrategyError
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Lane, cpu
 from torchweft.plan.plan import Plan
@@ -210,7 +211,7 @@ def test_kernel_takes_the_place_of_ops() -> None:
     ops = (Op("mlp_a", ("x",), ("h",)), Op("mlp_b", ("h",), ("y",)))
     plan = write(author, Graph("pair", values, ops, ("x",), ("y",), "s0"), CONTEXT)
     assert "(mlp_a mlp_b) by fused" in str(plan)
-    assert plan.kernels == {"fused": fused}
+    assert plan.kernels == {"fused": Kernel("fused", fused)}
     verify(lower(plan))
 
 

@@ -130,6 +130,7 @@ WRONG = {
     "zero_copy": ("", "zero_copy must be True or False"),
     "capture": ("grahp", "Did you mean 'graph'"),
     "splitters": ([3], "names are identifiers"),
+    "kernels": ([len], "kernels must be functions by name"),
     "remember": ("no", "remember must be True or False"),
 }
 

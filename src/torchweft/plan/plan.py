@@ -5,6 +5,7 @@
     parts 1/2 1/2
     lane compute on cpu uses compute,memory
     lane network on cpu uses network via compute
+    kernel fused talks all_reduce@issue what a kernel declares: `plan/kernels/`
     place y alone
     history write overlap(parts=2)
     steps
@@ -18,10 +19,10 @@
       compute  merge y                    y is handed out whole
     end
 
-A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`) has format 2, every other
-plan format 1. `docs/plans.md` says what each step means. A plan is data: it has no sizes, holds no
-code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is named by its digest; `bind`
-joins them.
+A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`) or declared kernels has
+format 2, every other plan format 1. `docs/plans.md` says what each step means. A plan is data: it
+has no sizes, holds no code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is named
+by its digest; `bind` joins them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from typing import Any, NamedTuple, NoReturn
 from torchweft.errors import PlanError, WeftError, clip, excerpt
 from torchweft.files import check_length, read_text, write_text
 from torchweft.plan.context import Cut
-from torchweft.plan.graph import NAME, Graph
+from torchweft.plan.graph import NAME, Collective, Graph
+from torchweft.plan.kernels.declaration import LINE, PHASES, Declaration, read_declaration
+from torchweft.plan.kernels.fitting import talks_of
+from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.machine import LANE, MAX_DEVICES, Lane, make_lane
 from torchweft.plan.sizes import Size
 
@@ -122,7 +126,8 @@ def holds(piece: Range | None, parts: Range | None) -> bool:
 class Plan:
     """All steps in lane order, with the cut, the lanes and the places they speak of.
 
-    `graph` (joined by `bind`) and `kernels` (the functions behind `by`) are not part of the data.
+    `graph` (joined by `bind`) and `kernels` (the functions behind `by`) are not part of the data;
+    what the kernels declare is.
     """
 
     graph_name: str
@@ -133,10 +138,9 @@ class Plan:
     buffers: tuple[Buffer, ...] = ()
     places: tuple[Place, ...] = ()
     history: tuple[str, ...] = ()
+    declared: tuple[Declaration, ...] = ()
     bound: Graph | None = field(default=None, compare=False, repr=False)
-    kernels: Mapping[str, Callable[..., Any]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_parts(self) -> int:
@@ -147,6 +151,21 @@ class Plan:
     def lane(self) -> Mapping[str, Lane]:
         """Lanes by name."""
         return {lane.name: lane for lane in self.lanes}
+
+    @cached_property
+    def declaration(self) -> Mapping[str, Declaration]:
+        """What kernels declare, by their names; a plain function declares nothing."""
+        return {each.name: each for each in self.declared}
+
+    def talks(self, step: Step) -> list[Collective]:
+        """The collectives that a step starts: those of its ops, or those of its kernel's phase."""
+        if step.kind not in ("run", *PHASES):
+            return []
+        if step.by is not None:
+            phases = PHASES if step.kind == "run" else (step.kind,)
+            return talks_of(self.graph, step.names, self.declaration.get(step.by), phases)
+        started = [self.graph.op[n].collective for n in step.names if step.kind != "complete"]
+        return [each for each in started if each is not None]
 
     @cached_property
     def copied(self) -> frozenset[str]:
@@ -189,11 +208,12 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"weft plan {FORMATS[any(lane.to for lane in self.lanes)]}",
+            f"weft plan {FORMATS[bool(self.declared) or any(lane.to for lane in self.lanes)]}",
             f"graph {self.graph_name} {self.digest}",
             f"parts {self.cut}",
         ]
         lines += [f"lane {lane}" for lane in self.lanes]
+        lines += [f"kernel {each}" for each in self.declared]
         lines += [f"buffer {b.name} on {b.device} unit {b.unit}" for b in self.buffers]
         for place in self.places:
             where = f"in {place.buffer} at {place.offset}" if place.buffer else "alone"
@@ -232,6 +252,7 @@ _HEAD: dict[str, tuple[str, Callable[..., object]]] = {
         lambda fractions, rule: Cut(tuple(map(Fraction, fractions.split())), rule),
     ),
     "lane": (LANE.pattern, make_lane),
+    "kernel": (LINE, read_declaration),
     "buffer": (
         rf"({_NAME}) on ({_NAME}) unit (.+)",
         lambda name, device, unit: Buffer(name, device, Size.parse(unit)),
@@ -335,9 +356,12 @@ class _Parser:
         if len(head["lane"]) > MAX_DEVICES:
             self.fail(f"a plan has at most {MAX_DEVICES} lanes.")
         (name, digest), cut = head["graph"][0], head["parts"][0]
+        if head["kernel"] and self.format == "1":
+            self.fail("'kernel' lines start with plan format 2.", "version")
         places, history = tuple(head["place"]), tuple(head["history"])
         lanes, buffers = tuple(map(self.lane, head["lane"])), tuple(head["buffer"])
-        return Plan(name, digest, cut, lanes, steps, buffers, places, history)
+        kernels = tuple(head["kernel"])
+        return Plan(name, digest, cut, lanes, steps, buffers, places, history, kernels)
 
     def lane(self, lane: Lane) -> Lane:
         """The lane; in format 1, which has no `to`, a link's lane is known by its name."""

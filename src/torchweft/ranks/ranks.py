@@ -88,6 +88,13 @@ def wait(work: Any, name: str = "") -> None:
                 raise LostError(str(error).splitlines()[0], _channels.get(name)) from error
 
 
+def lost(error: BaseException, name: str) -> LostError | None:
+    """What an error of torch.distributed says of the other ranks of a group; None: nothing."""
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return None
+    return LostError(str(error).splitlines()[0], _channels.get(name))
+
+
 class Channel:
     """One process group as plans use it, one call at a time."""
 

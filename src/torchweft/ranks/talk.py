@@ -29,6 +29,10 @@ from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
 """The rule that a model breaks which comes to other boundaries than the plan was made for."""
+KERNEL = "kernel"
+"""The rule that a user's kernel breaks which raises, or gives or says what it should not."""
+MENDED = (SEQUENCE, KERNEL)
+"""After these the groups are opened anew at the next call: no rank has to give up its model."""
 TALKS = ("run", "issue", "complete")
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
@@ -40,9 +44,15 @@ def digests(
     """For each process group of a plan a number for its collectives, in order, with their sizes."""
     lines: dict[str, list[str]] = {}
     graph = plan.graph
+    begun: dict[tuple[tuple[str, ...], object], int] = {}  # kernels that end by talking, in order
     for step in plan.steps:
+        if step.kind == "complete":
+            for talk in plan.talks(step):
+                number = begun[step.names, step.parts]
+                lines[talk.communicator].append(f"{talk.kind} at the end of kernel {number}")
         if step.kind not in ("run", "issue"):
             continue
+        begun[step.names, step.parts] = len(begun)
         for name in step.names:
             op = graph.op[name]
             if op.collective is None:
@@ -52,8 +62,7 @@ def digests(
                 continue
             told += [op.collective.kind, *(graph.value[read].dtype for read in op.reads)]
             if step.by is not None:
-                kernel = plan.kernels.get(step.by)
-                told.append(f"by {step.by if kernel is None else stable_name(kernel)}")
+                told.append(f"by {_spoken(plan, step.by)}")
             if not op.collective.kind.startswith(UNEQUAL):
                 start, stop = step.parts or (0, plan.num_parts)
                 rows = {graph.batch: bounds[stop] - bounds[start]} if graph.batch else {}
@@ -61,7 +70,15 @@ def digests(
                 here = {**env, **rows}
                 sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
                 told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
-    return {_group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
+    return {group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
+
+
+def _spoken(plan: Plan, by: str) -> str:
+    """A kernel as ranks must have it in common: what it does, and when it says what."""
+    made, told = plan.kernels.get(by), plan.declaration.get(by)
+    functions = [made.function, made.issue, made.complete] if made is not None else []
+    names = [stable_name(function) for function in functions if function is not None]
+    return f"{' '.join(names) or by} {told.phases, told.talks}" if told else " ".join(names) or by
 
 
 def _communicators_of(plan: Plan, step: Step) -> list[str]:
@@ -74,7 +91,7 @@ def slowest(names: Iterable[str], seconds: Sequence[float], watchdog_s: float) -
     """The largest of these numbers on all ranks of these communicators; alone, they stay."""
     largest = list(seconds)
     for name in sorted(names):
-        largest = channel(_group_of(name), watchdog_s).largest(largest)
+        largest = channel(group_of(name), watchdog_s).largest(largest)
     return largest
 
 
@@ -85,7 +102,7 @@ def communicators(graph: Graph) -> set[str]:
 
 def is_planned(names: Iterable[str], speaker: Speaker) -> bool:
     """Whether the ranks of these communicators run the next call of a model by plans."""
-    return all(channel(_group_of(name)).is_planned(speaker) for name in names)
+    return all(channel(group_of(name)).is_planned(speaker) for name in names)
 
 
 def refuse(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
@@ -144,17 +161,17 @@ def _is_group(thing: torch.ScriptObject) -> bool:
 def announce(names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """Tell the other ranks that this one runs a call as it is, and wait for none of them."""
     for name in sorted(names):
-        channel(_group_of(name), watchdog_s).announce(speaker)
+        channel(group_of(name), watchdog_s).announce(speaker)
 
 
 def _say(digest: int, names: Iterable[str], speaker: Speaker, watchdog_s: float) -> None:
     """A call without a plan, as the other ranks of these communicators see it."""
-    told = {_group_of(name): digest for name in names}
+    told = {group_of(name): digest for name in names}
     with Talk(None, told, speaker, watchdog_s) as talk:
         talk.agree()
 
 
-def _group_of(communicator: str) -> str:
+def group_of(communicator: str) -> str:
     """The process group that a communicator of a graph stands for."""
     for name in c10d._world.pg_names.values():
         if re.sub(r"\W", "_", f"group_{name}") == communicator:
@@ -171,14 +188,6 @@ class Talk:
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
         self.channels: list[Channel] = []
-
-    @property
-    def by_kernel(self) -> bool:
-        """Whether a kernel talks, which does not ask us first."""
-        plan = self.plan
-        if plan is None or not plan.kernels:
-            return False
-        return any(step.by and _communicators_of(plan, step) for step in self.steps)
 
     def __enter__(self) -> Talk:
         """Tell the others. Raises `RunError` if a group is dead or its ranks do not come."""
@@ -224,10 +233,11 @@ class Talk:
         lost = error.__cause__
         if isinstance(error, RunError) and isinstance(lost, LostError):
             raise self._lost(lost, error) from lost
-        mends = SEQUENCE if isinstance(error, RunError) and error.rule == SEQUENCE else ""
+        mends = error.rule if isinstance(error, RunError) and error.rule in MENDED else ""
         at = error.step if isinstance(error, RunError) else None
         # What is in flight lands by itself; the others wait only for what is still to be issued.
-        if mends and at is not None and all(step.kind != "issue" for step in self.steps[at:]):
+        plan, left = self.plan, self.steps[at or 0 :]
+        if mends and at is not None and not any(plan.talks(step) for step in left if plan):
             self._end()
         else:
             self._give_up(error, mends)
@@ -243,7 +253,9 @@ class Talk:
             if begun.differs:
                 begun.leave()
             else:
-                begun.fail(why, note=f"raised: {why}", mends=mends)
+                # What the user's own group still carries may meet talks of a later call.
+                mended = "" if begun.carried and mends == KERNEL else mends
+                begun.fail(why, note=f"raised: {why}", mends=mended)
 
     def _lost(self, lost: LostError, error: RunError | None) -> RunError:
         """The error of a rank whose peer is gone: who, the step it waited in, what was finished."""
@@ -269,7 +281,7 @@ class Talk:
         for group in {*self.channels, *([failed] if failed is not None else [])}:
             group.fail(why, note=f"gave up: {why}", mends=mends)
         story, lane = (error.story, error.lane) if error is not None else ("", None)
-        rule = SEQUENCE if any(begun.mends == SEQUENCE for begun in self.channels) else "run"
+        rule = next((begun.mends for begun in self.channels if begun.mends), "run")
         return RunError(text, rule=rule, story=story, lane=lane, step=at)
 
     def _failed(self, lost: LostError, error: RunError | None) -> Channel | None:
@@ -277,7 +289,7 @@ class Talk:
         if lost.channel is not None or self.plan is None or error is None or error.step is None:
             return lost.channel
         names = _communicators_of(self.plan, self.steps[error.step])
-        groups = {_group_of(name) for name in names}
+        groups = {group_of(name) for name in names}
         return next((begun for begun in self.channels if begun.name in groups), None)
 
 

@@ -11,20 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from torchweft.errors import RunError, WeftError, clip
-from torchweft.plan.graph import Graph
+from torchweft.errors import RunError, WeftError
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import SPANS, Span, Trace
+from torchweft.ranks.talk import KERNEL
 
 Body = Callable[..., Sequence[Any]]
 Delay = bool | Callable[[Step], float]
 """Whether steps are delayed at random, or by how many seconds each."""
 Mark = tuple[int, float, float]
 """A step, by its number, with its start and its end in seconds; ~number: its flight has landed."""
-MAX_SHAPES = 4096
 Inputs = Sequence[Any]
 Numbers = Sequence[int]
 Outputs = tuple[Any, ...]
@@ -58,74 +55,6 @@ class Program:
         )
 
 
-def reads_of(graph: Graph, step: Step) -> list[str]:
-    """What the ops of a step need from outside, in order."""
-    inside: set[str] = set()
-    reads: dict[str, None] = {}
-    for name in step.names:
-        op = graph.op[name]
-        reads |= dict.fromkeys(n for n in op.reads if n not in inside)
-        inside.update(op.makes)
-    return list(reads)
-
-
-def makes_of(graph: Graph, step: Step) -> list[str]:
-    """What the ops of a step make; of a kernel's ops, what is used outside of them."""
-    if step.by is None:
-        return list(graph.op[step.names[0]].makes)
-    made = [name for op in step.names for name in graph.op[op].makes]
-    outside = {name for name in made if {op.name for op in graph.readers[name]} - {*step.names}}
-    return [name for name in made if name in outside or name in graph.outputs]
-
-
-class Results:
-    """What one step by a kernel is to give; a shape that was right once is not looked at again."""
-
-    def __init__(self, plan: Plan, step: Step) -> None:
-        self.values = [plan.graph.value[name] for name in makes_of(plan.graph, step)]
-        self.sizes = [size for value in self.values for size in value.shape]
-        written = next((line for line in plan.history if line.startswith("write ")), "")
-        strategy = f" of strategy {written.removeprefix('write ')}" if written else ""
-        self.where = f"kernel {step.by!r}{strategy} in place of {step.label}"
-        self.right: set[tuple[int, ...]] = set()
-
-    def __call__(self, made: Any, sizes: tuple[int, ...], reads: Sequence[Any] = ()) -> Any:
-        """What was made. Raises `RunError` if it is not what the graph says."""
-        if sizes in self.right:
-            return made
-        if not isinstance(made, tuple | list):
-            raise self._wrong(_shown(made), f"a tuple of {len(self.values)}")
-        if len(made) != len(self.values):
-            names = ", ".join(value.name for value in self.values)
-            raise self._wrong(f"{len(made)} values", f"{len(self.values)}: {names}")
-        left, devices = list(sizes), {r.device for r in reads if isinstance(r, Tensor)}
-        for value, one in zip(self.values, made, strict=True):
-            shape, left = left[: len(value.shape)], left[len(value.shape) :]
-            if value.dtype == "opaque":
-                continue
-            fits = isinstance(one, Tensor) and list(one.shape) == shape
-            if not fits or str(one.dtype) != f"torch.{value.dtype}":
-                raise self._wrong(_shown(one), f"{value.dtype}{shape}", value.name)
-            if devices and one.device not in devices:
-                where = f"one on {devices.pop()}"
-                raise self._wrong(f"a tensor on {one.device}", where, value.name)
-        if len(self.right) >= MAX_SHAPES:
-            self.right.clear()
-        self.right.add(sizes)
-        return made
-
-    def _wrong(self, came: str, expected: str, name: str = "") -> RunError:
-        what = f" for {name!r}" if name else ""
-        text = f"kernel: {self.where} gave {came}{what}; expected {expected}."
-        return RunError(text, rule="kernel")
-
-
-def _shown(thing: Any) -> str:
-    if isinstance(thing, Tensor):
-        return f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
-    return f"{type(thing).__name__} {clip(thing)}"
-
-
 def failure_of(
     program: Program, lane: str, error: BaseException, stands: Sequence[Any]
 ) -> BaseException:
@@ -133,7 +62,8 @@ def failure_of(
     if not isinstance(error, Exception):
         return error  # Ctrl-C and the like stay what they are
     at = step_of(program, error)
-    if isinstance(error, WeftError):
+    is_kernel = isinstance(error, RunError) and error.rule == KERNEL
+    if isinstance(error, WeftError) and not is_kernel:
         error.step = at if error.step is None else error.step
         return error
     steps, lines = program.plan.steps, []
@@ -145,7 +75,8 @@ def failure_of(
         lines.append(f"  may be half written: {', '.join(changed)}")
     where = steps[at].label if at is not None else "its end"
     what = f"run: {where} on lane {lane!r} failed: {type(error).__name__}: {error}"
-    return RunError(what, story="\n".join(lines), lane=lane, step=at)
+    text, rule = (str(error), KERNEL) if is_kernel else (what, "run")
+    return RunError(text, rule=rule, story="\n".join(lines), lane=lane, step=at)
 
 
 def step_of(program: Program, error: BaseException) -> int | None:

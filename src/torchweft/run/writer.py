@@ -41,11 +41,14 @@ from torchweft.capture.rows.axes import Order, rows_apart
 from torchweft.capture.splitters import STATE
 from torchweft.errors import PlanError
 from torchweft.plan.graph import Batch, Value
+from torchweft.plan.kernels.fitting import given_to, makes_of
+from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.plan import Plan, Range, Step, holds
 from torchweft.plan.sizes import Size
 from torchweft.plan.trace import SPANS
 from torchweft.private.core import RecordFunctionFast
-from torchweft.run.program import Body, Delay, Mark, Program, Results, makes_of, reads_of
+from torchweft.run.kernels import KernelRun
+from torchweft.run.program import Body, Delay, Mark, Program
 from torchweft.source import Source
 
 Take = Callable[[Any, int, int, int], Any]
@@ -204,6 +207,7 @@ class Writer:
         self.lanes = tuple(dict.fromkeys(step.lane for step in plan.steps)) or ("compute",)
         self.num_functions = len(self.lanes)
         self.events: dict[str, int] = {}
+        self.runs: dict[object, Any] = {}  # of kernels
         self.labels = [step.label for step in plan.steps]
         for step in plan.steps:
             if step.target is not None:
@@ -311,11 +315,12 @@ class Writer:
     # Ops: what they read and make, and the function that does it.
 
     def _op(self, step: Step) -> list[str]:
-        which = self._function(step)
+        which, before = self._function(step)
         flight = self._flight(step)
         if step.kind == "complete":  # what has landed holds nothing any more
-            return [*self._assign(step, f"g{which}({flight})"), *self._drop(flight)]
-        reads = [self._read(n, step.parts) for n in reads_of(self.graph, step)]
+            landed = self._assign(step, f"g{which}({', '.join([*before, flight])})")
+            return [*landed, *self._drop(flight)]
+        reads = before + [self._read(name, step.parts) for name in self._given(step)]
         if step.parts is not None and self._written(step):
             return self._into(step, reads)
         sizes = getattr(self.bodies[step.names[0]], "sizes", ()) if step.by is None else ()
@@ -331,12 +336,12 @@ class Writer:
 
     def _written(self, step: Step) -> set[str]:
         """What a step makes straight into its place."""
-        return self.placed.difference(self.plan.copied).intersection(makes_of(self.graph, step))
+        return self.placed.difference(self.plan.copied).intersection(self._makes(step))
 
     def _into(self, step: Step, reads: list[str]) -> list[str]:
         """A run that writes its part of whole values into their rooms."""
         op, written, parts = step.names[0], self._written(step), step.parts or (0, 0)
-        number, makes = self.op_index[op], makes_of(self.graph, step)
+        number, makes = self.op_index[op], self._makes(step)
         into = into_of(self.bodies[op], op)
         self.space[f"o{number}"], slices = into.function, []
         for at, room in enumerate(into.rooms):
@@ -356,7 +361,7 @@ class Writer:
     def _rooms(self, step: Step) -> list[str]:
         """The rooms that a step writes into, and the whole values in them, made if it is first."""
         op, written, lines = step.names[0], self._written(step), []
-        into, makes = into_of(self.bodies[op], op), makes_of(self.graph, step)
+        into, makes = into_of(self.bodies[op], op), self._makes(step)
         steps = self._steps_of(step)
         all_parts = (0, self.plan.num_parts)
         for at, room in enumerate(into.rooms):
@@ -384,11 +389,9 @@ class Writer:
 
     def _assign(self, step: Step, call: str, arguments: Sequence[str] | None = None) -> list[str]:
         """The makes of a step from a call, or, with its arguments, from the calls in its body."""
-        names = makes_of(self.graph, step)
+        names = self._makes(step)
         if not names:
             return [call]
-        if step.by is not None:
-            call = self._checked(step, call, arguments or ())
         placed = self._written(step) if step.parts is None else ()  # made whole: its own place
         targets = [
             self._use(
@@ -411,29 +414,41 @@ class Writer:
     def _add(self, target: str, term: str) -> list[str]:
         return [f"{target} = {target} + {term}"]
 
-    def _checked(self, step: Step, call: str, reads: Sequence[str]) -> str:
-        """What a kernel gives, held against the graph."""
-        check = self.source.constant(results := Results(self.plan, step))
-        sizes = self._numbers(results.sizes, step.parts or (0, self.plan.num_parts))
-        given = "".join(f"{read}, " for read in reads)
-        return f"{check}({call}, ({sizes}{',' if sizes else ''}), ({given}))"
-
-    def _function(self, step: Step) -> str:
-        """Put the step's function into the namespace; the number it has there."""
-        if step.by is None:
-            which, body = f"{self.op_index[step.names[0]]}", self.bodies.get(step.names[0])
-        else:
-            kernels = sorted(self.plan.kernels)
-            body = self.plan.kernels.get(step.by)
-            which = f"_{kernels.index(step.by)}" if body is not None else ""
+    def _function(self, step: Step) -> tuple[str, list[str]]:
+        """Put the step's function into the namespace: its number, and what it takes first."""
+        if step.by is not None:
+            return self._kernel(step, step.by)
+        which, body = f"{self.op_index[step.names[0]]}", self.bodies.get(step.names[0])
         if body is None:
-            what = f"'by {step.by}'" if step.by else f"op {step.names[0]!r}"
-            raise PlanError(f"kernel: no function is known for {what}.", rule="kernel")
-        function = getattr(body, "function", body)
-        self.space[f"f{which}"] = function
+            text = f"kernel: no function is known for op {step.names[0]!r}."
+            raise PlanError(text, rule="kernel")
+        self.space[f"f{which}"] = function = getattr(body, "function", body)
         self.space[f"i{which}"] = getattr(body, "issue", None) or function
         self.space[f"g{which}"] = getattr(body, "complete", None) or _same
-        return which
+        return which, []
+
+    def _kernel(self, step: Step, by: str) -> tuple[str, list[str]]:
+        """The run of a kernel, which its issue and its complete share; it takes sizes first."""
+        kernel, key = self.plan.kernels.get(by), (by, step.names, step.parts)
+        if kernel is None:
+            cure = f"Give it by its name: kernels={{{by!r}: ...}}."
+            raise PlanError(f"kernel: no function is known for 'by {by}'. {cure}", rule="kernel")
+        if key not in self.runs:
+            is_plain = isinstance(kernel, Kernel)  # else it sees to all of that itself
+            self.runs[key] = KernelRun(self.plan, step, kernel) if is_plain else kernel
+        run, which = self.runs[key], f"_{[*self.runs].index(key)}"
+        self.space |= {f"f{which}": run.run, f"i{which}": run.issue, f"g{which}": run.complete}
+        sizes = self._numbers(run.sizes, step.parts or (0, self.plan.num_parts))
+        return which, [f"({sizes}{',' if sizes else ''})"]
+
+    def _given(self, step: Step) -> list[str]:
+        """The values that a step's function takes."""
+        return given_to(self.graph, step.names, self.plan.declaration.get(step.by or ""))
+
+    def _makes(self, step: Step) -> list[str]:
+        """What a step's function gives."""
+        by = step.by is not None
+        return makes_of(self.graph, step.names) if by else list(self.graph.op[step.names[0]].makes)
 
     def _split(self, step: Step) -> list[str]:
         name = step.names[0]
@@ -503,7 +518,7 @@ class Writer:
                     if piece not in pieces:
                         pieces.append(piece)
             if step.parts is not None:
-                for name in reads_of(self.graph, step):
+                for name in self._given(step):
                     if name in self.graph.inputs:
                         self.split.setdefault(name, set()).add(step.parts)
 

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchweft.plan.graph import Op
+from torchweft.plan.kernels.declaration import Declaration
+from torchweft.plan.kernels.fitting import makes_of, reads_of
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import tree_leaves, tree_map
 from torchweft.run.compare import Check, compare, difference
 from torchweft.run.cpu import run
 from torchweft.run.eager.build import Arguments, rows_at
-from torchweft.run.program import makes_of, reads_of
+from torchweft.run.kernels import KernelRun
 from torchweft.run.writer import compile_program, taker
 from torchweft.serve.piece import Piece, context_of
 
@@ -132,17 +135,21 @@ def _wrong_kernel(piece: Piece, inputs: Sequence[Any], limit: float | None) -> s
         return None
     call = _Repeat(piece, inputs)
     plan, bounds = call.entry.plan, call.bounds
-    steps, judges = list(plan.steps), dict[str, Any]()
+    steps, judges, told = list(plan.steps), dict[str, Any](), list[Declaration]()
     names: dict[object, str] = {}  # the issue and the complete of a run have one judge
     wrong: list[str] = []
     for at, step in enumerate(steps):
-        if step.by is not None:
+        if step.by is None:
+            continue
+        name = names.setdefault((step.by, step.names, step.parts), f"judge{len(names)}")
+        steps[at] = step._replace(by=name)
+        if name not in judges:
             start, stop = step.parts or (0, plan.num_parts)
             here = {**call.env, piece.graph.batch or "": bounds[stop] - bounds[start]}
-            name = names.setdefault((step.by, step.names, step.parts), f"judge{len(names)}")
-            judge = _Judge(piece, step, plan.kernels[step.by], here, limit, wrong)
-            steps[at], judges = step._replace(by=name), {name: judge, **judges}
-    judged = replace(plan, steps=tuple(steps), kernels=judges)
+            judges[name] = judge = _Judge(piece, plan, step, here, limit, wrong)
+            declared = plan.declaration.get(step.by, Declaration(name))
+            told.append(declared._replace(name=name, reads=tuple(judge.names)))
+    judged = replace(plan, steps=tuple(steps), kernels=judges, declared=tuple(told))
     call.run(judged, piece.captured.bodies, bounds)
     return wrong[0] if wrong else None
 
@@ -152,36 +159,53 @@ class _Judge:
     """A kernel beside the ops that it replaces: both run, and what the kernel gives goes on."""
 
     piece: Piece
+    plan: Plan
     step: Step
-    kernel: Any
     env: Mapping[str, int]
     limit: float | None
     wrong: list[str]
 
-    def __call__(self, *reads: Any) -> Any:
-        return self.complete(self.issue(*reads, at_once=True))
+    def __post_init__(self) -> None:
+        graph, names = self.piece.graph, self.step.names
+        kernel = self.plan.kernels[self.step.by or ""]
+        self.judged = KernelRun(self.plan, self.step, kernel)
+        self.sizes = self.judged.sizes
+        self.names = list(dict.fromkeys([*reads_of(graph, names), *self.judged.names]))
 
-    def issue(self, *reads: Any, at_once: bool = False) -> Any:
+    def run(self, sizes: tuple[int, ...], *reads: Any) -> Any:
+        return self.complete(sizes, self.issue(sizes, *reads))
+
+    def issue(self, sizes: tuple[int, ...], *reads: Any) -> Any:
         """What the kernel makes of it, behind what was read and a copy of that."""
-        start = None if at_once else getattr(self.kernel, "issue", None)
-        return preserved(reads), reads, (start or self.kernel)(*reads), start is not None
+        kept = dict(zip(self.names, reads, strict=True))
+        copies = dict(zip(self.names, preserved(reads), strict=True))
+        return copies, kept, self.judged.issue(sizes, *map(kept.__getitem__, self.judged.names))
 
-    def complete(self, flight: Any) -> Any:
+    def complete(self, sizes: tuple[int, ...], flight: Any) -> Any:
         """What the kernel gives. The ops have run on the copies by then, and were compared."""
-        copies, reads, made, flies = flight
-        made = self.kernel.complete(made) if flies else made
+        values, kept, flown = flight
+        made = self.judged.complete(sizes, flown)
         graph, bodies = self.piece.graph, self.piece.captured.bodies
-        names, ops = reads_of(graph, self.step), [graph.op[name] for name in self.step.names]
-        kept, values = (dict(zip(names, r, strict=True)) for r in (reads, copies))
+        ops = [graph.op[name] for name in self.step.names]
         for op in ops:
             results = bodies[op.name](*(values[read] for read in op.reads), env=self.env)
             values |= dict(zip(op.makes, results, strict=True))
-        changed = [name for name in names if any(name in op.mutates for op in ops)]
-        wanted = [values[name] for name in (*makes_of(graph, self.step), *changed)]
+        changed = [name for name in self.names if self._is_changed(name, ops)]
+        wanted = [values[name] for name in (*makes_of(graph, self.step.names), *changed)]
         verdict = compare(wanted, [*made, *(kept[name] for name in changed)], self.limit)
         if not verdict and all(op.rows != "random" for op in ops):
-            self.wrong.append(f"kernel {self.step.by!r} in place of {self.step.label}: {verdict}")
+            where = f"kernel {self.step.by!r} in place of {self.step.label}"
+            self.wrong.append(f"{where}: {verdict}")
         return made
+
+    def _is_changed(self, name: str, ops: Sequence[Op]) -> bool:
+        """Whether the ops change a value and somebody else sees it afterwards."""
+        graph, root = self.piece.graph, self.piece.graph.root[name]
+        if not any(name in op.mutates for op in ops):
+            return False
+        behind = graph.ops[graph.ops.index(ops[-1]) + 1 :]
+        seen = {graph.root[read] for op in behind if op not in ops for read in op.touched}
+        return root in seen.union(graph.inputs, (graph.root[name] for name in graph.outputs))
 
 
 def run_copy(

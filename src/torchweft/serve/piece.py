@@ -168,7 +168,8 @@ class PlanCache:
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         costs = Costs(self.options.resolved_machine)
         try:
-            bare = write(strategy, self.graph, context, costs.machine, costs=costs)
+            known = self.options.kernels
+            bare = write(strategy, self.graph, context, costs.machine, costs=costs, kernels=known)
         except StrategyError as error:
             if error.rule == "split" and self.graph.batch is None:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
@@ -488,7 +489,7 @@ class Piece:
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
         with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
-            if options.graphs or talk.by_kernel:
+            if options.graphs:
                 talk.agree()
             return self._run(entry, given, shape)
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from torchweft.plan.context import Cut
 from torchweft.plan.graph import Graph
+from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.plan.precedence import Pair
-from torchweft.plan.write.scheduler import Kernel, Scheduler
+from torchweft.plan.write.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,22 @@ def replay(s: Scheduler, *, plan: str = "") -> None:
             f"they are for {', '.join(sorted(each.graph_name for each in plans.values()))}.",
             rule="graph",
         )
-    if any(step.kind not in ("split", "run", "merge") or step.by for step in own.steps):
+    if any(step.kind not in ("split", "run", "merge") for step in own.steps):
         raise StrategyError(
-            "replay: this plan is lowered, or has kernels, which its text does not hold. Give a "
-            "plan as a strategy writes it.",
-            rule="lowered",
+            "replay: this plan is lowered. Give a plan as a strategy writes it.", rule="lowered"
         )
+    for by in sorted({step.by for step in own.steps if step.by}):
+        given, told = s.known.get(by), own.declaration.get(by)
+        if given is None:
+            raise StrategyError(
+                f"replay: this plan has a kernel {by!r}, which its text does not hold. Give the "
+                f"function: kernels={{{by!r}: ...}}.",
+                rule="kernel",
+            )
+        if given.declaration != told:
+            raise StrategyError(
+                f"replay: the plan was written for a kernel that declares {told or 'nothing'}; the "
+                f"one that is given declares {given.declaration or 'nothing'}.",
+                rule="kernel",
+            )
     from_genes(s, genes_of(own))

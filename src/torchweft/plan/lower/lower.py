@@ -213,11 +213,10 @@ def add_waits(plan: Plan) -> Plan:
         queue = f"{step.lane} {index}" if sent else step.lane
         needs: dict[str, int] = {}
         ahead = [] if step.kind == "complete" else ledger.before(step)
-        for name in step.names if step.kind in ("run", "issue") else ():
-            if talk := plan.graph.op[name].collective:  # start after start, on each channel
-                channel = (talk.communicator, talk.peer, talk.peer is None or talk.kind)
-                ahead += [talked[channel]] if channel in talked else []
-                talked[channel] = index
+        for talk in plan.talks(step):  # start after start, on each channel
+            channel = (talk.communicator, talk.peer, talk.peer is None or talk.kind)
+            ahead += [talked[channel]] if talked.get(channel, index) != index else []
+            talked[channel] = index
         for other in ahead:
             lane, count = at[other]
             if plan.steps[other].lane != step.lane and count > clock.get(lane, 0):

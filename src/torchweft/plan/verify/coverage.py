@@ -12,6 +12,7 @@ from itertools import islice
 
 from torchweft.errors import PlanError, unknown
 from torchweft.plan.graph import USES, Graph
+from torchweft.plan.kernels.fitting import faults_of
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan, Step, bracket
 
@@ -66,6 +67,8 @@ def _lanes(plan: Plan) -> Iterator[str]:
     names = [lane.name for lane in plan.lanes]
     if not names:
         yield "the plan has no lanes."
+    if len(plan.declaration) < len(plan.declared):
+        yield "two kernels have one name."
     for lane in plan.lanes:
         if names.count(lane.name) > 1:
             yield f"two lanes are named {lane.name!r}."
@@ -129,6 +132,8 @@ def _step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
 def _op_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
     if len(step.names) > 1 and step.by is None:
         yield f"{step.label} joins ops, so it needs a kernel: 'by NAME'."
+    if step.by is not None and all(name in graph.op for name in step.names):
+        yield from faults_of(graph, step.names, step.by, plan.declaration.get(step.by))
     for name in step.names:
         op = graph.op.get(name)
         if op is None:
@@ -199,9 +204,9 @@ def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:
                         yield Finding("coverage", text, index, "Drop one of the two.")
                         break
                     runs[key] = index
-    issued = {(step.names, step.parts) for step in plan.steps if step.kind == "issue"}
+    issued = {(s.names, s.parts, s.by) for s in plan.steps if s.kind == "issue"}
     for index, step in enumerate(plan.steps):  # each complete ends what one issue started
-        if step.kind == "complete" and (step.names, step.parts) not in issued:
+        if step.kind == "complete" and (step.names, step.parts, step.by) not in issued:
             yield Finding("coverage", f"{step.label} ends what no step issued.", index)
     for op in graph.ops:
         for part in range(1 if op.whole else plan.num_parts):

@@ -111,8 +111,9 @@ class Walk:
             else:
                 lane.talks = talks
         elif step.kind == "complete":
-            access, known, lane.talks = lane.rank.flying[step.names, step.parts]
+            access, known, talks = lane.rank.flying[step.names, step.parts]
             _merge(lane.clock, known)
+            lane.talks = talks + self.talk(lane, step, index)  # a kernel may talk here too
             access.lane, access.end = lane.number, end
         elif step.kind != "wait":
             access = Access(index, lane.number, end)
@@ -121,14 +122,11 @@ class Walk:
     def talk(self, lane: LaneWalk, step: Step, index: int) -> list[TalkWalk]:
         """Start the collectives of a step, each behind the last one of its channel."""
         rank, talks = lane.rank, []
-        for name in step.names:
-            talk = rank.graph.op[name].collective
-            if talk is None:
-                continue
+        for talk in rank.plan.talks(step):
             # Matched by order: a communicator, or one direction between two of its ranks.
             ends: Channel = () if talk.peer is None else (rank.number, talk.peer)
             channel = (talk.communicator, *(ends if talk.kind == "send" else ends[::-1]))
-            says = talk.tag or name, step.parts
+            says = talk.tag or step.names[0], step.parts
             said = rank.said.setdefault(channel, [])
             if said and lane.clock[said[-1].lane] < said[-1].clock[said[-1].lane]:
                 other = rank.labels[said[-1].step]

@@ -12,31 +12,40 @@ Authors say order and lane; `lower` adds waits, copies, frees and places. Every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import NAME, Graph, Op
+from torchweft.plan.kernels.fitting import faults_of
+from torchweft.plan.kernels.kernel import Kernel, as_kernel
 from torchweft.plan.machine import Costs, Lane, Machine
 from torchweft.plan.plan import Plan, Range, Step, bracket, one_line
 from torchweft.plan.precedence import Pair, precedence
 
-Kernel = Callable[..., Any]
 MAX_IDLE_CALLS = 10_000
 
 
 class Scheduler:
-    """Records the steps of one plan. `graph`, `context` and `machine` are there to look at."""
+    """Records the steps of one plan. `graph`, `context` and `machine` are there to look at.
+
+    known: the kernels that `replace=` may name.
+    """
 
     def __init__(
-        self, graph: Graph, context: Context, machine: Machine, costs: Costs | None = None
+        self,
+        graph: Graph,
+        context: Context,
+        machine: Machine,
+        costs: Costs | None = None,
+        known: Mapping[str, Kernel] | None = None,
     ) -> None:
         self.graph, self.context, self.machine = graph, context, machine
         self.costs = costs or Costs(machine)
         self.cut = Cut()
         self.steps: list[Step] = []
-        self.kernels: dict[str, Kernel] = {}
+        self.known, self.kernels = known or {}, dict[str, Kernel]()
         self.notes: list[str] = []
         self._closed = ""
         self._idle = 0
@@ -98,11 +107,12 @@ class Scheduler:
         op: Op | str | Sequence[Op | str],
         *parts: int | None,
         lane: str | Lane | None = None,
-        replace: Kernel | str | None = None,
+        replace: Kernel | Callable[..., Any] | str | None = None,
     ) -> None:
         """Run an op on parts; several adjacent parts are one merged run, none means all parts.
 
-        A tuple of ops with `replace=kernel` puts the kernel in their place.
+        A tuple of ops with `replace=kernel` puts the kernel in their place: a function, what
+        `weft.kernel` has declared, or the name of one that is given as `kernels=`.
         """
         self._open("run")
         ops = [self._op(item) for item in ((op,) if isinstance(op, Op | str) else op)]
@@ -119,9 +129,9 @@ class Scheduler:
             )
         for item in ops:
             self._schedule(item, given)
-        where = self._lane(ops, lane)
-        by = None if replace is None else self._kernel(replace)
         names = tuple(item.name for item in ops)
+        by = None if replace is None else self._kernel(replace, names)
+        where = self._lane(ops, lane, by)
         self.steps.append(Step("run", where.name, names, given, by=by))
         self._idle = 0
 
@@ -170,6 +180,7 @@ class Scheduler:
         return Plan(
             graph.name, graph.digest, self.cut, self.machine.lanes, steps,
             history=history, bound=graph, kernels=dict(self.kernels),
+            declared=tuple(k.declaration for k in self.kernels.values() if k.declaration),
         )  # fmt: skip
 
     # What is scheduled: ops and parts, and those that each must come behind.
@@ -229,9 +240,12 @@ class Scheduler:
             self._fail("part", f"{list(parts)} are not adjacent parts.")
         return None if stop - start == self.num_parts else (start, stop)
 
-    def _lane(self, ops: list[Op], lane: str | Lane | None) -> Lane:
+    def _lane(self, ops: list[Op], lane: str | Lane | None, by: str | None) -> Lane:
         if lane is None:
-            chosen = self.machine.lane_for(ops[0])
+            # A kernel with two phases goes where its two-phase op would.
+            halves = by is not None and by in self.kernels and self.kernels[by].issue is not None
+            first = next((op for op in ops if op.two_phase), ops[0]) if halves else ops[0]
+            chosen = self.machine.lane_for(first)
         else:
             name = lane.name if isinstance(lane, Lane) else lane
             if name not in self.machine.lane:
@@ -249,20 +263,22 @@ class Scheduler:
             )
         return chosen
 
-    def _kernel(self, kernel: Kernel | str) -> str:
-        if isinstance(kernel, str):
-            name = kernel
-        elif not callable(kernel):
-            self._fail("kernel", f"{kernel!r} is neither a function nor a name.")
+    def _kernel(self, given: Kernel | Callable[..., Any] | str, names: tuple[str, ...]) -> str:
+        """The name of a kernel in this plan; two of one name get a number."""
+        if isinstance(given, str) and given not in self.known:
+            if not NAME.fullmatch(given):
+                self._fail("kernel", f"{given!r} is not a name.")
+            name, declared = given, None
         else:
-            name = getattr(kernel, "__name__", "kernel")
-            name = name if NAME.fullmatch(name) else "kernel"
-            taken = self.kernels.setdefault(name, kernel)
-            if taken is not kernel:
+            kernel = self.known[given] if isinstance(given, str) else as_kernel(given)
+            alike = [n for n, own in self.kernels.items() if own.called(kernel.name) == kernel]
+            name = alike[0] if alike else kernel.name
+            while not alike and name in self.kernels:
                 name = f"{name}_{len(self.kernels)}"
-                self.kernels[name] = kernel
-        if not NAME.fullmatch(name):
-            self._fail("kernel", f"{name!r} is not a name.")
+            self.kernels.setdefault(name, kernel.called(name))
+            declared = self.kernels[name].declaration
+        for why in faults_of(self.graph, names, name, declared):
+            self._fail("kernel", why)
         return name
 
     def _open(self, call: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from torchweft.errors import StrategyError, WeftError, unknown
 from torchweft.plan.context import Context
 from torchweft.plan.graph import NAME, Graph
+from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.machine import Costs, Machine, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.write.scheduler import Scheduler
@@ -125,14 +126,16 @@ def write(
     machine: Machine | None = None,
     *,
     costs: Costs | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
     limit_s: float = 10.0,
 ) -> Plan:
     """The bare plan that a strategy writes for a graph and a context.
 
+    kernels: those that the strategy may name.
     Raises `StrategyError` if the strategy makes a mistake, raises, or takes longer than `limit_s`.
     """
     chosen = as_strategy(strategy)
-    scheduler = Scheduler(graph, context, machine or cpu(), costs)
+    scheduler = Scheduler(graph, context, machine or cpu(), costs, kernels)
     try:
         with _limit(limit_s):
             chosen.function(scheduler, **chosen.options)

@@ -231,11 +231,16 @@ def build(
 
 
 def check_steps(plan: Plan) -> None:
-    """Raise `StrategyError` for a step over some of several parts.
+    """Raise `StrategyError` for a step over some of several parts, or by a kernel.
 
     Every part is a run of the model of its own, so no step is about two of them.
     """
     for step in plan.steps:
+        if step.by is not None:
+            raise StrategyError(
+                f"boundary: {step.label} is by kernel {step.by!r}; in boundary mode the model runs "
+                "itself, and nothing takes the place of its calls."
+            )
         several = step.parts is not None and step.parts[1] - step.parts[0] > 1
         if step.kind in ("run", "issue") and several:
             raise StrategyError(

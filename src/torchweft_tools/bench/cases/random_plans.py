@@ -16,6 +16,7 @@ from random import Random
 
 from torchweft.plan.context import Cut
 from torchweft.plan.graph import USES, Graph
+from torchweft.plan.kernels.declaration import Declaration
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft_tools.bench.cases.random_drafts import (
@@ -28,6 +29,7 @@ from torchweft_tools.bench.cases.random_drafts import (
 from torchweft_tools.bench.cases.random_graphs import mirror, random_graph
 from torchweft_tools.bench.oracle.content import Action, conflict
 
+FUSED = "fused"
 Talked = list[tuple[str, Range | None]]
 MAX_DRAWS = 12
 
@@ -179,7 +181,13 @@ class _Deal:
             steps.sort(key=lambda step: position[step.lane])
         draft = self.draft
         facts = (self.graph.name, self.graph.digest, draft.cut, self.lanes, tuple(steps))
-        return Plan(*facts, tuple(draft.buffers), tuple(draft.places), bound=self.graph)
+        talking = sorted({step.by for step in steps if step.by and step.by != FUSED})
+        kinds = [(name, name.removeprefix(f"{FUSED}_")) for name in talking]
+        declared = [Declaration(name, talks=((kind, "issue"),)) for name, kind in kinds]
+        return Plan(
+            *facts, tuple(draft.buffers), tuple(draft.places), declared=tuple(declared),
+            bound=self.graph,
+        )  # fmt: skip
 
     # Steps become nodes: kernels for several ops, issues and completes for two-phase ops.
 
@@ -205,7 +213,7 @@ class _Deal:
                 nodes.append(node)
                 continue
             names = last.step.names + step.names
-            last.step = last.step._replace(names=names, by="fused")
+            last.step = last.step._replace(names=names, by=self.by(names))
             last.items.append(item)
             last.ends.append(item)
             copies = {item for copy in between for item in copy.items}
@@ -238,10 +246,20 @@ class _Deal:
         return apart and bool(self.threads(one.lane, one.names + two.names))
 
     def may_be_kernel(self, names: Sequence[str]) -> bool:
-        """Whether no op writes into a place: a kernel does not, and then there would be a copy."""
+        """Whether no op writes into a place, for a kernel does not and then there would be a copy,
+        and what is said can be said by a kernel.
+        """
         made = {name for op in names for name in self.graph.op[op].makes}
         placed = made & {place.value for place in self.draft.places}
+        talks = [talk for op in names if (talk := self.graph.op[op].collective) is not None]
+        if len(talks) > 1 or any(talk.peer is not None for talk in talks):
+            return False
         return not any(self.graph.value[name].placeable for name in placed)
+
+    def by(self, names: Sequence[str]) -> str:
+        """The name of a kernel: with the kind of what it says in the place of a collective."""
+        talks = [talk for op in names if (talk := self.graph.op[op].collective) is not None]
+        return "_".join([FUSED, *(talk.kind for talk in talks)])
 
     def with_phases(self, nodes: list[_Node]) -> list[_Node]:
         """Every node on a lane; two-phase ops on a hosted lane become an issue and a complete."""
@@ -259,7 +277,7 @@ class _Deal:
                 raise ImpossibleError
             node.step = node.step._replace(lane=self.rng.choice(threads))
             if kind == "run" and self.rng.random() < 0.05 and self.may_be_kernel(names):
-                node.step = node.step._replace(by="fused")
+                node.step = node.step._replace(by=self.by(names))
             dealt.append(node)
         for issue_node in [node for node in dealt if node.step.kind == "issue"]:
             self.insert_complete(dealt, issue_node)

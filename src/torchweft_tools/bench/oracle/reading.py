@@ -9,10 +9,10 @@ A reading says nothing about order; the two judges (`interleavings`, `closure`) 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from torchweft.plan.graph import Op
+from torchweft.plan.graph import Collective, Op
 from torchweft.plan.plan import Plan, Step
 from torchweft.plan.sizes import ONE
 from torchweft_tools.bench.oracle.content import (
@@ -259,10 +259,9 @@ class _PlanReader:
 
     def talks(self, step: Step) -> list[OracleTalk]:
         talks = []
-        for name in step.names if step.kind in ("run", "issue") else ():
-            op = self.graph.op[name]
-            if (talk := op.collective) is None:
-                continue
+        ops = [self.graph.op[name] for name in step.names if step.kind in ("run", "issue")]
+        spoken = [(op.name, op.collective) for op in ops if op.collective is not None]
+        for name, talk in self.said(step, spoken) if step.by is not None else spoken:
             cut = self.plan.cut if step.parts else None
             facts = (talk.tag or name, step.parts, cut)
             if talk.peer is not None:
@@ -273,6 +272,22 @@ class _PlanReader:
                 members = self.graph.members(talk.communicator, self.num_ranks)
                 talks.append(OracleTalk((talk.communicator,), members, (talk.kind, *facts)))
         return talks
+
+    def said(
+        self, step: Step, replaced: list[tuple[str, Collective]]
+    ) -> list[tuple[str, Collective]]:
+        """What a kernel says in the place of the collectives that it replaces."""
+        declared = [one for one in self.plan.declared if one.name == step.by]
+        if replaced and not declared:
+            raise UnsafeError(f"{step.label}: nobody knows what the kernel {step.by} says")
+        talks = declared[0].talks if replaced else ()
+        if any(phase == "complete" for _, phase in talks):
+            raise NotImplementedError("the oracle knows no talks at a complete")
+        names = [replaced[min(at, len(replaced) - 1)] for at in range(len(talks))]
+        return [
+            (name, replace(talk, kind=kind))
+            for (kind, _), (name, talk) in zip(talks, names, strict=True)
+        ]
 
     def reading(self) -> Reading:
         actions, waits, issues = [], {}, {}

@@ -58,6 +58,13 @@ def _check_ops(plan: Plan, step: Step) -> None:
         op = plan.graph.op[name]
         _check_range(plan, step, not op.whole)
     ops = [plan.graph.op[name] for name in step.names]
+    talks = [op.collective for op in ops if op.collective is not None]
+    own = [one.talks for one in plan.declared if one.name == step.by]
+    groups = {talk.communicator for talk in talks}
+    if (own and own[0] and len(groups) != 1) or (step.by and groups and not own):
+        raise UnsafeError(f"{step.label}: it is not known what the kernel says, and to whom")
+    if own and any(talk.peer is not None for talk in talks):
+        raise UnsafeError(f"{step.label}: a kernel sends no messages")
     if step.kind != "complete" and not any(op.uses in lane.uses for op in ops):
         raise UnsafeError(f"{step.label}: lane {lane.name} does not take it")
     if step.kind != "run" and not any(op.two_phase for op in ops):
