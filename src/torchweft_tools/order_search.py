@@ -2,7 +2,7 @@
 
     graph, cut, context, machine, costs --bound_by_search--> OrderBound: seconds, plan
 
-For small graphs, where `torchweft.plan.bound` leaves a gap. It needs the package `ortools`. A plan
+For small graphs, where `plan.improve.bound` leaves a gap. It needs the package `ortools`. A plan
 chooses for each op how its parts are grouped into runs, and for each run a lane and a start:
 
     run, way      one of them for each part; a way is a lane, or one that another lane issues for
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchweft.errors import PlacementError
-from torchweft.plan.bound import bound
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.improve import Genes, from_genes
+from torchweft.plan.improve.bound import bound
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs, Lane, Machine
 from torchweft.plan.plan import Plan, Range, Step

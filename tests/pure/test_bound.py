@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchweft.errors import MachineError, MemoryPlanError, PlacementError, StrategyError
-from torchweft.plan import bound as bound_module
-from torchweft.plan.bound import Bound, bound
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.improve import bound as bound_module
+from torchweft.plan.improve.bound import Bound, bound
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, Slowdown, cpu
 from torchweft.plan.simulator import simulate

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchweft.errors import StrategyError, WeftError
-from torchweft.plan.bound import bound
 from torchweft.plan.context import Context, Cut, watch
 from torchweft.plan.graph import Graph, Op, Value
 from torchweft.plan.improve import from_genes, genes_of, improve, replay, searched
+from torchweft.plan.improve.bound import bound
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
 from torchweft.plan.plan import Plan

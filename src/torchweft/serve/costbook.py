@@ -20,8 +20,8 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchweft.plan.bound import Bound, bound
 from torchweft.plan.context import Context
+from torchweft.plan.improve.bound import Bound, bound
 from torchweft.plan.machine import Costs, CostTable, cost_key
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy

@@ -1,4 +1,4 @@
-"""The choice of plans: predict, and a search: genes (candidates as data), lists (to begin), search,
+"""The choice of plans: bound, predict, and a search: genes (candidates), lists (to begin), search,
 replay."""
 
 from torchweft.plan.improve.genes import Genes, from_genes, genes_of

@@ -31,9 +31,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from torchweft.errors import MemoryPlanError, PlanError, StrategyError
-from torchweft.plan.bound import INF, bound
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Op
+from torchweft.plan.improve.bound import INF, bound
 from torchweft.plan.improve.genes import Genes, from_genes, genes_of, ranges_of
 from torchweft.plan.improve.lists import Lists
 from torchweft.plan.lower.lower import lower
