@@ -22,10 +22,10 @@ def span(kind: str, op: str, start_s: float, end_s: float) -> Span:
     return Span(kind, op, lane, "cpu", lane, op, None, start_s, end_s, end_s - start_s)
 
 
-def piece_of(batch: int, *spans: Span) -> Any:
+def piece_of(batch: int, *spans: Span, inner: str | None = None) -> Any:
     """A piece that was traced in one call."""
     traced = SimpleNamespace(bounds=(0, batch), context=Context(batch=batch))
-    entry = SimpleNamespace(inner=None, trace=Trace("t", spans, ()), traced=traced)
+    entry = SimpleNamespace(inner=inner, trace=Trace("t", spans, ()), traced=traced)
     plans = SimpleNamespace(all_entries=lambda: [entry])
     service = SimpleNamespace(options=SimpleNamespace(resolved_machine=cpu()))
     return SimpleNamespace(graph=GRAPH, plans=plans, service=service, traced=traced)
@@ -89,3 +89,23 @@ def test_ops_that_ran_beside_a_flight_count_where_none_ran_alone() -> None:
     assert [len(book.costs(piece, Context(batch=64), alone=alone).table.entries) for alone in (
         False, True
     )] == [3, 2]  # fmt: skip
+
+
+def test_a_bound_for_other_kernels_is_not_made_of_slower_ones() -> None:
+    """Theirs ran beside flights only: still, no plan by them needs what the model's own take."""
+    first, flight = next(op.name for op in GRAPH.ops if op.uses == "compute"), FLIGHTS[0].name
+    alone = piece_of(64, span("run", first, 0.0, 4.0))
+    beside = piece_of(
+        64, span("transfer", flight, 0.0, 1.5), span("run", first, 0.0, 1.5), inner="onednn"
+    )
+    book, key = CostBook(), cost_key(GRAPH, GRAPH.op[first], Context(batch=64).env(GRAPH.batch))
+
+    def taken(inner: str | None) -> float:
+        costs = book.costs(alone, Context(batch=64), inner, alone=True)
+        return dict(costs.table.seconds[key, "cpu"])[64]
+
+    book.read(alone)
+    book.read(beside)
+    assert (taken(None), taken("onednn")) == (4.0, 1.5)
+    book.read(piece_of(64, span("run", first, 0.0, 1.0), inner="onednn"))
+    assert taken("onednn") == 1.0

@@ -135,18 +135,24 @@ class CostBook:
     ) -> Costs:
         """What ops cost on the machine of a piece in a call: medians, with kernels of an inner
         compiler; None: as the model was compiled. alone: only what was seen without flights beside
-        it. Flights are those of calls like it, if there were any: a link that has had little to
-        do is quicker."""
+        it; of an inner compiler's kernels also what they took beside flights, where that is less
+        than other kernels take alone. Flights are those of calls like it, if there were any: a
+        link that has had little to do is quicker."""
         table: dict[Key, dict[int, float]] = {}
         for near in sorted(self.flights, key=lambda near: near == _near(context)):
             for key, by_rows in self.flights[near].items():
                 known = {} if near == _near(context) else table.get(key, {})
                 table[key] = {**known, **{n: median(s) for n, s in by_rows.items()}}
         for seen in (Seen(None, False), Seen(None, True), Seen(inner, False), Seen(inner, True)):
-            for key, by_rows in (
-                self.seconds.get(seen, {}).items() if seen.alone or not alone else ()
-            ):
-                table.setdefault(key, {}).update((n, median(s)) for n, s in by_rows.items())
+            counts = seen.alone or not alone
+            for key, by_rows in self.seconds.get(seen, {}).items() if counts or inner else ():
+                known = table.setdefault(key, {})
+                for rows, taken in by_rows.items():
+                    if counts:
+                        known[rows] = median(taken)
+                    elif seen.inner:  # slowed down, yet these kernels, not others
+                        known[rows] = min(known.get(rows, math.inf), median(taken))
+        table = {key: by_rows for key, by_rows in table.items() if by_rows}
         return Costs(piece.service.options.resolved_machine, CostTable.of(table))
 
     def agreed_costs(self, piece: Piece, context: Context, agreed: Agreed) -> Costs | None:
