@@ -95,3 +95,15 @@ def scatter(s, *, parts=2):
         op, part = rng.choice(ready)
         s.run(op, part, lane=rng.choice(["compute", "compute1", "compute2"]))
     s.merge()
+
+
+def edged(s, *, seed=0, parts=2):
+    """As `scatter`, and every run comes after two others that it has nothing to do with."""
+    rng, done = random.Random(seed), []
+    s.split(parts)
+    while ready := s.ready():
+        op, part = rng.choice(ready)
+        lane = rng.choice(["compute", "compute1", "compute2"])
+        s.run(op, part, lane=lane, after=rng.sample(done, min(2, len(done))))
+        done.append((op, part))
+    s.merge()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 from device import TestDevice
 from double import torch_like
-from drawn import drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
+from drawn import ROWS, drawn_call, drawn_graph, drawn_inputs, drawn_plan, without
 
 from torchweft.errors import RunError
+from torchweft.plan.context import Context
+from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import accelerator
+from torchweft.plan.plan import pairs_of
+from torchweft.plan.verify import verify
+from torchweft.plan.write.strategy import write
 from torchweft.run.accelerator.accelerator import Accelerator, Runtime
 from torchweft.run.accelerator.dispatch import dispatch
 from torchweft.run.accelerator.streams import write_streams
@@ -95,3 +104,35 @@ def test_without_any_one_event_that_is_not_implied_the_result_is_wrong():
     num_waits, num_missed = map(sum, zip(*counts, strict=True))
     assert num_waits >= 5 * len(SEEDS), "the plans have many events"
     assert num_missed >= 0.9 * num_waits, "hardly any event is implied by others"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_keep_the_edges_of_a_plan(seed):
+    """By the clocks of its dispatch every step is behind the ends of all that it comes after."""
+    graph, _ = drawn_graph(seed)
+
+    def edged(s):
+        rng, done = random.Random(seed), []
+        s.split(2)
+        while ready := s.ready():
+            op, part = rng.choice(ready)
+            after = rng.sample(done, min(2, len(done)))
+            s.run(op, part, lane=rng.choice(s.lanes(op)), after=after)
+            done.append((op, part))
+        s.merge()
+
+    machine = accelerator(3, network_priority=-1)
+    plan = verify(lower(write(edged, graph, Context(batch=ROWS), machine)))
+    given = dispatch(plan)
+    ended = {}  # by op and part: the item at whose end it is over
+    for number, item in enumerate(given.items):
+        step = plan.steps[item.step] if item.step is not None else None
+        if step is None or item.opens or step.kind not in ("run", "issue", "complete"):
+            continue
+        for name, parts in step.after:
+            for pair in pairs_of(graph, plan.num_parts, (name,), parts):
+                stream = given.items[ended[pair]].stream
+                assert given.clocks[number].get(stream, -1) >= ended[pair], f"{step}\n{plan}"
+        if step.kind != "issue":
+            own = pairs_of(graph, plan.num_parts, step.names, step.parts)
+            ended |= dict.fromkeys(own, number)

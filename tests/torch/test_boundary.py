@@ -606,6 +606,24 @@ def test_a_merged_run_is_refused(monkeypatch):
     assert "is a merged run" in weft.report(model).fallbacks[0][0]
 
 
+def test_an_edge_holds_a_part_back():
+    def second_first(s):
+        s.split(2)
+        s.run("block", 1)
+        s.run("block", 0, after=[("block", 1)])
+        s.run("block.1", 0)
+        s.run("block.1", 1, after=[("block.1", 0)])
+        s.merge()
+
+    model = Net().eval()
+    wanted = model(inputs())
+    weft.compile(model, second_first, capture="boundary", rules=BLOCKS, fallback="error")
+    for _ in range(3):
+        torch.testing.assert_close(model(inputs()), wanted)
+    (plan,) = weft.plans(model)
+    assert any(step.after for step in plan.steps)
+
+
 def test_a_function_runs_in_parts_too():
     block = Block().eval()
     compiled = boundary(lambda x: block(x) * 2, rules=[])

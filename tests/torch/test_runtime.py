@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract import CASES, ROWS, by_hand, diamond, inputs, planned, scatter, spread
+from contract import CASES, ROWS, by_hand, diamond, edged, inputs, planned, scatter, spread
 
 from torchweft.errors import RunError
 from torchweft.plan.graph import Batch, Value
@@ -29,7 +29,7 @@ def lanes():
 
 
 @pytest.mark.parametrize("jitter", [False, True])
-@pytest.mark.parametrize(("strategy", "num_lanes"), [*CASES, (scatter, 3)])
+@pytest.mark.parametrize(("strategy", "num_lanes"), [*CASES, (scatter, 3), (edged, 3)])
 def test_laws_6_and_7_outputs_are_the_same_bits_with_and_without_jitter(
     strategy, num_lanes, jitter, lanes
 ):
@@ -43,6 +43,29 @@ def test_laws_6_and_7_outputs_are_the_same_bits_with_and_without_jitter(
         for a, b in zip(wanted, found, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(given[1], expected[1]), "the state was left as program order leaves it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_run_begins_before_what_it_comes_after(seed, lanes):
+    graph, bodies = diamond()
+    plan = planned(lambda s: edged(s, seed=seed, parts=1), 3, graph)
+    log: list[tuple[str, bool]] = []
+
+    def logging(name, body):
+        def logged(*given):
+            log.append((name, False))
+            made = body(*given)
+            log.append((name, True))
+            return made
+
+        return logged
+
+    logged = {name: logging(name, body) for name, body in bodies.items()}
+    run(compile_program(plan, logged, jitter=True), inputs(), plan.cut.bounds(ROWS), lanes)
+    edges = [(step, op) for step in plan.steps for op, _ in step.after]
+    assert len(edges) > len(graph.ops)
+    for step, op in edges:
+        assert log.index((op, True)) < log.index((step.names[0], False))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])

@@ -12,6 +12,7 @@
       compute  split x                    x[0] and x[1] become views of x
       compute  attn0[0]                   run op attn0 on part 0; [0:2]: parts 0 and 1; none: all
       compute  issue reduce0[0] on network     start a two-phase op; `complete reduce0[0]` ends it
+      compute  mlp0[1] after reduce0[0]   an edge that the author asked for
       network  wait attn0[0]              go on when that step is done
       compute  (norm0 add0)[0] by fused   a user's kernel in the place of two ops
       compute  copy y[0]                  into its place; `copy y[0] to gpu0`: to another device
@@ -19,17 +20,17 @@
       compute  merge y                    y is handed out whole
     end
 
-A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`) or declared kernels has
-format 2, every other plan format 1. `docs/plans.md` says what each step means. A plan is data: it
-has no sizes, holds no code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is named
-by its digest; `bind` joins them.
+A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`), declared kernels or edges
+has format 2, every other plan format 1. `docs/plans.md` says what each step means. A plan is data:
+it has no sizes, holds no code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is
+named by its digest; `bind` joins them.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -50,6 +51,10 @@ FORMATS = ("1", "2")
 MAX_STEPS, MAX_LINE, MAX_MEMORY = 100_000, 100_000, 10_000
 KINDS = ("split", "run", "copy", "wait", "merge", "free", "issue", "complete")
 Range = tuple[int, int]
+Edge = tuple[str, Range | None]
+"""What a step comes after: an op, and a range of parts (None: all, or no batch)."""
+Pair = tuple[str, int]
+"""An op, and a part; of an op that runs once for all parts: 0."""
 
 
 class Step(NamedTuple):
@@ -58,6 +63,7 @@ class Step(NamedTuple):
     names: the ops of a run, issue or complete; the value of a split, copy, merge or free.
     on: the lane that an issued op runs on, the device that a copy goes to.
     by: the user's kernel that stands in for the ops. target: the label that a wait waits for.
+    after: what must have ended before a run or an issue starts, besides what it touches.
     """
 
     kind: str
@@ -67,6 +73,7 @@ class Step(NamedTuple):
     on: str | None = None
     by: str | None = None
     target: str | None = None
+    after: tuple[Edge, ...] = ()
 
     @property
     def label(self) -> str:
@@ -83,7 +90,8 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         on = f" on {self.on}" if self.kind == "issue" else ""
         by = f" by {self.by}" if self.by else ""
-        return f"{self.lane}  {self.label}{by}{on}"
+        edges = " ".join(name + bracket(parts) for name, parts in self.after)
+        return f"{self.lane}  {self.label}{by}{on}{' after ' if edges else ''}{edges}"
 
 
 class Buffer(NamedTuple):
@@ -120,6 +128,12 @@ def holds(piece: Range | None, parts: Range | None) -> bool:
     if piece is None or parts is None:
         return piece is None
     return piece[0] <= parts[0] and parts[1] <= piece[1]
+
+
+def pairs_of(graph: Graph, num_parts: int, names: Sequence[str], parts: Range | None) -> list[Pair]:
+    """The ops and parts that a step of these ops over a range runs."""
+    every = range(*(parts or (0, num_parts)))
+    return [(name, part) for name in names for part in ((0,) if graph.op[name].whole else every)]
 
 
 @dataclass(frozen=True)
@@ -207,8 +221,10 @@ class Plan:
         return "\n".join(difflib.unified_diff(*pair, "before", "after", lineterm=""))
 
     def __str__(self) -> str:
+        newer = self.declared or any(lane.to for lane in self.lanes)
+        newer = newer or any(step.after for step in self.steps)
         lines = [
-            f"weft plan {FORMATS[bool(self.declared) or any(lane.to for lane in self.lanes)]}",
+            f"weft plan {FORMATS[bool(newer)]}",
             f"graph {self.graph_name} {self.digest}",
             f"parts {self.cut}",
         ]
@@ -267,7 +283,10 @@ _HEAD: dict[str, tuple[str, Callable[..., object]]] = {
 _ACT = (
     rf"(?:(split|copy|merge|free|issue|complete) )?(?:({_NAME})|\(({_NAME}(?: {_NAME})+)\)){_RANGE}"
 )
-_STEP = re.compile(rf"({_NAME})\s+{_ACT}(?: to ({_NAME}))?(?: by ({_NAME}))?(?: on ({_NAME}))?")
+_STEP = re.compile(
+    rf"({_NAME})\s+{_ACT}(?: to ({_NAME}))?(?: by ({_NAME}))?(?: on ({_NAME}))?(?: after (\S.*))?"
+)
+_EDGE = re.compile(rf"({_NAME}){_RANGE}")
 _WAIT = re.compile(rf"({_NAME})\s+wait ({_ACT}(?: to {_NAME})?)")
 
 
@@ -336,18 +355,30 @@ class _Parser:
         match = _STEP.fullmatch(line)
         if match is None:
             self.fail("cannot read this step.")
-        lane, kind, name, names, start, stop, to, by, on = match.groups()
+        lane, kind, name, names, start, stop, to, by, on, after = match.groups()
         kind = kind or "run"
         if (to and kind != "copy") or (by and kind not in ("run", "issue", "complete")):
             self.fail(f"'{'to' if to else 'by'}' does not go with a {kind} step.")
         if bool(on) != (kind == "issue") or (names and kind not in ("run", "issue", "complete")):
             self.fail("an issue step, and no other, says 'on LANE'; only ops stand in ( ).")
-        parts = None
-        if start is not None:
-            parts = (int(start), int(stop) if stop is not None else int(start) + 1)
-            if parts[0] >= parts[1] or (stop is not None and parts[1] == parts[0] + 1):
-                self.fail(f"the range [{start}:{stop}] is not one of several parts.")
-        return Step(kind, lane, tuple(names.split(" ")) if names else (name,), parts, to or on, by)
+        if after and (self.format == "1" or kind not in ("run", "issue")):
+            self.fail("'after' goes with a run or an issue step, from plan format 2 on.")
+        edges = []
+        for text in after.split(" ") if after else ():
+            if (edge := _EDGE.fullmatch(text)) is None:
+                self.fail(f"{clip(text)} is no op, or op and range, to come after.")
+            edges.append((edge[1], self.range(edge[2], edge[3])))
+        made = tuple(names.split(" ")) if names else (name,)
+        parts = self.range(start, stop)
+        return Step(kind, lane, made, parts, to or on, by, after=tuple(edges))
+
+    def range(self, start: str | None, stop: str | None) -> Range | None:
+        if start is None:
+            return None
+        parts = (int(start), int(stop) if stop is not None else int(start) + 1)
+        if parts[0] >= parts[1] or (stop is not None and parts[1] == parts[0] + 1):
+            self.fail(f"the range [{start}:{stop}] is not one of several parts.")
+        return parts
 
     def build(self, head: Mapping[str, list[Any]], steps: tuple[Step, ...]) -> Plan:
         for word in ("graph", "parts"):

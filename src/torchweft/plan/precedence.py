@@ -10,8 +10,8 @@ they touch the same bytes and not both only read; then their recorded order has 
 
     ledger.before(step) -> indices of earlier steps         ledger.note(index, step)
 
-A two-phase op that is issued holds its bytes until its complete: it is asked for at the issue and
-noted at the complete.
+So has that of a step and what its author wants it to come after. A two-phase op that is issued
+holds its bytes until its complete: it is asked for at the issue and noted at the complete.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.machine import Lane
-from torchweft.plan.plan import Step
-
-Pair = tuple[str, int]
-"""An op, and a part; of an op that runs once for all parts: 0."""
+from torchweft.plan.plan import Pair, Step, pairs_of
 
 
 def precedence(graph: Graph, num_parts: int = 1) -> dict[Pair, list[Pair]]:
@@ -67,6 +64,7 @@ class Ledger:
         self.writer: dict[tuple[str, int], int] = {}
         self.readers: dict[tuple[str, int], list[int]] = {}
         self._op_cells: dict[tuple[str, tuple[int, int] | None], tuple[Touch, ...]] = {}
+        self.ended: dict[Pair, int] = {}
 
     def before(self, step: Step) -> list[int]:
         """The earlier steps that this one must come behind."""
@@ -77,10 +75,16 @@ class Ledger:
                 earlier.append(self.writer[cell])
             if writes:  # write after read
                 earlier += self.readers.get(cell, ())
+        for name, parts in step.after:  # as its author asked for
+            pairs = pairs_of(self.graph, self.num_parts, (name,), parts)
+            earlier += [self.ended[pair] for pair in pairs if pair in self.ended]
         return earlier
 
     def note(self, index: int, step: Step) -> None:
-        """Remember what a step touched."""
+        """Remember what a step touched, and that it has ended."""
+        if step.kind in ("run", "complete"):
+            pairs = pairs_of(self.graph, self.num_parts, step.names, step.parts)
+            self.ended |= dict.fromkeys(pairs, index)
         for name, part, writes in self.touched(step):
             if writes:
                 self.writer[name, part], self.readers[name, part] = index, []

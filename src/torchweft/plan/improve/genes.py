@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torchweft.plan.context import Cut
 from torchweft.plan.graph import Graph
 from torchweft.plan.kernels.kernel import Kernel
-from torchweft.plan.plan import Plan, Range, Step
-from torchweft.plan.precedence import Pair
+from torchweft.plan.plan import Pair, Plan, Range, Step, pairs_of
 from torchweft.plan.write.scheduler import Scheduler
 
 
@@ -36,22 +35,28 @@ def from_genes(s: Scheduler, genes: Genes, kernels: Mapping[str, Kernel] | None 
     """
     if genes.cut.num_parts > 1:
         s.split(genes.cut)
-    waiting = [(step, _pairs(s.graph, genes.cut, step)) for step in genes.runs]
+    graph, number, waiting = s.graph, genes.cut.num_parts, list(genes.runs)
+    # What must be ready for a run (the ops of a kernel make each other ready), and what ended.
+    heads = {step: {*pairs_of(graph, number, step.names[:1], step.parts)} for step in waiting}
+    edges = {step: _earlier(graph, number, step) for step in waiting}
+    ended: set[Pair] = set()
     while waiting:
         ready = {(op.name, part or 0) for op, part in s.ready()}
-        at = next((i for i, (_, pairs) in enumerate(waiting) if pairs <= ready), 0)
-        step, _ = waiting.pop(at)
+        may = (i for i, run in enumerate(waiting) if heads[run] <= ready and edges[run] <= ended)
+        step = waiting.pop(next(may, 0))
         by = (kernels or {}).get(step.by, step.by) if step.by else None
-        s.run(step.names, *range(*(step.parts or (0, 0))), lane=step.lane, replace=by)
+        after = [
+            (op, at) for op, r in step.after for at in (range(*r) if r is not None else [None])
+        ]
+        s.run(step.names, *range(*(step.parts or (0, 0))), lane=step.lane, replace=by, after=after)
+        ended.update(pairs_of(graph, number, step.names, step.parts))
     if genes.cut.num_parts > 1:
         s.merge()
 
 
-def _pairs(graph: Graph, cut: Cut, step: Step) -> set[Pair]:
-    """What must be ready for a run; the ops of a kernel make each other ready."""
-    op = graph.op[step.names[0]]
-    whole = op.whole or cut.num_parts == 1
-    return {(op.name, part) for part in range(*(step.parts or (0, 1 if whole else cut.num_parts)))}
+def _earlier(graph: Graph, num_parts: int, step: Step) -> set[Pair]:
+    """What a run comes after by its edges."""
+    return {p for name, parts in step.after for p in pairs_of(graph, num_parts, (name,), parts)}
 
 
 def ranges_of(genes: Genes) -> dict[str, list[Range | None]]:

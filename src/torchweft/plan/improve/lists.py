@@ -14,8 +14,8 @@ from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.improve.genes import Genes
 from torchweft.plan.machine import Costs, Machine
-from torchweft.plan.plan import Range, Step
-from torchweft.plan.precedence import Pair, precedence
+from torchweft.plan.plan import Pair, Range, Step
+from torchweft.plan.precedence import precedence
 
 Ranges = Mapping[str, Sequence[Range | None]]
 """The parts of the runs of an op; an op that is not named runs part by part."""

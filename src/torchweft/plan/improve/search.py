@@ -114,8 +114,9 @@ class _Search:
         self.runs_left: float = INF
         self.draw = random.Random(seed)
         self.lists = Lists(self.graph, self.context, machine, costs)
-        # A kernel stays where it is: its parts and its ops are its author's.
-        self.splits = plan.graph.batch is not None and not any(step.by for step in plan.steps)
+        # Kernels and edges stay where they are: their parts and their ops are their author's.
+        chosen = any(step.by or step.after for step in plan.steps)
+        self.splits = plan.graph.batch is not None and not chosen
         self.max_parts = min(max_parts, self.context.batch) if self.splits else 1
         self.rule = plan.cut.rule
         self.least_s = bound(self.graph, self.context, machine, costs).seconds

@@ -3,7 +3,8 @@
     issue    ops of a lane without a thread become issue and complete, issued as early as possible
     send     values that a step needs on another device are copied there, over lanes of links
     place    values that are needed whole but made in pieces get a place; copies where needed
-    wait     steps of different lanes that touch the same bytes are ordered, by few waits
+    wait     steps of different lanes that touch the same bytes are ordered, by few waits; so are
+             those that their author gave an edge
     free     bytes are given back after their last use
 
 The last one asks the plan's clocks: what is ordered behind what, by lanes and waits. It adds no
@@ -35,8 +36,8 @@ def lower(plan: Plan) -> Plan:
 def issue_early(plan: Plan) -> Plan:
     """Two-phase ops on lanes without a thread: issued when their inputs are there, completed late.
 
-    The issue goes right behind the last step of the issuing lane that it needs; the complete right
-    before the first step that needs it.
+    The issue goes right behind the last step of the issuing lane that it needs or comes after; the
+    complete right before the first step that needs it or comes after it.
     """
     hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
@@ -67,7 +68,7 @@ def issue_early(plan: Plan) -> Plan:
         first = min((at[user] for user in users[index]), default=(len(plan.steps), 0, 0))
         keys.append((at[index], step._replace(kind="issue", lane=host, on=step.lane)))
         late = (*first[:2], first[2] - 0.5, index)
-        keys.append((late, step._replace(kind="complete", lane=host)))
+        keys.append((late, step._replace(kind="complete", lane=host, after=())))
     keys.sort(key=lambda item: item[0])
     return plan.then(f"issue: {len(hosted)} two-phase ops", steps=tuple(step for _, step in keys))
 
@@ -193,7 +194,7 @@ def _torn(plan: Plan, graph: Graph) -> set[str]:
 
 
 def add_waits(plan: Plan) -> Plan:
-    """Waits between lanes, as few as keep conflicts, and collectives, in their recorded order.
+    """Waits between lanes, as few as keep conflicts, edges and collectives in recorded order.
 
     Each lane has a clock: how far it knows the other lanes to have come. A step waits for the last
     step it needs of each other lane, unless its clock or another of its waits implies it. Copies of

@@ -123,10 +123,22 @@ def _step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
             yield f"{step.label} names parts {bracket(step.parts)} of {plan.num_parts}."
         elif stop - start == plan.num_parts:
             yield f"{step.label} means all parts: write it without a range."
+    if step.after:
+        yield from _edges(plan, graph, step)
     if step.kind in ("run", "issue", "complete"):
         yield from _op_step(plan, graph, step)
     elif step.kind != "wait":
         yield from _value_step(plan, graph, step)
+
+
+def _edges(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
+    if step.kind not in ("run", "issue"):
+        yield f"{step.label}: only what starts an op comes after others by an edge."
+    for name, parts in step.after:
+        if (op := graph.op.get(name)) is None:
+            yield f"{step.label} after {unknown('op', name, graph.op)}"
+        elif parts is not None and (op.whole or not 0 <= parts[0] < parts[1] <= plan.num_parts):
+            yield f"{step.label} after {name}{bracket(parts)}: {name!r} does not have these parts."
 
 
 def _op_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:

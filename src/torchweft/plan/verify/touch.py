@@ -46,6 +46,7 @@ class Rank:
         self.flying: dict[
             tuple[tuple[str, ...], Range | None], tuple[Access, Clock, list[TalkWalk]]
         ] = {}
+        self.runs: dict[tuple[str, int], Access] = {}
         self.said: dict[Channel, list[TalkWalk]] = {}
         self.store = CellStore(plan, plan.graph)
         self.reference = reference(plan.graph, plan.num_parts)

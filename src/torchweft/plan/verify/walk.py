@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchweft.plan.plan import Plan, Step
+from torchweft.plan.plan import Plan, Step, bracket, pairs_of
 from torchweft.plan.verify.cells import Access, Clock
 from torchweft.plan.verify.coverage import Finding
 from torchweft.plan.verify.touch import Channel, Rank, TalkWalk
@@ -102,6 +102,9 @@ class Walk:
         if step.kind in ("run", "issue"):
             flying = step.kind == "issue"
             access = Access(index, lane.number, 0 if flying else end)
+            self.come_after(lane, step, index)
+            pairs = pairs_of(lane.rank.graph, lane.rank.plan.num_parts, step.names, step.parts)
+            lane.rank.runs |= dict.fromkeys(pairs, access)
             talks = self.talk(lane, step, index)
             lane.rank.run(step, access, lane.clock)
             if flying:
@@ -118,6 +121,19 @@ class Walk:
         elif step.kind != "wait":
             access = Access(index, lane.number, end)
             lane.rank.move(step, access, lane.clock)
+
+    def come_after(self, lane: LaneWalk, step: Step, index: int) -> None:
+        """Check the edges of a step that starts: what it comes after has ended."""
+        rank = lane.rank
+        for name, parts in step.after:
+            for pair in pairs_of(rank.graph, rank.plan.num_parts, (name,), parts):
+                earlier = rank.runs.get(pair)
+                if earlier is None or not earlier.before(lane.clock):
+                    text = f"nothing orders {step.label} behind {name}{bracket(parts)}, which it "
+                    text += "is to come after."
+                    cure = f"Run lower(plan), or let lane {lane.name!r} wait for it."
+                    self.report(lane, "order", text, index, cure)
+                    break
 
     def talk(self, lane: LaneWalk, step: Step, index: int) -> list[TalkWalk]:
         """Start the collectives of a step, each behind the last one of its channel."""

@@ -12,7 +12,7 @@ Authors say order and lane; `lower` adds waits, copies, frees and places. Every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
@@ -21,8 +21,8 @@ from torchweft.plan.graph import NAME, Graph, Op
 from torchweft.plan.kernels.fitting import faults_of
 from torchweft.plan.kernels.kernel import Kernel, as_kernel
 from torchweft.plan.machine import Costs, Lane, Machine
-from torchweft.plan.plan import Plan, Range, Step, bracket, one_line
-from torchweft.plan.precedence import Pair, precedence
+from torchweft.plan.plan import Edge, Pair, Plan, Range, Step, bracket, one_line, pairs_of
+from torchweft.plan.precedence import precedence
 
 MAX_IDLE_CALLS = 10_000
 
@@ -94,9 +94,7 @@ class Scheduler:
             self._fail(
                 "loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between."
             )
-        ordered = sorted((self._index[name], name, part) for name, part in self._ready)
-        ops = [(self.graph.op[name], part) for _, name, part in ordered]
-        pairs = [(op, None if op.whole or self.num_parts == 1 else part) for op, part in ops]
+        pairs = self._pairs(self._ready)
         if part is None:
             return pairs
         self._range((part,))
@@ -108,11 +106,13 @@ class Scheduler:
         *parts: int | None,
         lane: str | Lane | None = None,
         replace: Kernel | Callable[..., Any] | str | None = None,
+        after: Sequence[tuple[Op | str, int | None]] = (),
     ) -> None:
         """Run an op on parts; several adjacent parts are one merged run, none means all parts.
 
         A tuple of ops with `replace=kernel` puts the kernel in their place: a function, what
         `weft.kernel` has declared, or the name of one that is given as `kernels=`.
+        after: (op, part) pairs that must have ended before it starts, besides what it touches.
         """
         self._open("run")
         ops = [self._op(item) for item in ((op,) if isinstance(op, Op | str) else op)]
@@ -127,13 +127,21 @@ class Scheduler:
                 "run",
                 f"{ops[0].name!r} is {ops[0].rows}: it runs once for all parts, not for {given}.",
             )
+        names = tuple(item.name for item in ops)
+        edges = self._edges(after, pairs_of(self.graph, self.num_parts, names, given))
         for item in ops:
             self._schedule(item, given)
-        names = tuple(item.name for item in ops)
         by = None if replace is None else self._kernel(replace, names)
         where = self._lane(ops, lane, by)
-        self.steps.append(Step("run", where.name, names, given, by=by))
+        step = Step("run", where.name, names, given, by=by, after=edges)
+        self._fly(step)
+        self.steps.append(step)
         self._idle = 0
+
+    def in_flight(self) -> list[tuple[Op, int | None]]:
+        """The (op, part) pairs of two-phase ops on the wire: run on a lane without a thread, and
+        nothing recorded since reads what they make, or comes after them by an edge."""
+        return self._pairs(self._flying)
 
     def sequential(self, reason: str = "") -> None:
         """All ops in program order, the batch whole: what plain PyTorch does."""
@@ -194,6 +202,53 @@ class Scheduler:
         self._missing = {pair: len(ahead) for pair, ahead in self._before.items()}
         self._ready = {pair for pair, count in self._missing.items() if not count}
         self._done: set[Pair] = set()
+        self._flying: dict[Pair, tuple[Pair, ...]] = {}  # with all that the same step issued
+
+    def _pairs(self, pairs: Iterable[Pair]) -> list[tuple[Op, int | None]]:
+        """Pairs in graph order, as callers know them."""
+        ordered = sorted((self._index[name], name, part) for name, part in pairs)
+        ops = [(self.graph.op[name], part) for _, name, part in ordered]
+        return [(op, None if op.whole or self.num_parts == 1 else part) for op, part in ops]
+
+    def _edges(
+        self, after: Sequence[tuple[Op | str, int | None]], own: Sequence[Pair]
+    ) -> tuple[Edge, ...]:
+        """What a step comes after, as it stands in a plan."""
+        edges: dict[Edge, None] = {}
+        for item in after:
+            if not isinstance(item, tuple) or len(item) != 2:
+                self._fail("after", f"{item!r} is not an (op, part) pair, such as ('attn0', 0).")
+            op, given = self._op(item[0]), self._range(item[1:])
+            if op.whole and given is not None:
+                self._fail("after", f"{op.name!r} is {op.rows}: say ({op.name!r}, None).")
+            for pair in pairs_of(self.graph, self.num_parts, (op.name,), given):
+                if pair not in self._done:
+                    cycle = pair in own or not self._behind(pair).isdisjoint(own)
+                    why = f"{self._name(own[0])} cannot come after {self._name(pair)}, which "
+                    cure = "needs it: a cycle." if cycle else "has not been run yet: run it first."
+                    self._fail("after", why + cure)
+            edges[op.name, given] = None
+        return tuple(edges)
+
+    def _behind(self, pair: Pair) -> set[Pair]:
+        """All that must come before a pair."""
+        ahead, look = set[Pair](), [pair]
+        while look:
+            look += (fresh := set(self._before[look.pop()]) - ahead)
+            ahead |= fresh
+        return ahead
+
+    def _fly(self, step: Step) -> None:
+        """See what lands as a step is recorded, and whether its own ops are in flight."""
+        own = pairs_of(self.graph, self.num_parts, step.names, step.parts)
+        ahead = [pair for each in own for pair in self._before[each]]
+        for name, parts in step.after:
+            ahead += pairs_of(self.graph, self.num_parts, (name,), parts)
+        for pair in ahead:
+            for landed in self._flying.get(pair, ()):
+                del self._flying[landed]
+        if self.machine.lane[step.lane].via is not None:
+            self._flying |= dict.fromkeys(own, tuple(own))
 
     def _schedule(self, op: Op, parts: Range | None) -> None:
         for part in range(*(parts or (0, 1 if op.whole else self.num_parts))):

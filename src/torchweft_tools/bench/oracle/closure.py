@@ -30,6 +30,9 @@ def close(readings: Sequence[Reading]) -> None:
         for one, two in _conflicts(reading):
             if not (before(_end(one), _start(two)) or before(_end(two), _start(one))):
                 raise UnsafeError(f"race: {one.label} and {two.label} are not ordered")
+        for one, two in reading.edges:
+            if not before(_end(one), _start(two)):
+                raise UnsafeError(f"edge: {two.label} may begin before {one.label} has ended")
     for met in first_run.arrivals.values():
         for (earlier, _), (later, _) in pairwise(met):
             if earlier is not later and not before(_start(earlier), _start(later)):

@@ -139,6 +139,9 @@ class _StateSearch:
         for other in self.in_flight(moment.positions, rank):
             if (cell := conflict(action, other, reading.overlaps)) is not None:
                 raise UnsafeError(f"race: {action.label} and {other.label} touch {cell} at once")
+        for earlier, one in reading.edges:
+            if one is action and not self.has_ended(moment.positions, rank, earlier.last):
+                raise UnsafeError(f"edge: {action.label} begins before {earlier.label} has ended")
         content = dict(moment.contents[rank])
         perform(action, content, reading.overlaps)
         contents = (*moment.contents[:rank], content, *moment.contents[rank + 1 :])

@@ -8,7 +8,7 @@ A reading says nothing about order; the two judges (`interleavings`, `closure`) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -31,7 +31,7 @@ from torchweft_tools.bench.oracle.rules import check
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What the steps of one rank's plan do."""
+    """What the steps of one rank's plan do. edges: what must have ended before an action begins."""
 
     rank: int
     plan: Plan
@@ -41,6 +41,7 @@ class Reading:
     overlaps: Overlaps
     first: Content
     last: tuple[tuple[Cell, int], ...]
+    edges: tuple[tuple[Action, Action], ...] = ()
 
     def check_last(self, content: Content) -> None:
         """Raise `UnsafeError` unless every output and mutated input has its final version."""
@@ -314,8 +315,20 @@ class _PlanReader:
         for name in self.graph.inputs:
             for spot in self.reference.spots(name, None):
                 first["caller", spot.root, spot.cell] = (("caller", spot.root), 0)
-        last = tuple(self.last())
-        return Reading(self.rank, self.plan, tuple(actions), waits, issues, overlaps, first, last)
+        seen = (tuple(actions), waits, issues, overlaps, first, tuple(self.last()))
+        return Reading(self.rank, self.plan, *seen, tuple(self.edges(actions)))
+
+    def edges(self, actions: list[Action]) -> Iterator[tuple[Action, Action]]:
+        """(earlier, later) for all that the plan says to come after something else."""
+        steps = [self.plan.steps[action.first] for action in actions]
+        for action, step in zip(actions, steps, strict=True):
+            for name, parts in step.after:
+                op = self.graph.op[name]
+                wanted = [None] if op.whole else list(range(*(parts or (0, self.plan.num_parts))))
+                for other, earlier in zip(actions, steps, strict=True):
+                    runs = earlier.kind in ("run", "issue") and name in earlier.names
+                    if runs and set(wanted) & set(self.op_parts(earlier, op)):
+                        yield other, action
 
     def last(self) -> list[tuple[Cell, int]]:
         """The cells that must have a final version when all lanes have ended."""

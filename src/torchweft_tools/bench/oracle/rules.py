@@ -26,6 +26,13 @@ def check(plan: Plan) -> None:
             )
         if lane.to and step.kind != "wait" and not (step.kind == "copy" and step.on == lane.to):
             raise UnsafeError(f"{step.label}: lane {step.lane} only copies to {lane.to}")
+        for name, parts in step.after:
+            if step.kind not in ("run", "issue") or name not in plan.graph.op:
+                raise UnsafeError(f"{step.label}: it cannot come after {name}")
+            first, last = parts or (0, plan.num_parts)
+            has_parts = parts is None or not plan.graph.op[name].whole
+            if not has_parts or not 0 <= first < last <= plan.num_parts:
+                raise UnsafeError(f"{step.label}: {name} does not have these parts")
         if step.kind in ("run", "issue", "complete"):
             _check_ops(plan, step)
         elif step.kind != "wait":
