@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappush, heapreplace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,6 +225,24 @@ def to_data(trace: Trace) -> dict[str, Any]:
     facts = ("name", "simulated", "lanes", "spans", "memory")
     plain = {"version": VERSION, **{name: getattr(trace, name) for name in facts}}
     return {**plain, "critical_path": [numbers[span] for span in trace.critical_path]}
+
+
+def together(traces: Sequence[Trace], name: str) -> Trace:
+    """The traces of all ranks as one: lanes are `rank0.compute`; bytes stay with their ranks."""
+    ranks = list(enumerate(traces))
+    lanes = [(f"rank{r}.{lane}", f"rank{r}.{device}") for r, t in ranks for lane, device in t.lanes]
+
+    def of(rank: int, spans: Iterable[Span]) -> list[Span]:
+        names = ((span, f"rank{rank}.{span.lane}", f"rank{rank}.{span.device}") for span in spans)
+        return [span._replace(lane=lane, device=device) for span, lane, device in names]
+
+    def joined(parts: Iterable[list[Span]]) -> tuple[Span, ...]:
+        return tuple(sorted(chain(*parts), key=lambda span: (span.start_s, span.end_s)))
+
+    spans = joined(of(rank, trace.spans) for rank, trace in ranks)
+    path = joined(of(rank, trace.critical_path) for rank, trace in ranks)
+    simulated = any(trace.simulated for trace in traces)
+    return Trace(name, spans, (), simulated, path, tuple(lanes))
 
 
 def side_by_side(planned: Trace, actual: Trace, width: int = 100) -> str:

@@ -40,6 +40,7 @@ from torchweft_tools.cli.costs import against as compare
 from torchweft_tools.cli.costs import profile_command
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.explaining import explain_command
+from torchweft_tools.cli.schedules import SUFFIX, simulate_schedule, verify_schedule
 from torchweft_tools.cli.text import (
     Json,
     MachineFile,
@@ -78,8 +79,10 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]
 PlanFiles = Annotated[
     list[Path], typer.Argument(metavar="PLAN...", help="a plan file for each rank")
 ]
-Graphs = Annotated[list[Path], typer.Option("--graph", help="graph file; several: one a rank")]
-OneGraph = Annotated[Path, typer.Option("--graph", help="graph file (JSON)")]
+Graphs = Annotated[
+    list[Path] | None, typer.Option("--graph", help="graph file; several: one a rank")
+]
+OneGraph = Annotated[Path | None, typer.Option("--graph", help="graph file (JSON)")]
 Batch = Annotated[int, typer.Option(min=0, help="rows of the call")]
 Tokens = Annotated[str, typer.Option("--tokens-per-request", metavar="N,N,...")]
 Phase = Annotated[str | None, typer.Option(help="prefill or decode, where the host knows")]
@@ -180,8 +183,15 @@ def _plan_facts(plan: Plan) -> dict[str, object]:
 
 
 @app.command("verify")
-def verify_command(plans: PlanFiles, graph: Graphs, as_json: Json = False) -> None:
-    """Say whether plans are safe, each alone or together as the plans of all ranks."""
+def verify_command(plans: PlanFiles, graph: Graphs = None, as_json: Json = False) -> None:
+    """Say whether plans are safe, each alone or together as the plans of all ranks.
+
+    A schedule file of torch.distributed.pipelining (FILE.csv) is the plans of all ranks.
+    """
+    if plans[0].suffix == SUFFIX and len(plans) == 1:
+        verify_schedule(plans[0], as_json=as_json)
+    if not graph:
+        raise UsageError("Missing option '--graph'.")
     graphs = [load_graph(path) for path in graph]
     by_digest = {item.digest: item for item in graphs}
     bare = [Plan.load(path) for path in plans]
@@ -209,8 +219,8 @@ def _finding_data(item: Finding, plan: Plan) -> dict[str, object]:
 @app.command("simulate")
 def simulate_command(
     plan: PlanFile,
-    graph: OneGraph,
-    batch: Batch,
+    graph: OneGraph = None,
+    batch: Annotated[int | None, typer.Option(min=0, help="rows of the call")] = None,
     size: Sizes = None,
     tokens: Tokens = "",
     machine: MachineFile = None,
@@ -227,10 +237,23 @@ def simulate_command(
     against: Annotated[
         Path | None, typer.Option("--against", help="a trace: the error, step by step")
     ] = None,
+    stage_cost: Annotated[
+        list[str] | None,
+        typer.Option(metavar="F=S", help="seconds of an action of a schedule file, or 2F=S"),
+    ] = None,
     width: Width = 100,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused."""
+    """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused.
+
+    A schedule file of torch.distributed.pipelining (FILE.csv) is the plans of all ranks.
+    """
+    if plan.suffix == SUFFIX:
+        words, full = stage_cost or (), not no_contention
+        simulate_schedule(plan, words, contention=full, trace=trace, width=width, as_json=as_json)
+        return
+    if graph is None or batch is None:
+        raise UsageError(f"Missing option '--{'graph' if graph is None else 'batch'}'.")
     if costs is not None and (machine is not None or lanes != 1):
         raise WeftError("costs: the file has the machine; leave out --machine and --lanes.")
     safe = verify(Plan.load(plan, load_graph(graph)))
