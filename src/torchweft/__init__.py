@@ -30,7 +30,7 @@ from torchweft.plan.improve import replay, searched
 from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
-from torchweft.plan.strategies import branches, overlap, sequential
+from torchweft.plan.strategies import branches, compose, overlap, sequential
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
@@ -94,6 +94,7 @@ __all__ = [
     "by_rows",
     "check",
     "compile",
+    "compose",
     "context",
     "cpu",
     "disable",
@@ -106,14 +107,16 @@ __all__ = [
     "mark",
     "mark_function",
     "mark_module",
-    "mark_op", "mark_path",
+    "mark_op",
+    "mark_path",
     "overlap",
     "plans",
     "replay",
     "report",
     "restore",
     "row_wise",
-    "searched", "sequential",
+    "searched",
+    "sequential",
     "shared",
     "strategy",
     "strategy_names",

@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchweft.errors import StrategyError, clip, unknown
 
@@ -167,7 +167,7 @@ def _noting(compare: Callable[[Any, Any], bool], *borders: int) -> Any:
 class WatchedNumber(int):
     """A number that remembers what it was compared with."""
 
-    seen: set[int]
+    seen: set[int | Band]
 
     __lt__, __ge__ = _noting(operator.lt, 0), _noting(operator.ge, 0)
     __le__, __gt__ = _noting(operator.le, 1), _noting(operator.gt, 1)
@@ -175,12 +175,37 @@ class WatchedNumber(int):
     __hash__ = int.__hash__
 
 
+MAX_SLACK = 0.5
+
+
+class Band(NamedTuple):
+    """Numbers from `first` to below `border`, where a plan for either side of the border serves."""
+
+    first: int
+    border: int
+
+
+def at_least(number: int, border: int, slack: float) -> bool:
+    """Whether a number of a context reaches a border, with a band below it."""
+    if isinstance(number, WatchedNumber):
+        number.seen.add(Band(math.ceil(border * (1 - slack)), border))
+    return int(number) >= border
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """Batches from `first` up to, not including, `end`."""
+    """Batches from `first` up to, not including, `end`.
+
+    bands: in these it is not the only one; the plan that was used last serves on.
+    """
 
     first: int
     end: int
+    bands: tuple[Band, ...] = ()
+
+    def wavers(self, batch: int) -> bool:
+        """Whether a call of this batch may have to look which plan was used last."""
+        return any(band.first <= batch < band.border for band in self.bands)
 
     def __contains__(self, batch: int) -> bool:
         return self.first <= batch < self.end
@@ -189,9 +214,9 @@ class Bucket:
         return f"{self.first}..{self.end - 1}" if self.end > self.first + 1 else str(self.first)
 
 
-def watch(context: Context) -> tuple[Context, set[int]]:
+def watch(context: Context) -> tuple[Context, set[int | Band]]:
     """The same context with numbers that remember, and what they will have seen."""
-    seen: set[int] = set()
+    seen: set[int | Band] = set()
 
     def watched(number: int) -> WatchedNumber:
         watching = WatchedNumber(number)
@@ -203,11 +228,18 @@ def watch(context: Context) -> tuple[Context, set[int]]:
     ), seen
 
 
-def bucket_of(context: Context, seen: set[int]) -> Bucket:
+def bucket_of(context: Context, seen: set[int | Band]) -> Bucket:
     """The batches for which a strategy that saw these numbers does the same."""
     batch = int(context.batch)
     if batch < EXACT_BELOW or int(context.num_tokens) != batch:
         return Bucket(batch, batch + 1)
     first = 1 << (batch.bit_length() - 1)
-    lower = max([first, *(cut for cut in seen if cut <= batch)])
-    return Bucket(lower, min([2 * first, *(cut for cut in seen if cut > batch)]))
+    bands = tuple(sorted(each for each in seen if isinstance(each, Band)))
+    hard = {each for each in seen if isinstance(each, int)}
+    cuts = {*hard, *(band.border for band in bands)}
+    lower = max([first, *(cut for cut in cuts if cut <= batch)])
+    end = min([2 * first, *(cut for cut in cuts if cut > batch)])
+    for band in bands:  # a plan from above a border serves in the band below it, too
+        if band.first < lower <= band.border <= batch:
+            lower = max([band.first, EXACT_BELOW, *(cut for cut in hard if cut <= lower)])
+    return Bucket(lower, end, bands)

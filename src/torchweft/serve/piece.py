@@ -79,6 +79,7 @@ class PlanEntry:
     """A plan in use, with its program and what calls have shown of it.
 
     inner: what runs the calls inside of its ops. traced: the call that its trace is of.
+    recent: the entry of the last call, for all that were written for the same facts.
     """
 
     plan: Plan
@@ -90,6 +91,7 @@ class PlanEntry:
     trace: Trace | None = None
     traced: CallShape | None = None
     shapes: dict[object, CallShape] = field(default_factory=dict)
+    recent: list[PlanEntry] = field(default_factory=list)
 
 
 class PlanCache:
@@ -108,6 +110,7 @@ class PlanCache:
         self.entries: list[PlanEntry] = []
         self.strategy_runs = 0
         self._known: dict[object, tuple[PlanEntry, str]] = {}
+        self._recent: dict[object, list[PlanEntry]] = {}
         self._sequential: PlanEntry | None = None
         self._talks = piece.talks
         self._lock = threading.Lock()
@@ -120,6 +123,7 @@ class PlanCache:
         """Forget all plans: the next call writes a new one."""
         with self._lock:
             self._known.clear()
+            self._recent.clear()
             self.entries.clear()
 
     def entry(self, context: Context, env: Mapping[str, int]) -> tuple[PlanEntry, str]:
@@ -129,7 +133,8 @@ class PlanCache:
         if known is None:
             with self._lock:
                 known = self._find(context)
-                remember(self._known, key, known)
+                if not known[0].bucket.wavers(context.batch):
+                    remember(self._known, key, known)
         entry, reason = known
         if not reason and entry.plan.num_parts > 1:
             try:
@@ -181,7 +186,7 @@ class PlanCache:
     def _find(self, context: Context) -> tuple[PlanEntry, str]:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
         facts = _facts(context)
-        for entry in self.entries:
+        for entry in [*self._recent.get(facts, ()), *self.entries]:
             if context.batch in entry.bucket and entry.facts == facts:
                 return entry, ""
         try:
@@ -206,7 +211,9 @@ class PlanCache:
                 f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
             )
         inner, bucket = strategy.inner, bucket_of(context, seen)
-        entry = PlanEntry(plan, self.compile(plan, inner), bucket, _facts(context), inner)
+        facts = _facts(context)
+        entry = PlanEntry(plan, self.compile(plan, inner), bucket, facts, inner)
+        entry.recent = self._recent.setdefault(facts, [])
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
         self.entries.append(entry)
@@ -373,6 +380,7 @@ class Piece:
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs, key)
         entry.num_calls += 1
+        entry.recent[:] = (entry,)
         if alone is not None:
             outputs = run_alone(alone, given, shape.bounds, shape.numbers)
         else:
@@ -420,6 +428,7 @@ class Piece:
         if trusted is not None and (changed := _changed(trusted, given)) is not None:
             return self._run_as_it_is(inputs, key, changed)
         entry.num_calls += 1
+        entry.recent[:] = (entry,)
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
         with switch or nullcontext():
@@ -472,6 +481,8 @@ class Piece:
         """Let calls of these sizes, of which the host tells the same, take the short way."""
         by_plan = self.runtime is None and not self.service.options.graphs and not shape.digests
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
+        if entry.bucket.wavers(shape.context.batch):  # it depends on the call before
+            return
         trusted = self.inner(entry.inner).trusted
         remember(self._ready, key, Ready(entry, alone, shape, trusted))
 

@@ -23,7 +23,8 @@ from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy, option_defaults, strategy, write
 
 PARTS = (2, 4, 8)
-OTHERWISE = ("auto", "replay", "searched", "sequential")  # what they do is asked for, not tried
+OTHERWISE = ("auto", "compose", "replay", "searched", "sequential")
+"""What these do is asked for, and not tried."""
 NEVER_S = float("inf")
 
 

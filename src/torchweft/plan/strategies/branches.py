@@ -33,8 +33,7 @@ def branches(s: Scheduler, *, handover_s: float = 2e-5) -> None:
         best = None
         for lane in s.lanes(op):
             start = free[lane.name]
-            for name, _ in before[op.name, 0]:
-                done, where = end[name]
+            for done, where in (end[n] for n, _ in before[op.name, 0] if n in end):
                 start = max(start, done if where == lane.name else done + handover_s)
             if best is None or start + cost[op.name] < best[0]:
                 best = (start + cost[op.name], lane.name)

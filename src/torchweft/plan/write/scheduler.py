@@ -12,11 +12,12 @@ Authors say order and lane; `lower` adds waits, copies, frees and places. Every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
-from torchweft.plan.context import Context, Cut
+from torchweft.plan.context import MAX_SLACK, Context, Cut, at_least
 from torchweft.plan.graph import NAME, Graph, Op
 from torchweft.plan.kernels.fitting import faults_of
 from torchweft.plan.kernels.kernel import Kernel, as_kernel
@@ -49,6 +50,7 @@ class Scheduler:
         self.notes: list[str] = []
         self._closed = ""
         self._idle = 0
+        self._scopes: list[dict[str, Op]] = []
         self._index = {op.name: number for number, op in enumerate(graph.ops)}
         self._reset()
 
@@ -57,13 +59,49 @@ class Scheduler:
         """How many parts the batch is cut into; 1 before a split."""
         return self.cut.num_parts
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops that there are to run: all of the graph, or those of `within`."""
+        return tuple(self._scopes[-1].values()) if self._scopes else self.graph.ops
+
+    @contextmanager
+    def within(self, ops: Iterable[Op | str]) -> Iterator[None]:
+        """Inside of the block there are only these ops: for `ready` and `run`, and for a strategy
+        that is called on the scheduler.
+
+        In there a split may come late, as long as nothing was run on a part, and may be asked for
+        again; `sequential` runs what is left of these ops, and `merge` says if one was forgotten.
+        """
+        self._open("within")
+        chosen = sorted((self._op(op) for op in ops), key=lambda op: self._index[op.name])
+        for op in chosen:
+            if not self._is_inside((op.name, 0)):
+                self._fail("within", f"{op.name!r} is outside of the block around this one.")
+        self._scopes.append({op.name: op for op in chosen})
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def has_tokens(self, number: int, *, slack: float = 0.1) -> bool:
+        """Whether the call has at least so many tokens.
+
+        slack: calls that have up to this share less keep the plan of the call before them, so that
+        a number of tokens that wavers around the border does not change plans at every call.
+        """
+        if not isinstance(number, int) or number < 0 or not 0 <= slack <= MAX_SLACK:
+            limits = f"a whole number, and a slack from 0 to {MAX_SLACK}; got {number}, {slack}"
+            self._fail("tokens", f"has_tokens takes {limits}.")
+        return at_least(self.context.num_tokens, number, slack)
+
     def split(self, how: int | Sequence[int] | Cut, *, at: str | None = None) -> None:
         """Cut the batch: into `how` even parts, parts of these sizes, or a `Cut`.
 
-        at="requests" moves the borders to those between requests. Must come before any run.
+        at="requests" moves the borders to those between requests. Must come before any run, but
+        for what `within` says.
         """
         self._open("split")
-        if self.steps or self.num_parts > 1:
+        if (self.steps or self.num_parts > 1) and not self._scopes:
             self._fail("split", "split comes first, and once.")
         if self.graph.batch is None:
             self._fail("split", f"graph {self.graph.name!r} has no batch to split.")
@@ -80,8 +118,15 @@ class Scheduler:
                     "split", f"parts of {sum(how)} rows; the batch has {self.context.batch}."
                 )
         cut.bounds(self.context.batch, self.context.tokens_per_request)
-        self.cut = cut
-        self._reset()
+        if self.num_parts > 1 and cut != self.cut:
+            self._fail(
+                "split",
+                f"the batch is cut {self.cut} already, and a plan has one cut: strategies within "
+                f"parts of a graph must ask for the same; got {cut}.",
+            )
+        if self.num_parts == 1:
+            self.cut = cut
+            self._reset()
 
     def ready(self, part: int | None = None) -> list[tuple[Op, int | None]]:
         """The (op, part) pairs that can run next, in graph order; part None: all parts at once.
@@ -94,7 +139,7 @@ class Scheduler:
             self._fail(
                 "loop", f"ready() was asked {MAX_IDLE_CALLS} times and nothing was run in between."
             )
-        pairs = self._pairs(self._ready)
+        pairs = self._pairs(filter(self._is_inside, self._ready))
         if part is None:
             return pairs
         self._range((part,))
@@ -130,6 +175,8 @@ class Scheduler:
         names = tuple(item.name for item in ops)
         edges = self._edges(after, pairs_of(self.graph, self.num_parts, names, given))
         for item in ops:
+            if not self._is_inside((item.name, 0)):
+                self._fail("within", f"{item.name!r} is not one of the ops of this block.")
             self._schedule(item, given)
         by = None if replace is None else self._kernel(replace, names)
         where = self._lane(ops, lane, by)
@@ -146,18 +193,21 @@ class Scheduler:
     def sequential(self, reason: str = "") -> None:
         """All ops in program order, the batch whole: what plain PyTorch does."""
         self._open("sequential")
-        if self.steps or self.num_parts > 1:
+        if (self.steps or self.num_parts > 1) and not self._scopes:
             self._fail("sequential", "something was recorded already.")
-        for op in self.graph.ops:
-            self.run(op)
+        for op in self.ops:
+            pairs = pairs_of(self.graph, self.num_parts, (op.name,), None)
+            left = [part for name, part in pairs if (name, part) not in self._done]
+            for part in [None] if len(left) == len(pairs) else left:
+                self.run(op, part)
         self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
-        self._closed = "sequential()"
+        self._closed = "" if self._scopes else "sequential()"
 
     def merge(self) -> None:
         """Put the outputs together. Raises `StrategyError` if an op was forgotten."""
         self._open("merge")
         self._complete()
-        self._closed = "merge()"
+        self._closed = "" if self._scopes else "merge()"
 
     def cost(self, op: Op | str, *parts: int | None) -> float:
         """Seconds that an op is expected to take on these parts (none: on the whole batch)."""
@@ -203,6 +253,10 @@ class Scheduler:
         self._ready = {pair for pair, count in self._missing.items() if not count}
         self._done: set[Pair] = set()
         self._flying: dict[Pair, tuple[Pair, ...]] = {}  # with all that the same step issued
+        for step in self.steps:  # before a late split: all of them over all parts
+            for op in map(self.graph.op.__getitem__, step.names):
+                self._schedule(op, None)
+            self._fly(step)
 
     def _pairs(self, pairs: Iterable[Pair]) -> list[tuple[Op, int | None]]:
         """Pairs in graph order, as callers know them."""
@@ -256,7 +310,8 @@ class Scheduler:
                 self._fail("run", f"{self._name(pair)} has been run already.")
             if pair not in self._ready:
                 first = next(other for other in self._before[pair] if other not in self._done)
-                self._fail("run", f"{self._name(pair)} needs {self._name(first)} first.")
+                where = "" if self._is_inside(first) else " (outside of this block: before it)"
+                self._fail("run", f"{self._name(pair)} needs {self._name(first)} first{where}.")
             self._done.add(pair)
             self._ready.remove(pair)
             for later in self._after[pair]:
@@ -265,9 +320,16 @@ class Scheduler:
                     self._ready.add(later)
 
     def _complete(self) -> None:
-        for pair in self._before:
+        for pair in filter(self._is_inside, self._before):
             if pair not in self._done:
-                self._fail("forgotten", f"{self._name(pair)} was never run.")
+                needs = [each for each in self._before[pair] if each not in self._done]
+                late = [self._name(each) for each in needs if not self._is_inside(each)]
+                why = f": it needs {late[0]}, which is outside of this block" if late else ""
+                self._fail("forgotten", f"{self._name(pair)} was never run{why}.")
+
+    def _is_inside(self, pair: Pair) -> bool:
+        """Whether an op is among those of the block around what is recorded now."""
+        return not self._scopes or pair[0] in self._scopes[-1]
 
     # What a caller may say.
 

@@ -4,6 +4,7 @@
     def overlap(s, *, parts=2): ...          registered as "overlap"
 
     overlap(parts=4)                         the same strategy with other options; nothing runs yet
+    overlap(s)                               what it writes, inside of another strategy
     get_strategy("overlap")                  by name; unknown names list the choices
 
 The function gets a `Scheduler`, the recorder; keyword-only arguments are its options. It is a
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, overload
 
-from torchweft.errors import StrategyError, WeftError, unknown
+from torchweft.errors import StrategyError, WeftError, clip, unknown
 from torchweft.plan.context import Context
 from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.kernels.kernel import Kernel
@@ -46,15 +47,42 @@ class Strategy:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     inner: str | None = None
 
-    def __call__(self, **options: Any) -> Strategy:
-        """The same strategy with these options. Raises `StrategyError` for one it does not have."""
+    def __repr__(self) -> str:
+        return str(self)
+
+    @overload
+    def __call__(self, /, **options: Any) -> Strategy: ...
+    @overload
+    def __call__(self, s: Scheduler, /, **options: Any) -> None: ...
+    def __call__(self, /, *given: Any, **options: Any) -> Strategy | None:
+        """The same strategy with these options; called on a scheduler, what it writes is recorded.
+
+        Raises `StrategyError` for an option that it does not have.
+        """
         known = option_defaults(self.function)
         for name in options:
             if name not in known:
                 raise StrategyError(
                     f"strategy {self.name!r}: {unknown('option', name, known)}", rule="option"
                 )
-        return replace(self, options={**self.options, **options})
+        chosen = replace(self, options={**self.options, **options})
+        if not given:
+            return chosen
+        if len(given) > 1 or not isinstance(given[0], Scheduler):
+            like = next(iter(known), "option")
+            raise StrategyError(
+                f"strategy {self.name!r}: {clip(given[0])} is no scheduler; options have names: "
+                f"{self.name}({like}=...).",
+                rule="option",
+            )
+        if self.inner is not None:
+            raise StrategyError(
+                f"strategy {self.name!r} by {self.inner!r} is for a whole plan: give it to "
+                "weft.compile, and call the strategy without it here.",
+                rule="inner",
+            )
+        chosen.function(given[0], **chosen.options)
+        return None
 
     def __str__(self) -> str:
         chosen = {**option_defaults(self.function), **self.options}
