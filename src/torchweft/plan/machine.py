@@ -97,6 +97,7 @@ class Device:
     capacity: how many lanes' worth of compute, memory and io run side by side at full rate.
     network_share: the part of one lane's compute that a transfer in flight eats.
     slowdowns: by how much work of two kinds slows down beside each other, as it was measured.
+    num_sms: how many multiprocessors it has, where work comes in tiles over them.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Device:
     io_bytes_per_s: float = 5e8
     overhead_s: float = 5e-6
     memory_bytes: int | None = None
+    num_sms: int | None = None
     slowdowns: tuple[Slowdown, ...] = ()
 
     @property
@@ -374,6 +376,10 @@ class Costs:
     def begin_s(self, device: str) -> float:
         """Seconds from the start of a call until the lanes of a device begin."""
         return self.call_s
+
+    def alike(self, graph: Graph, op: Op) -> object:
+        """Ops of which this is equal take the same seconds; None: nothing is known of that."""
+        return None
 
     def host_s(self, device: str = "cpu") -> float:
         """Seconds that a lane spends to start a two-phase op, and again to end it."""

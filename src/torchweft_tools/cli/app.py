@@ -40,6 +40,7 @@ from torchweft_tools.cli.costs import against as compare
 from torchweft_tools.cli.costs import profile_command
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.explaining import explain_command
+from torchweft_tools.cli.predict import predict_command
 from torchweft_tools.cli.schedules import SUFFIX, simulate_schedule, verify_schedule
 from torchweft_tools.cli.text import (
     Json,
@@ -73,6 +74,7 @@ app.command("selftest")(tools.selftest_command)
 app.command("demo")(tools.demo_command)
 app.command("explain")(explain_command)
 app.command("profile")(profile_command)
+app.command("predict")(predict_command)
 
 GraphFile = Annotated[Path, typer.Argument(metavar="GRAPH", help="graph file (JSON)")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file")]

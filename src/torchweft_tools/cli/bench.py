@@ -32,7 +32,18 @@ from torchweft_tools.cli.text import Json, UsageError, printable, say, say_json
 
 BENCHES = (
     *("ablation", "auto", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),
-    *("ops", "overlap", "placement", "races", "simulator", "stream", "traffic", "verify", "zoo"),
+    *(
+        "ops",
+        "overlap",
+        "placement",
+        "predictions",
+        "races",
+        "simulator",
+        "stream",
+        "traffic",
+        "verify",
+        "zoo",
+    ),
 )
 MAX_ROWS = 40
 MAX_CELL = 60

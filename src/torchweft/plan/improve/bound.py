@@ -267,7 +267,7 @@ class _Work:
         """Equal keys, equal seconds: asked once for equal ops, unless costs have a way of their
         own to tell them apart."""
         if not self.splits or type(self.costs).run_s is not Costs.run_s:
-            return op.name
+            return self.costs.alike(self.graph, op) or op.name
         graph, names = self.graph, op.touched + op.makes
         roots = list(dict.fromkeys(graph.root[name] for name in names))
         values = [graph.value[name] for name in names]
