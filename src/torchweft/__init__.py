@@ -30,7 +30,17 @@ from torchweft.plan.improve import replay, searched
 from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
-from torchweft.plan.strategies import branches, compose, overlap, sequential
+from torchweft.plan.strategies import (
+    branches,
+    compose,
+    dual_batch,
+    multiplex,
+    nanoflow,
+    overlap,
+    prefetch,
+    sequential,
+    single_batch,
+)
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
 
@@ -55,6 +65,7 @@ if TYPE_CHECKING:
         mark_path,
         row_wise,
     )
+    from torchweft.capture.offload import offload
     from torchweft.capture.splitters import Splitter, by_requests, by_rows, shared
     from torchweft.run.workers.pool import Spot
     from torchweft.serve.session import context
@@ -66,6 +77,7 @@ _LAZY = {
     "run.workers.pool": ("Spot",),
     "serve.session": ("context",),
     "capture.marks": ("mark", "mark_function", "mark_module", "mark_op", "mark_path", "row_wise"),
+    "capture.offload": ("offload",),
     "capture.splitters": ("Splitter", "by_requests", "by_rows", "shared"),
 }
 __all__ = [
@@ -98,6 +110,7 @@ __all__ = [
     "context",
     "cpu",
     "disable",
+    "dual_batch",
     "dynamic",
     "enable",
     "explain",
@@ -109,8 +122,12 @@ __all__ = [
     "mark_module",
     "mark_op",
     "mark_path",
+    "multiplex",
+    "nanoflow",
+    "offload",
     "overlap",
     "plans",
+    "prefetch",
     "replay",
     "report",
     "restore",
@@ -118,6 +135,7 @@ __all__ = [
     "searched",
     "sequential",
     "shared",
+    "single_batch",
     "strategy",
     "strategy_names",
     "trace",

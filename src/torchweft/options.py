@@ -72,6 +72,9 @@ class Options:
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     kernels: by name, the functions or declared kernels that a strategy, or a plan's text, names.
     remember: whether choices of "auto" are kept on disk for the next process.
+    loads: whether weights that `weft.offload` put on disk are brought in by ops of the graph, each
+        block by one that uses io; else they are read as they are touched. By default under the
+        strategy `prefetch`, which keeps such ops from filling the memory.
     """
 
     strategy: str | Strategy | Callable[..., None] = "auto"
@@ -94,6 +97,7 @@ class Options:
     splitters: Sequence[Splitter] = ()
     kernels: Mapping[str, Any] = field(default_factory=dict, hash=False)
     remember: bool = True
+    loads: bool | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -128,6 +132,11 @@ class Options:
     def resolved_strategy(self) -> Strategy:
         """The strategy itself, whose name may have been given."""
         return as_strategy(self.strategy)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether ops of the graph bring in the weights that are on disk."""
+        return self.resolved_strategy.name == "prefetch" if self.loads is None else self.loads
 
     @cached_property
     def resolved_machine(self) -> Machine:
@@ -206,6 +215,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
             lambda n: _is_count(n, least=0) or (isinstance(n, float) and 0 < n < 1),
             "a number of calls, 0 for none, or a share of the time such as 0.02",
         ),
+        "loads": (lambda v: v is None or _is_flag(v), "True, False or None"),
         "watchdog_s": (
             lambda s: isinstance(s, int | float) and s > 0, "a positive number of seconds"
         ),

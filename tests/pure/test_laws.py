@@ -17,7 +17,16 @@ from torchweft.plan.machine import Device, Lane, Link, Machine, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
-from torchweft.plan.strategies import branches, overlap, sequential
+from torchweft.plan.strategies import (
+    branches,
+    dual_batch,
+    multiplex,
+    nanoflow,
+    overlap,
+    prefetch,
+    sequential,
+    single_batch,
+)
 from torchweft.plan.verify import findings, verify
 from torchweft.plan.write.strategy import write
 from torchweft_tools.bench.cases.random_graphs import random_graph
@@ -33,8 +42,18 @@ CHOICES = [
     (overlap(parts=3), 2),
     (branches, 1),
     (branches, 3),
+    (nanoflow, 2),
+    (nanoflow(shares=(1, 2, 1)), 2),
+    (nanoflow(shares=(1, 1, 1, 3), compute=1, memory=3, network=4), 3),
+    (single_batch, 1),
+    (dual_batch, 2),
+    (dual_batch(offset=2, shared="op[13]"), 3),
+    (multiplex, 2),
+    (prefetch, 1),
+    (prefetch(window=0), 2),
+    (multiplex(uses=("memory",)), 1),
 ]
-CONTEXT = Context(batch=12, sizes={"s1": 4})
+CONTEXT = Context(batch=12, sizes={"s1": 4}, tokens_per_request=(1, 1, 1, 4, 5))
 randoms = st.integers(0, 2**40).map(random.Random)
 choices = st.sampled_from(CHOICES)
 

@@ -126,7 +126,7 @@ NAMES: dict[str, tuple[Body, str, str]] = {
     "part of no number": (split_then(lambda s: s.run("attn0", "x")), "part", "no part 'x'"),
     "ready part": (split_then(lambda s: s.ready(9)), "part", "no part 9"),
     "cost of an op": (lambda s: s.cost("mpl0"), "op", "Did you mean 'mlp0'"),
-    "rule": (lambda s: s.split(2, at="tokens"), "split", "Known: requests"),
+    "rule": (lambda s: s.split(2, at="tokens"), "split", "Known: phases, requests"),
     "kernel": (lambda s: s.run("attn0", replace="a\nb"), "kernel", "is not a name"),
     "kernel of no name": (lambda s: s.run("attn0", replace=5), "kernel", "5"),
 }

@@ -18,14 +18,27 @@ from torchweft.plan.machine import Machine, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
-from torchweft.plan.strategies import branches, get_strategy, overlap, sequential, strategy_names
+from torchweft.plan.strategies import (
+    branches,
+    dual_batch,
+    get_strategy,
+    multiplex,
+    nanoflow,
+    overlap,
+    prefetch,
+    sequential,
+    single_batch,
+    strategy_names,
+)
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, strategy, write
 from torchweft_tools.buffers import lower_into_buffers
-from torchweft_tools.demo.blueprint import transformer
+from torchweft_tools.demo.blueprint import experts, on_disk, transformer
 
 PLANS = Path(__file__).parents[1] / "plans"
 CONTEXT = Context(batch=512)
+MIXED = Context(batch=512, tokens_per_request=(1,) * 32 + (200, 280))
+DECODE = Context(batch=512, phase="decode")
 
 
 def diamond() -> Graph:
@@ -45,21 +58,28 @@ def diamond() -> Graph:
     return Graph("diamond", values, ops, ("x",), ("y",), "s0")
 
 
-GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool]] = {
-    "sequential": (sequential, transformer(2), cpu(), False),
-    "overlap2": (overlap(parts=2), transformer(2), cpu(), False),
-    "overlap4": (overlap(parts=4), transformer(2), cpu(), False),
-    "overlap2_buffers": (overlap(parts=2), transformer(2), cpu(), True),
-    "overlap2_kv_cache": (overlap(parts=2), transformer(2, kv_cache=True), cpu(), False),
-    "branches": (branches, transformer(2), cpu(2, capacity=2.0), False),
-    "branches_diamond": (branches, diamond(), cpu(2, capacity=2.0), False),
+LANES = cpu(2, capacity=2.0)
+GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool, Context]] = {
+    "sequential": (sequential, transformer(2), cpu(), False, CONTEXT),
+    "overlap2": (overlap(parts=2), transformer(2), cpu(), False, CONTEXT),
+    "overlap4": (overlap(parts=4), transformer(2), cpu(), False, CONTEXT),
+    "overlap2_buffers": (overlap(parts=2), transformer(2), cpu(), True, CONTEXT),
+    "overlap2_kv_cache": (overlap(parts=2), transformer(2, kv_cache=True), cpu(), False, CONTEXT),
+    "branches": (branches, transformer(2), cpu(2, capacity=2.0), False, CONTEXT),
+    "branches_diamond": (branches, diamond(), LANES, False, CONTEXT),
+    "nanoflow": (nanoflow(shares=(3, 3, 5, 5)), experts(2), LANES, False, CONTEXT),
+    "single_batch": (single_batch, experts(2), cpu(), False, CONTEXT),
+    "dual_batch": (dual_batch, experts(2), LANES, False, CONTEXT),
+    "dual_batch_decode": (dual_batch, experts(2), LANES, False, DECODE),
+    "prefetch": (prefetch, on_disk(4), cpu(), False, CONTEXT),
+    "multiplex": (multiplex, experts(2), LANES, False, MIXED),
 }
 
 
 def golden_plan(name: str) -> Plan:
-    chosen, graph, machine, buffers = GOLDEN[name]
+    chosen, graph, machine, buffers, context = GOLDEN[name]
     lowered = lower_into_buffers if buffers else lower
-    return verify(lowered(write(chosen, graph, CONTEXT, machine)))
+    return verify(lowered(write(chosen, graph, context, machine)))
 
 
 @pytest.mark.parametrize("name", GOLDEN)

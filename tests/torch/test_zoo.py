@@ -15,6 +15,8 @@ def test_a_model_is_captured_split_and_equal(name, library):
     assert rows[0]["error"] == ""
     assert summary["captured"] == summary["sequential_equal"] == summary["split_equal"] == 1
     assert rows[0]["split_share"] > 0.8
+    assert rows[0]["unsafe"] == []
+    assert rows[0]["plans"] >= 20
 
 
 def test_an_unknown_model_lists_the_choices():

@@ -34,6 +34,7 @@ from torchweft.capture.bodies.bodies import Body
 from torchweft.capture.failures import break_of
 from torchweft.capture.guards import SymbolSlot, symbol_slots
 from torchweft.capture.marks import MarkRule
+from torchweft.capture.offload import LOADS, add_loads
 from torchweft.capture.ops.assembly import RNG, Assembly, assemble, value_name
 from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.capture.ops.units import source_of
@@ -175,14 +176,15 @@ def capture(
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
     blocks: bool = False,
+    loads: bool = False,
     **known: Any,
 ) -> Capture:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
     that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks`
-    a region of the graph gives way to what it calls, else each call of it stays whole. `known` are
-    more options of `assemble`.
+    a region of the graph gives way to what it calls, else each call of it stays whole. With `loads`
+    ops bring in weights that are on disk. `known` are more options of `assemble`.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
@@ -192,6 +194,8 @@ def capture(
             drop_buffers(part)
     if blocks:
         inline(gm, rules)
+    if loads and add_loads(gm, example_inputs):
+        rules = (*LOADS, *rules)
     tried = candidates(gm, example_inputs, batch)
     captured, _ = analyse(gm, tried, rules=rules, name=name, **known)
     return replace(captured, broken=break_of(gm))

@@ -13,6 +13,7 @@ A plan holds a cut, fractions and not sizes, so one plan serves a whole bucket o
     1/2 1/2               two parts of equal size, whatever the batch
     1/4 1/4 1/2           uneven parts are normal
     1/2 1/2 at requests   each border moves to the nearest border between two requests
+    1/2 1/2 at phases     two parts: the requests of one token (decode), and the others (prefill)
 
 A strategy runs once a bucket, not on every call. By default a bucket is a power of two of tokens,
 cut where the strategy itself looked: while it writes, the numbers of its context remember what they
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torchweft.plan.write.strategy import Strategy
 
 
-RULES = ("requests",)
+RULES = ("requests", "phases")
 MAX_PARTS = 1024
 POSSIBLE = f"the number of parts must be whole, from 1 to {MAX_PARTS}"
 
@@ -55,6 +56,8 @@ class Cut:
             raise StrategyError(f"split: parts must be positive and add up to 1; got {clip(self)}.")
         if self.rule is not None and self.rule not in RULES:
             raise StrategyError(f"split: {unknown('rule', self.rule, RULES)}")
+        if self.rule == "phases" and len(self.fractions) != 2:
+            raise StrategyError(f"split: there are two phases; got {len(self.fractions)} parts.")
 
     @staticmethod
     def even(num_parts: int, rule: str | None = None) -> Cut:
@@ -87,13 +90,19 @@ class Cut:
         """
         ends = list(accumulate(self.fractions))[:-1]
         inner = [round(end * num_rows) for end in ends]
+        if self.rule and sum(requests) != num_rows:
+            raise StrategyError(
+                f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
+            )
+        borders = list(accumulate(requests))[:-1] or [0]
         if self.rule == "requests":
-            if sum(requests) != num_rows:
-                raise StrategyError(
-                    f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
-                )
-            borders = list(accumulate(requests))[:-1] or [0]
             inner = [min(borders, key=lambda at: abs(at - want)) for want in inner]
+        if self.rule == "phases":
+            pairs = zip(borders, pairwise(requests), strict=False)
+            inner = [at for at, (left, right) in pairs if (left == 1) != (right == 1)]
+            if len(inner) != 1:
+                told = "decode requests and prefill requests, one kind behind the other"
+                raise StrategyError(f"split: a batch is cut at phases if it has {told}.")
         bounds = (0, *inner, num_rows)
         if any(end <= start for start, end in pairwise(bounds)):
             what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"

@@ -20,10 +20,10 @@
       compute  merge y                    y is handed out whole
     end
 
-A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`), declared kernels or edges
-has format 2, every other plan format 1. `docs/plans.md` says what each step means. A plan is data:
-it has no sizes, holds no code, and `Plan.parse(str(plan)) == plan`. The graph it belongs to is
-named by its digest; `bind` joins them.
+A plan with lanes of links (`lane cpu.to.gpu0 on cpu uses io to gpu0`), declared kernels, edges or a
+cut at phases has format 2, every other plan format 1. `docs/plans.md` says what each step means. A
+plan is data: it has no sizes, holds no code, and `Plan.parse(str(plan)) == plan`. The graph it
+belongs to is named by its digest; `bind` joins them.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Plan:
         return "\n".join(difflib.unified_diff(*pair, "before", "after", lineterm=""))
 
     def __str__(self) -> str:
-        newer = self.declared or any(lane.to for lane in self.lanes)
+        newer = self.declared or any(lane.to for lane in self.lanes) or self.cut.rule == "phases"
         newer = newer or any(step.after for step in self.steps)
         lines = [
             f"weft plan {FORMATS[bool(newer)]}",
@@ -389,6 +389,8 @@ class _Parser:
         (name, digest), cut = head["graph"][0], head["parts"][0]
         if head["kernel"] and self.format == "1":
             self.fail("'kernel' lines start with plan format 2.", "version")
+        if cut.rule == "phases" and self.format == "1":
+            self.fail("cuts at phases start with plan format 2.", "version")
         places, history = tuple(head["place"]), tuple(head["history"])
         lanes, buffers = tuple(map(self.lane, head["lane"])), tuple(head["buffer"])
         kernels = tuple(head["kernel"])

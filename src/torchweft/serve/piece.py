@@ -34,7 +34,7 @@ from torchweft.errors import (
     StrategyError,
     WeftError,
 )
-from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, watch
+from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, phase_of, watch
 from torchweft.plan.graph import Graph
 from torchweft.plan.improve import improve, replay
 from torchweft.plan.lower.lower import lower
@@ -265,7 +265,8 @@ def context_of(graph: Graph, env: Mapping[str, int]) -> Context:
     if facts is None:
         return Context(rows, sizes=sizes)
     requests = facts.tokens_per_request if sum(facts.tokens_per_request) == rows else ()
-    return Context(rows, facts.num_tokens, requests, facts.phase, sizes, facts.strategy)
+    phase = facts.phase or (phase_of(requests) if requests else None)
+    return Context(rows, facts.num_tokens, requests, phase, sizes, facts.strategy)
 
 
 def remember(memory: dict[object, Any], key: object, value: Any) -> None:

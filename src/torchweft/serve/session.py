@@ -19,6 +19,7 @@ from torchweft.capture.dynamo import Capture, capture, probe, untried
 from torchweft.capture.failures import as_own, copied, first_line
 from torchweft.capture.guards import shared_bytes
 from torchweft.capture.marks import require_matched
+from torchweft.capture.offload import FILE
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.errors import CaptureError, WeftError
 from torchweft.options import Options
@@ -106,13 +107,15 @@ class Session:
             if blocks:
                 inline(gm, rules)
             why = shared_bytes(example_inputs)
+            if options.has_loads and any(hasattr(each, FILE) for each in example_inputs):
+                self.service.fall_back("offload: at the aten level weights are read as touched")
             if options.splitters:
                 why = "state: at the aten level no call shows the side state that it touches"
             make = partial(self._aten_piece, unsplit=why)
             return run_aten(gm, example_inputs, make, **known)
 
         unsplit = _sets_grad(gm)
-        captured = capture(gm, example_inputs, blocks=blocks, **known)
+        captured = capture(gm, example_inputs, blocks=blocks, loads=options.has_loads, **known)
         if options.strict or options.splitters:  # with side state, to try an op would write it
             return self._piece(gm, untried(captured), unsplit)
         # Numbers are taken by their hint: to ask a symbol for its value would guard on it.

@@ -309,16 +309,23 @@ def diff_command(before: PlanFile, after: PlanFile) -> None:
 
 @app.command("blueprint")
 def blueprint_command(
-    name: Annotated[str, typer.Argument(help="transformer")],
+    name: Annotated[str, typer.Argument(help="transformer, experts or on_disk")],
     layers: Annotated[int, typer.Option(min=1, max=1000)] = 2,
     hidden: Annotated[int, typer.Option(min=1, max=10**6)] = 1024,
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="attention writes a cache")] = False,
     output: Output = None,
 ) -> None:
     """Write the graph of a well-known model, drawn from its dimensions."""
-    if name != "transformer":
-        raise WeftError(f"blueprint: {unknown('blueprint', name, ('transformer',))}")
-    graph = blueprints.transformer(layers, hidden, kv_cache=kv_cache)
+    drawn = {each.__name__: each for each in (blueprints.experts, blueprints.on_disk)}
+    if name not in (known := ("transformer", *drawn)):
+        raise WeftError(f"blueprint: {unknown('blueprint', name, known)}")
+    if name in drawn and kv_cache:
+        raise WeftError("blueprint: --kv-cache goes with transformer.")
+    graph = (
+        drawn[name](layers, hidden)
+        if name in drawn
+        else blueprints.transformer(layers, hidden, kv_cache=kv_cache)
+    )
     if output is None:
         say_json(graph_data(graph))
         return

@@ -75,12 +75,13 @@ def read_pairs(words: Iterable[str], what: str) -> dict[str, Any]:
 
 
 def read_literal(text: str) -> Any:
-    """A number, True, False or None where the text is one, else the text itself."""
+    """A number, True, False, None or a tuple where the text is one, else the text itself."""
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
-    return value if value is None or isinstance(value, int | float | str) else text
+    plain = isinstance(value, tuple) and all(isinstance(item, int | float | str) for item in value)
+    return value if value is None or plain or isinstance(value, int | float | str) else text
 
 
 def read_context(batch: int, size: Iterable[str], tokens: str, phase: str | None) -> Context:

@@ -1,9 +1,14 @@
 """A blueprint: the graph of a well-known model, drawn by hand from its dimensions.
 
 For demos, tests and benchmarks where no model has to run. `transformer` is a dense decoder under
-tensor parallelism (each all_reduce is a two-phase network op on one communicator):
+tensor parallelism (each all_reduce is a two-phase network op on one communicator), `experts` a
+decoder whose experts are spread over the ranks, with a shared one beside them on each, `on_disk` a
+stack whose weights a load brings in, layer by layer:
 
     x -> attn0 -> reduce_attn0 -> mlp0 -> reduce_mlp0 -> attn1 -> ... -> head
+
+    x -> qkv0 -> attn0 (memory) -> route0 -> dispatch0 -> experts0 -> combine0 -> weigh0 -> join0
+                                      |----> shared0 ------------------------------------>|
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
 from torchweft.plan.sizes import Size
 
 ROWS = Size.of("s0")
+POSITIONS = 64  # that a token of `experts` attends to
 
 
 def transformer(
@@ -57,6 +63,61 @@ def transformer(
     matmul("head", last, "head", num_shards, "y")
     name = f"transformer{num_layers}"
     return Graph(name, tuple(values), tuple(ops), tuple(inputs), ("y",), "s0")
+
+
+def experts(num_layers: int = 2, hidden: int = 1024) -> Graph:
+    """A decoder of `num_layers` layers with experts on all ranks, over a batch of tokens `s0`."""
+    values, ops, inputs = [_rows("x", hidden)], list[Op](), ["x"]
+
+    def add(
+        name: str, reads: tuple[str, ...], wide: int, factor: int, uses: str = "compute"
+    ) -> str:
+        """An op of `factor` square products a row, with weights (or a cache) of its own."""
+        made, kind = f"{name}_out", name.rstrip("0123456789")
+        values.append(_rows(made, wide * hidden, placeable=True))
+        place: Any = {"path": f"layers.{layer}.{kind}", "layer": layer, "block": "Layer"}
+        if uses == "network":
+            talk = Collective("all_to_all", "ep")
+            op = Op(name, reads, (made,), uses=uses, two_phase=True, collective=talk, body=kind)
+        else:
+            own = f"w_{name}"
+            cached = uses == "memory"
+            shape = (Size.of(factor * hidden), Size.of(hidden))
+            values.append(_rows(own, 2 * POSITIONS * hidden) if cached else Value(own, shape))
+            inputs.append(own)
+            flops = ROWS * (2 * factor * hidden * hidden)
+            op = Op(name, (*reads, own), (made,), uses=uses, mark=kind, body=kind, flops=flops)
+        ops.append(replace(op, **place))
+        return made
+
+    last = "x"
+    for layer in range(num_layers):
+        qkv = add(f"qkv{layer}", (last,), 3, 3)
+        attention = add(f"attn{layer}", (qkv,), 1, 0, "memory")
+        routed = add(f"route{layer}", (attention,), 1, 1)
+        sent = add(f"dispatch{layer}", (routed,), 1, 0, "network")
+        grown = add(f"experts{layer}", (sent,), 1, 6)
+        back = add(f"combine{layer}", (grown,), 1, 0, "network")
+        weighed = add(f"weigh{layer}", (back,), 1, 0)
+        shared = add(f"shared{layer}", (routed,), 1, 3)
+        last = add(f"join{layer}", (weighed, shared), 1, 0)
+    return Graph(f"experts{num_layers}", tuple(values), tuple(ops), tuple(inputs), (last,), "s0")
+
+
+def on_disk(num_layers: int = 2, hidden: int = 1024) -> Graph:
+    """A stack of layers over a batch of rows `s0`, the weights of each brought in by a load."""
+    values, ops, last = [_rows("x", hidden)], list[Op](), "x"
+    for layer in range(num_layers):
+        load, weight, made = f"load{layer}", f"w{layer}", f"layer{layer}_out"
+        place: Any = {"path": f"layers.{layer}", "layer": layer, "block": "Layer"}
+        values.append(Value(weight, (Size.of(4 * hidden), Size.of(hidden))))
+        values.append(_rows(made, hidden, placeable=True))
+        free: Any = {"uses": "io", "rows": "batch-free", "mark": "load", "body": "load"}
+        ops.append(Op(load, makes=(weight,), **free, **place))
+        flops = ROWS * (8 * hidden * hidden)
+        ops.append(Op(f"layer{layer}", (last, weight), (made,), body="layer", flops=flops, **place))
+        last = made
+    return Graph(f"on_disk{num_layers}", tuple(values), tuple(ops), ("x",), (last,), "s0")
 
 
 def _rows(name: str, wide: int, *, placeable: bool = False) -> Value:

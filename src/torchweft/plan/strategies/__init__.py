@@ -2,8 +2,25 @@
 
 from torchweft.plan.strategies.branches import branches
 from torchweft.plan.strategies.compose import compose
+from torchweft.plan.strategies.dual_batch import dual_batch
+from torchweft.plan.strategies.multiplex import multiplex
+from torchweft.plan.strategies.nanoflow import nanoflow
 from torchweft.plan.strategies.overlap import overlap
+from torchweft.plan.strategies.prefetch import prefetch
 from torchweft.plan.strategies.sequential import sequential
+from torchweft.plan.strategies.single_batch import single_batch
 from torchweft.plan.write.strategy import get_strategy, strategy_names
 
-__all__ = ["branches", "compose", "get_strategy", "overlap", "sequential", "strategy_names"]
+__all__ = [
+    "branches",
+    "compose",
+    "dual_batch",
+    "get_strategy",
+    "multiplex",
+    "nanoflow",
+    "overlap",
+    "prefetch",
+    "sequential",
+    "single_batch",
+    "strategy_names",
+]

@@ -97,8 +97,9 @@ class Scheduler:
     def split(self, how: int | Sequence[int] | Cut, *, at: str | None = None) -> None:
         """Cut the batch: into `how` even parts, parts of these sizes, or a `Cut`.
 
-        at="requests" moves the borders to those between requests. Must come before any run, but
-        for what `within` says.
+        at="requests" moves the borders to those between requests, at="phases" cuts in two where
+        decode requests end and prefill requests begin (or the other way round). Must come before
+        any run, but for what `within` says.
         """
         self._open("split")
         if (self.steps or self.num_parts > 1) and not self._scopes:
@@ -195,11 +196,14 @@ class Scheduler:
         self._open("sequential")
         if (self.steps or self.num_parts > 1) and not self._scopes:
             self._fail("sequential", "something was recorded already.")
-        for op in self.ops:
+        for number, op in enumerate(self.ops):
             pairs = pairs_of(self.graph, self.num_parts, (op.name,), None)
             left = [part for name, part in pairs if (name, part) not in self._done]
+            # What reads nothing could start at once, and what it makes would fill the memory.
+            early = number and op.uses == "io" and not op.touched
+            after = [(self.ops[number - 1], None)] if early else []
             for part in [None] if len(left) == len(pairs) else left:
-                self.run(op, part)
+                self.run(op, part, after=after)
         self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
         self._closed = "" if self._scopes else "sequential()"
 
