@@ -178,6 +178,36 @@ def test_a_fused_kernel_is_more_than_overlap() -> None:
     assert parts[0] < fused < max(parts)  # it needs no ring
 
 
+def test_a_kernel_for_all_reduce_and_norm_saves_the_norm_even_one_by_one() -> None:
+    plain, fused = call(), call(fused=True)
+    assert not [op for op in fused.draw(3).graph.ops if op.mark == "all_reduce"]
+    owed = [op for op in fused.draw(3).graph.ops if op.mark == "all_reduce_norm"]
+    assert len(owed) == 6  # the first norm has nothing to sum up, the last one has
+    assert all(op.two_phase and op.uses == "network" for op in owed)
+    assert len(plain.draw(3).graph.ops) - len(fused.draw(3).graph.ops) == 6
+    times = [run(each, sequential, bounded=False).makespan_s for each in (plain, fused)]
+    found = predict(fused, get_strategy("overlap"), bounded=False)
+    assert found.makespan_s < times[1] < times[0]
+    assert found.sequential_s == times[0]  # the baseline has no such kernel
+    alone = run(call(parallel="tp=1", machine="h100", fused=True), sequential, bounded=False)
+    assert alone.network_s == 0
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite"])
+def test_blocks_take_what_their_kernels_take(model: str) -> None:
+    ways = [call(model, parallel="tp=4", grain=grain) for grain in ("kernels", "blocks")]
+    kernels, blocks = (run(way, sequential, bounded=False) for way in ways)
+    assert blocks.makespan_s == pytest.approx(kernels.makespan_s, rel=1e-6)
+    assert blocks.clock == pytest.approx(kernels.clock, rel=1e-6)
+    coarse = ways[1].draw(4).graph
+    assert len(coarse.ops) < len(ways[0].draw(4).graph.ops) / 2
+    assert not [op for op in coarse.ops if op.mark == "all_reduce" and op.uses != "network"]
+    overlap = get_strategy("overlap")
+    both = [run(way, overlap, bounded=False).makespan_s for way in ways]
+    auto = run(replace(ways[0], grain="auto"), overlap, bounded=False)
+    assert auto.makespan_s == min(both)
+
+
 def test_measured_times_come_first_and_only_where_they_reach() -> None:
     row = {"gpu": "H100 SXM (DGX)", "num_gpus": "8", "parallelism": "TP8 shard", "notes": "[A]",
            "params_note": "hidden 8192 ffn 28672 kv 8; fp16", "metric": "time_ms"}  # fmt: skip
@@ -314,6 +344,7 @@ def test_the_command_prints_one_object_and_clear_errors(
     assert "give --machine" in failure(*own, capsys=capsys)
     assert "Known: deepseek-v2" in failure("--machine", "h20", capsys=capsys)
     assert "sequential" in failure(*words, "--strategy", "sequentiel", capsys=capsys)
+    assert "blocks" in failure(*words, "--grain", "fine", capsys=capsys)
     assert "eager" in failure(*words, "--engine", "lazy", capsys=capsys)
     assert "WEFT_DATA" in failure(*words, "--data", str(tmp_path), capsys=capsys)
     assert "all_reduce" in failure(*words, "--without", "reduce", capsys=capsys)

@@ -18,7 +18,15 @@ from torchweft.errors import WeftError, unknown
 from torchweft.plan.strategies import get_strategy
 from torchweft_tools.cli.text import Json, answer, read_pairs
 from torchweft_tools.predict.hardware import Hardware, load_hardware, machine_files
-from torchweft_tools.predict.prediction import ENGINES, Call, Prediction, get_engine, predict
+from torchweft_tools.predict.prediction import (
+    ENGINES,
+    FUSING,
+    GRAINS,
+    Call,
+    Prediction,
+    get_engine,
+    predict,
+)
 from torchweft_tools.predict.prices import ALGORITHMS
 from torchweft_tools.predict.shape import DTYPES, known_configs, load_shape
 from torchweft_tools.predict.tables import MeasuredTimes, load_times, published
@@ -47,6 +55,10 @@ Without = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="of the weights, instead of the config's")]
 Data = Annotated[str | None, typer.Option("--data", help="folder with published/components.csv")]
+Fused = Annotated[
+    bool | None, typer.Option(help="all_reduce and norm as one kernel; tokenweave's default")
+]
+Grain = Annotated[str, typer.Option(help="ops are kernels, blocks, or (auto) what is quicker")]
 Measured = Annotated[bool, typer.Option(help="use measured times, from --data or WEFT_DATA")]
 Machines = Annotated[bool, typer.Option("--machines", help="list the machines")]
 
@@ -65,6 +77,8 @@ def predict_command(
     collectives: Collectives = "auto",
     without: Without = None,
     dtype: Dtype = None,
+    fused: Fused = None,
+    grain: Grain = "auto",
     data: Data = None,
     measured: Measured = True,
     machines: Machines = False,
@@ -80,6 +94,8 @@ def predict_command(
         raise WeftError(f"{missing}: give --{missing}.{known}", rule=missing)
     if collectives not in ALGORITHMS:
         raise WeftError(f"collectives: {unknown('algorithm', collectives, ALGORITHMS)}")
+    if grain not in GRAINS:
+        raise WeftError(f"grain: {unknown('grain', grain, GRAINS)}")
     if wrong := [kind for kind in without or () if kind not in OUT]:
         raise WeftError(f"without: {unknown('collective', wrong[0], OUT)}")
     chosen = get_strategy(strategy)(**read_pairs(option or (), "option"))
@@ -95,6 +111,7 @@ def predict_command(
         times,
         collectives,
         tuple(without or ()),
+        chosen.name in FUSING if fused is None else fused,
     )
     found = predict(call, chosen)
     facts = {

@@ -46,10 +46,12 @@ def model_graph(
     *,
     num_layers: int | None = None,
     without: tuple[str, ...] = (),
+    fused: bool = False,
 ) -> ModelGraph:
     """The graph of a model, or of so many of its layers (those without experts come first).
 
     without: kinds of collectives to leave out, as studies of an upper bound do.
+    fused: an all_reduce and the norm behind it are one kernel, in which each rank norms its share.
     Raises `WeftError` if the model cannot lie so.
     """
     if shape.heads % parallel.tp:
@@ -59,7 +61,7 @@ def model_graph(
         raise WeftError(f"parallel: {need} GPUs.")
     if parallel.ep > 1 and shape.experts is None:
         raise WeftError(f"parallel: {shape.name!r} has no experts to spread: leave out ep.")
-    draw = _Drawing(shape, load, parallel, hardware, without)
+    draw = _Drawing(shape, load, parallel, hardware, without, fused and "all_reduce" not in without)
     # The embedding is there, but its gather is not drawn: it takes no time that shows.
     draw.resident_bytes = shape.vocab * shape.hidden * shape.weight_bytes / parallel.tp
     draw.value("x", shape.hidden)
@@ -91,7 +93,9 @@ class _Drawing:
     parallel: ModelLayout
     hardware: Hardware
     without: tuple[str, ...]
+    fused: bool
     layer: int | None = None
+    owed: bool = False  # the next norm has to sum up first
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -153,13 +157,13 @@ class _Drawing:
         self, name: str, reads: tuple[str, ...], wide: int, row_bytes: float, **facts: Any
     ) -> str:
         """An op that is bound by memory."""
-        work = OpWork("memory", row_bytes=row_bytes)
+        work = OpWork("memory", row_bytes=row_bytes, mark=facts.get("mark", ""))
         return self.op(name, reads, (wide,), work, uses="memory", **facts)
 
     def talk(
         self,
         name: str,
-        read: str,
+        reads: tuple[str, ...],
         wide: tuple[int, ...],
         kind: str,
         group: str,
@@ -168,18 +172,24 @@ class _Drawing:
     ) -> str:
         """A collective of two phases; left out if it was asked to be."""
         if kind in self.without:
-            return read
+            return reads[0]
         count = self.parallel.tp if group == "tp" else self.parallel.ep
         self.groups.setdefault(group, tuple(range(count)))
         facts: dict[str, Any] = {"collective": Collective(kind, group), "two_phase": True}
-        return self.op(name, (read,), wide, work, uses="network", mark=mark, flops=Size(), **facts)
+        return self.op(name, reads, wide, work, uses="network", mark=mark, flops=Size(), **facts)
 
     def norm(self, name: str, hidden: str, residual: str) -> tuple[str, str]:
         """The residual sum, and its norm: one kernel that reads two rows and writes two."""
         wide = self.shape.hidden
         if not residual:
             return self.memory(name, (hidden,), wide, 4.0 * wide, mark="norm", body="norm"), hidden
-        made = self.memory(name, (hidden, residual), wide, 8.0 * wide, mark="norm", body="add_norm")
+        reads = hidden, residual
+        if self.owed:
+            work = OpWork("all_reduce_norm", row_bytes=8.0 * wide, near_bytes=2.0 * wide)
+            made = self.talk(name, reads, (wide,), "all_reduce", "tp", work, "all_reduce_norm")
+            self.owed = False
+        else:
+            made = self.memory(name, reads, wide, 8.0 * wide, mark="norm", body="add_norm")
         last = self.ops[-1]
         summed = self.value(f"{last.name}.sum", wide)
         self.ops[-1] = Op(**{**_fields(last), "makes": (made, summed)})
@@ -189,8 +199,13 @@ class _Drawing:
         """The sum over the slices of a rank's group."""
         if self.parallel.tp == 1:
             return read
+        if self.fused:
+            self.owed = True
+            return read
         work = OpWork("all_reduce")
-        return self.talk(name, read, (self.shape.hidden,), "all_reduce", "tp", work, "all_reduce")
+        return self.talk(
+            name, (read,), (self.shape.hidden,), "all_reduce", "tp", work, "all_reduce"
+        )
 
     def block(self, hidden: str, residual: str, *, experts: bool) -> tuple[str, str]:
         """One layer."""
@@ -333,7 +348,7 @@ class _Drawing:
     ) -> str:
         near, far = (copies * size * SKEW for copies in sent)
         work = OpWork("all_to_all", near_bytes=near, far_bytes=far)
-        return self.talk(f"mlp.{mark}", read, wide, "all_to_all", "ep", work, mark)
+        return self.talk(f"mlp.{mark}", (read,), wide, "all_to_all", "ep", work, mark)
 
     def _sent(self, experts: ExpertShape) -> tuple[float, float]:
         """Copies of a row that leave a rank: inside its node, and to others.

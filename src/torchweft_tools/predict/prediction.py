@@ -27,12 +27,13 @@ from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
+from torchweft_tools.predict.blocks import in_blocks
 from torchweft_tools.predict.hardware import Hardware
 from torchweft_tools.predict.model_graph import ModelGraph, model_graph
 from torchweft_tools.predict.prices import GpuCosts
 from torchweft_tools.predict.shape import ModelShape
 from torchweft_tools.predict.tables import MeasuredTimes
-from torchweft_tools.predict.work import ModelLayout, OpWork, Workload
+from torchweft_tools.predict.work import ModelLayout, Workload
 
 NUM_LAYERS = 2
 OTHER_POWER = 0.6
@@ -49,6 +50,9 @@ class Engine:
     call_s: float
 
 
+GRAINS = ("auto", "kernels", "blocks")
+FUSING = ("tokenweave",)
+"""Strategies that come with a kernel of their own for an all_reduce and the norm behind it."""
 ENGINES: Mapping[str, Engine] = {
     "eager": Engine("eager", 5e-6, 8e-3),
     "graphs": Engine("graphs", 4e-7, 1e-3),
@@ -77,13 +81,15 @@ class Call:
     measured: MeasuredTimes = MeasuredTimes()  # noqa: RUF009
     algorithm: str = "auto"
     without: tuple[str, ...] = ()
+    fused: bool = False
+    grain: str = "auto"
 
     def draw(self, num_layers: int) -> ModelGraph:
         """The graph of so many layers."""
         where = self.parallel, self.hardware
-        return model_graph(
-            self.shape, self.load, *where, num_layers=num_layers, without=self.without
-        )
+        more: dict[str, Any] = {"without": self.without, "fused": self.fused}
+        drawn = model_graph(self.shape, self.load, *where, num_layers=num_layers, **more)
+        return in_blocks(drawn) if self.grain == "blocks" else drawn
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,29 @@ def predict(call: Call, strategy: Strategy, *, bounded: bool = True) -> Predicti
     bounded: with the bound that no plan can beat, which takes a second or two (else it is 0).
     """
     chosen = run(call, strategy, bounded=bounded)
-    plain = chosen if strategy.name == "sequential" else run(call, sequential, bounded=False)
+    plain = chosen
+    if strategy.name != "sequential" or call.fused:
+        plain = run(replace(call, fused=False), sequential, bounded=False)
     return replace(chosen, sequential_s=plain.makespan_s)
 
 
 def run(call: Call, strategy: Strategy, *, bounded: bool = True) -> Prediction:
-    """What the plan of a strategy takes, without another to compare it with."""
+    """What the plan of a strategy takes, without another to compare it with.
+
+    A call of grain "auto" is drawn in kernels and in blocks, and the quicker plan is taken: how
+    fine a graph is cut is up to the marks of whoever runs it.
+    """
+    if call.grain == "auto":
+        grains = GRAINS[1:2] if strategy.name == "sequential" else GRAINS[1:]
+        ways = [replace(call, grain=grain) for grain in grains]
+        found = [(_run(way, strategy, bounded=False), way) for way in ways]
+        best, call = min(found, key=lambda item: item[0].makespan_s)
+        if not bounded:
+            return best
+    return _run(call, strategy, bounded=bounded)
+
+
+def _run(call: Call, strategy: Strategy, *, bounded: bool) -> Prediction:
     few, more, weight = _depths(call.shape)
     runs = [_PlannedLayers(call, strategy, depth) for depth in (few, more)]
     bound_s = 0.0
@@ -260,8 +283,9 @@ class _PlannedLayers:
         for step in self.plan.steps:
             if step.kind in ("run", "issue"):
                 works = [self.drawn.works.get(graph.op[name].body) for name in step.names]
-                launches += 1 if step.by else sum(work.kernels if work else 1 for work in works)
-        marks, products_s = _by_mark(trace, graph, self.drawn.works)
+                launches += 1 if step.by else sum(work.launches if work else 1 for work in works)
+        rows = self.context.batch // self.plan.num_parts
+        marks, products_s = _by_mark(trace, graph, costs, rows)
         return _Totals(
             trace.makespan_s,
             trace.exposed_network_s,
@@ -280,7 +304,7 @@ class _PlannedLayers:
 
 
 def _by_mark(
-    trace: Trace, graph: Graph, works: Mapping[str, OpWork]
+    trace: Trace, graph: Graph, costs: GpuCosts, rows: int
 ) -> tuple[dict[str, float], float]:
     """Seconds of spans by the marks of their ops, and of all products and attention together."""
     marks: dict[str, float] = {}
@@ -289,9 +313,10 @@ def _by_mark(
         if span.kind not in ("run", "transfer"):
             continue
         ops = [graph.op[name] for name in span.op.split()]
-        mark = "+".join(dict.fromkeys(op.mark or op.name for op in ops))
+        mark, spent_s = "+".join(dict.fromkeys(op.mark or op.name for op in ops)), span.busy_s
         marks[mark] = marks.get(mark, 0.0) + span.end_s - span.start_s
-        kinds = {works[op.body].kind for op in ops if op.body in works}
-        if kinds & {"matmul", "experts", "attention", "decode"}:
-            products_s += span.end_s - span.start_s
+        shares = [
+            costs.products_share(costs.works[op.body], rows) for op in ops if op.body in costs.works
+        ]
+        products_s += spent_s * max(shares, default=0.0)
     return marks, products_s

@@ -62,12 +62,15 @@ class GpuCosts(Costs):
                 return self.exchange_s(work.near_bytes * rows, work.far_bytes * rows)
             kind = op.collective.kind if op.collective else "all_reduce"
             ranks = len(graph.members(op.collective.communicator, 1)) if op.collective else 1
+            if work is not None and work.kind == "all_reduce_norm":
+                own_s = work.row_bytes * rows / ranks / self._stream(self._on.prices.memory_share)
+                return max(self.collective_s(kind, work.near_bytes * rows, ranks), own_s)
             return self.collective_s(kind, num_bytes, ranks)
         if work is None:  # the op of a rewrite: all that is known is in the graph
             flops_s = op.flops.evaluate(env) / self._pace("bfloat16")
             moved_s = touched_bytes(graph, op, env) / self._stream(STREAM_SHARE)
             return self.overhead_s + max(flops_s, moved_s)
-        return self.work_s(work, env.get(graph.batch, 0) if graph.batch else 0, op.mark or "")
+        return self.work_s(work, env.get(graph.batch, 0) if graph.batch else 0)
 
     def alike(self, graph: Graph, op: Op) -> object:
         """Drawn ops of one body take the same: layers repeat."""
@@ -108,12 +111,20 @@ class GpuCosts(Costs):
 
     # What one device does.
 
-    def work_s(self, work: OpWork, rows: int, mark: str = "") -> float:
+    def products_share(self, work: OpWork, rows: int) -> float:
+        """The share of a work's seconds that is products."""
+        if not work.parts:
+            return float(bool(work.products))
+        return sum(self.work_s(each, rows) for each in work.products) / self.work_s(work, rows)
+
+    def work_s(self, work: OpWork, rows: int) -> float:
         """Seconds of a work over so many rows of the batch."""
+        if work.parts:
+            return sum(self.work_s(part, rows) for part in work.parts)
         fixed_s = self.overhead_s * work.kernels
         if work.kind == "memory":
-            share = self._on.prices.memory_share if mark == "norm" else STREAM_SHARE
-            key = ("memory", mark, int(work.row_bytes))
+            share = self._on.prices.memory_share if work.mark == "norm" else STREAM_SHARE
+            key = ("memory", work.mark, int(work.row_bytes))
             seconds = work.row_bytes * rows / self._stream(share)
             return self.measured.seconds(self._on, key, rows) or fixed_s + seconds
         if work.kind in ("attention", "decode"):

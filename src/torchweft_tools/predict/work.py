@@ -16,6 +16,7 @@ from torchweft.errors import WeftError, clip, unknown
 
 PHASES = ("prefill", "decode")
 DEFAULT_CONTEXT = 1024
+PRODUCTS = ("matmul", "experts", "attention", "decode")
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,15 @@ def read_parallel(text: str) -> ModelLayout:
 @dataclass(frozen=True)
 class OpWork:
     """What an op does: `kind` is matmul, experts, attention, decode (attention of one token a
-    request), memory, all_reduce or all_to_all.
+    request), memory, all_reduce, all_reduce_norm (one kernel) or all_to_all.
 
     rows: its rows for each row of the batch; fixed_rows: and for any batch.
     inner, outer: of a product of [rows, inner] by [inner, outer]; experts: so many of them, each
     with its share of the rows. flops: of attention, a row. row_bytes: of memory that it moves, a
     row (of a product: in a pass of its own before it).
-    near_bytes, far_bytes: what a row sends inside its node, and to others.
+    near_bytes, far_bytes: what a row sends inside its node, and to others; of an
+    all_reduce_norm, what is summed up. mark: of a norm. parts: of a block, several
+    ops in one.
     """
 
     kind: str
@@ -126,3 +129,16 @@ class OpWork:
     dtype: str = "bfloat16"
     weight_bytes: float = 2.0
     kernels: int = 1
+    mark: str = ""
+    parts: tuple[OpWork, ...] = ()
+
+    @property
+    def launches(self) -> int:
+        """How many kernels it starts."""
+        return sum(part.launches for part in self.parts) if self.parts else self.kernels
+
+    @property
+    def products(self) -> tuple[OpWork, ...]:
+        """What of it is products, whose pace is that of the clock."""
+        own = (self,) if self.kind in PRODUCTS else ()
+        return (*own, *(each for part in self.parts for each in part.products))

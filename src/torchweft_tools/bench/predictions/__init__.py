@@ -19,7 +19,7 @@ from torchweft.errors import WeftError
 from torchweft.plan.strategies import get_strategy, sequential, strategy_names
 from torchweft_tools.bench.predictions.published import Figure, read_figure
 from torchweft_tools.predict.hardware import load_hardware
-from torchweft_tools.predict.prediction import Call, get_engine
+from torchweft_tools.predict.prediction import FUSING, Call, get_engine
 from torchweft_tools.predict.prediction import run as predict_run
 from torchweft_tools.predict.products import product_s
 from torchweft_tools.predict.shape import load_shape
@@ -85,7 +85,7 @@ def _row(
         facts |= {f"predicted_s{way}": None, f"error{way}": None, f"predicted_speedup{way}": None}
     if isinstance(figure, Figure):
         facts["published_s"] = figure.published_s
-        if figure.strategy not in ("fused", *strategy_names()):
+        if figure.product is None and figure.strategy not in strategy_names():
             figure = f"strategy {figure.strategy!r} is not registered"
     if isinstance(figure, str):
         return facts | {"excluded": figure}
@@ -113,7 +113,7 @@ def seconds(figure: Figure, measured: MeasuredTimes) -> float:
             order,
             figure.parallel.tp,
             part="".join(figure.part or ()),
-            fused=figure.strategy == "fused",
+            fused=figure.strategy != "sequential",
         )
     call = Call(
         load_shape(figure.model, figure.dtype),
@@ -124,6 +124,8 @@ def seconds(figure: Figure, measured: MeasuredTimes) -> float:
         measured,
         figure.collectives,
         figure.without,
+        figure.strategy in FUSING,
+        "kernels" if figure.layer else "auto",
     )
     strategy = sequential if figure.strategy == "sequential" else get_strategy(figure.strategy)
     if figure.strategy == "dual_batch":

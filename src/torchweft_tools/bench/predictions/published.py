@@ -26,7 +26,7 @@ METHODS = (
     (r"tokenweave", "tokenweave"),
     (r"nanoflow", "nanoflow"),
     (r"\b(tbo|dbo)\b|two-batch|dual-batch", "dual_batch"),
-    (r"flux|comet", "fused"),
+    (r"flux|comet", "comet"),
     (r"\bsbo\b|single-batch", "single_batch"),
 )
 BREAKDOWN = {
