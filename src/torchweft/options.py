@@ -25,7 +25,8 @@ from torchweft.plan.graph import NAME
 from torchweft.plan.improve.predict import auto  # noqa: F401 - so that the name is known
 from torchweft.plan.kernels.kernel import as_kernel
 from torchweft.plan.machine import Machine, cpu
-from torchweft.plan.write.strategy import Strategy, as_strategy
+from torchweft.plan.plan import Plan
+from torchweft.plan.write.strategy import Strategy, Way, as_strategy
 from torchweft.private.core import has_mkldnn
 from torchweft.ranks.ranks import WATCHDOG_S
 
@@ -46,7 +47,8 @@ class Options:
     """How a model is compiled. Raises `StrategyError` for a value that cannot be.
 
     strategy: what writes the plans: a name, a strategy with options (`weft.overlap(parts=4)`), or
-        any function of a scheduler. "auto" finds out by itself, and is never slower than the model.
+        any function of a scheduler; or a plan, several, or the path of a plan file, which is
+        verified and run. "auto" finds out by itself, and is never slower than the model.
     rules: marks from outside the model.
     inner: what runs the calls inside an op, "eager", "onednn" or "inductor".
     fallback: what happens to a call that cannot run as the strategy says, "sequential" (counted,
@@ -77,7 +79,7 @@ class Options:
         strategy `prefetch`, which keeps such ops from filling the memory.
     """
 
-    strategy: str | Strategy | Callable[..., None] = "auto"
+    strategy: Way = "auto"
     _: KW_ONLY
     rules: Sequence[MarkRule] = ()
     inner: str = "eager"
@@ -101,12 +103,13 @@ class Options:
 
     def __post_init__(self) -> None:
         _check(self)
+        kernels = {**_kernels_of(self.strategy), **self.kernels}
         frozen = {
             "strategy": as_strategy(self.strategy),
             "rules": tuple(self.rules),
             "splitters": check_splitters(self.splitters),
             "graphs": self.graph_sizes or bool(self.graphs),
-            "kernels": {name: as_kernel(own).called(name) for name, own in self.kernels.items()},
+            "kernels": {name: as_kernel(own).called(name) for name, own in kernels.items()},
         }
         for name, value in frozen.items():
             object.__setattr__(self, name, value)
@@ -157,6 +160,12 @@ class Options:
     def graph_sizes(self) -> tuple[int, ...]:
         """The sizes of the batch that device graphs are captured for, ascending, if some are."""
         return () if isinstance(self.graphs, bool) else tuple(sorted(set(self.graphs)))
+
+
+def _kernels_of(strategy: object) -> dict[str, Any]:
+    """The kernels that plans, given as a strategy, bring with them."""
+    plans = strategy if isinstance(strategy, list | tuple) else [strategy]
+    return {n: k for each in plans if isinstance(each, Plan) for n, k in each.kernels.items()}
 
 
 def is_disabled() -> bool:

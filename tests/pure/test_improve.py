@@ -206,11 +206,21 @@ def test_replay_without_a_plan_is_sequential_and_what_its_text_cannot_hold_is_re
     graph, context = transformer(1), Context(batch=8)
     plain = write(sequential, graph, context)
     assert write(replay, graph, context).steps == plain.steps
-    with pytest.raises(StrategyError, match="this plan is lowered") as raised:
-        write(replay(plan=str(lower(plain))), graph, context)
-    assert raised.value.rule == "lowered"
+    with pytest.raises(StrategyError, match="two of these plans are for one graph"):
+        write(replay(plan=str(plain) * 2), graph, context)
     with pytest.raises(WeftError):
         write(replay(plan="no plan"), graph, context)
+
+
+@settings(max_examples=30)
+@given(randoms, st.sampled_from(STARTS))
+def test_law_a_lowered_plan_is_replayed_as_it_stands(rng, start):
+    graph, context, machine = drawn(rng)
+    lowered = lower(write(start, graph, context, machine))
+    again = lower(write(replay(plan=str(lowered)), graph, context, machine))
+    assert (again.steps, again.places) == (lowered.steps, lowered.places)
+    assert lower(lowered).steps == lowered.steps
+    verify(again)
 
 
 @settings(max_examples=30)

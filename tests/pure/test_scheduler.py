@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 
@@ -123,6 +124,16 @@ NAMES: dict[str, tuple[Body, str, str]] = {
     "lane of no name": (lambda s: s.run("attn0", lane=5), "lane", "unknown lane '5'"),
     "part": (split_then(lambda s: s.run("attn0", 7)), "part", "no part 7; parts are 0 to 1"),
     "negative part": (split_then(lambda s: s.run("attn0", -1)), "part", "no part -1"),
+    "parts in a tuple": (
+        split_then(lambda s: s.run("attn0", (0, 1))),
+        "part",
+        r"s.run\(op, 0, 1\)",
+    ),
+    "ops one by one": (
+        lambda s: s.run("attn0", "reduce_attn0", replace=print),
+        "part",
+        r"s.run\(\(op, 'reduce_attn0'\), part, replace=kernel\)",
+    ),
     "part of no number": (split_then(lambda s: s.run("attn0", "x")), "part", "no part 'x'"),
     "ready part": (split_then(lambda s: s.ready(9)), "part", "no part 9"),
     "cost of an op": (lambda s: s.cost("mpl0"), "op", "Did you mean 'mlp0'"),
@@ -143,7 +154,8 @@ SPLITS: dict[str, tuple[Body, str]] = {
     "more parts than rows": (lambda s: s.split(17), "16 rows cannot make 17 parts"),
     "twice": (lambda s: (s.split(2), s.split(2)), "first, and once"),
     "late": (lambda s: (s.run("attn0"), s.split(2)), "first, and once"),
-    "wrong sum": (lambda s: s.split([8, 9]), "parts of 17 rows; the batch has 16"),
+    "wrong sum": (lambda s: s.split([8, 9]), r"fit one batch only.*s.split\(\[8/17, 9/17\]\)"),
+    "shares of more": (lambda s: s.split([0.5, 0.75]), "add up to 1"),
     "empty": (lambda s: s.split([]), "sizes"),
     "words": (lambda s: s.split(["a", "b"]), "sizes"),
     "requests that are not there": (lambda s: s.split(2, at="requests"), "requests of 0 rows"),
@@ -257,3 +269,15 @@ CONTEXTS = {
 def test_impossible_context_is_refused(name: str) -> None:
     with pytest.raises(StrategyError, match="context"):
         Context(**CONTEXTS[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shares", [[3 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [Fraction(1, 7), 6 / 7]])
+def test_shares_fit_any_batch(shares: list[float]) -> None:
+    def author(s: Scheduler) -> None:
+        s.split(shares)
+        run_all(s)
+        s.merge()
+
+    for batch in (16, 21, 999):
+        plan = write(author, GRAPH, Context(batch=batch))
+        assert [float(share) for share in plan.cut.fractions] == pytest.approx(shares)

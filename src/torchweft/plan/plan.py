@@ -162,6 +162,11 @@ class Plan:
         return len(self.cut.fractions)
 
     @cached_property
+    def is_lowered(self) -> bool:
+        """Whether it has steps that no strategy writes; such a plan is complete, or wrong."""
+        return any(step.kind not in ("split", "run", "merge") for step in self.steps)
+
+    @cached_property
     def lane(self) -> Mapping[str, Lane]:
         """Lanes by name."""
         return {lane.name: lane for lane in self.lanes}
@@ -257,7 +262,14 @@ class Plan:
         """Read a plan from its text. Raises `PlanError` with the line that is wrong."""
         return _Parser(text).plan()
 
+    @staticmethod
+    def parse_all(text: str) -> list[Plan]:
+        """Read several plans, one behind the other."""
+        check_length(text, PlanError, "plans")
+        return [Plan.parse(each) for each in _BORDER.split(text) if each.strip()]
 
+
+_BORDER = re.compile(r"(?<=^end\n)", re.MULTILINE)  # between two plans
 _NAME = NAME.pattern
 _RANGE = r"(?:\[([0-9]{1,4})(?::([0-9]{1,4}))?\])?"
 _FRACTION = r"[0-9]{1,9}(?:/[0-9]{1,9})?"

@@ -1,14 +1,14 @@
 """The strategy `replay`: writes again what was written before: a plan that was found, or edited.
 
     replay(plan=str(plan))      the same cut, runs, order and lanes, for all calls of a bucket
+    weft.compile(model, plan)   the same; also of a plan file, or of several plans
 
-The text is data: that of a bare plan, or of several for the graphs of one model, one behind the
-other. A graph takes the one that was made for it.
+The text is data: that of a plan, or of several for the graphs of one model, one behind the other.
+A graph takes the one that was made for it. A bare plan is lowered; one that is lowered runs as it
+stands, if the verifier says that it is safe.
 """
 
 from __future__ import annotations
-
-import re
 
 from torchweft.errors import StrategyError
 from torchweft.plan.improve.genes import from_genes, genes_of
@@ -16,14 +16,14 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
 
-BORDER = re.compile(r"(?<=^end\n)", re.MULTILINE)  # between two plans
-
 
 @strategy
 def replay(s: Scheduler, *, plan: str = "") -> None:
     """The runs of a plan that was written before, given as its text."""
-    texts = [text for text in BORDER.split(plan) if text.strip()]
-    plans = {each.digest: each for each in map(Plan.parse, texts)}
+    written = Plan.parse_all(plan)
+    plans = {each.digest: each for each in written}
+    if len(plans) < len(written):
+        raise StrategyError("replay: two of these plans are for one graph.", rule="graph")
     if not plans:
         s.sequential("no plan was given")
         return
@@ -33,10 +33,6 @@ def replay(s: Scheduler, *, plan: str = "") -> None:
             f"replay: none of these plans was made for graph {s.graph.name!r} ({s.graph.digest}); "
             f"they are for {', '.join(sorted(each.graph_name for each in plans.values()))}.",
             rule="graph",
-        )
-    if any(step.kind not in ("split", "run", "merge") for step in own.steps):
-        raise StrategyError(
-            "replay: this plan is lowered. Give a plan as a strategy writes it.", rule="lowered"
         )
     for by in sorted({step.by for step in own.steps if step.by}):
         given, told = s.known.get(by), own.declaration.get(by)
@@ -52,4 +48,7 @@ def replay(s: Scheduler, *, plan: str = "") -> None:
                 f"one that is given declares {given.declaration or 'nothing'}.",
                 rule="kernel",
             )
-    from_genes(s, genes_of(own))
+    if own.is_lowered:
+        s.adopt(own)
+    else:
+        from_genes(s, genes_of(own))

@@ -69,7 +69,7 @@ def improve(
     max_parts: how many parts a new plan may have.
     Raises `StrategyError` for a plan that is lowered already.
     """
-    if any(step.kind not in ("split", "run", "merge") for step in plan.steps):
+    if plan.is_lowered:
         raise StrategyError("improve: this plan is lowered; give the plan as it was written.")
     search = _Search(plan, context, machine, costs or Costs(machine), budget, seed, max_parts)
     first_s, search.runs_left = search.best_s, max_runs

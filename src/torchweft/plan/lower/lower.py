@@ -26,10 +26,12 @@ from torchweft.plan.precedence import Ledger
 
 
 def lower(plan: Plan) -> Plan:
-    """A plan that can run: all passes in order.
+    """A plan that can run: all passes in order. One that is lowered already stays as it is.
 
     Raises `MemoryPlanError` if a value cannot be where it is needed.
     """
+    if plan.is_lowered:
+        return plan
     return add_frees(add_waits(place_wholes(send_values(issue_early(plan)))))
 
 

@@ -12,8 +12,10 @@ Authors say order and lane; `lower` adds waits, copies, frees and places. Every 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from torchweft.errors import StrategyError, unknown
@@ -26,6 +28,7 @@ from torchweft.plan.plan import Edge, Pair, Plan, Range, Step, bracket, one_line
 from torchweft.plan.precedence import precedence
 
 MAX_IDLE_CALLS = 10_000
+MAX_SHARE = 1000  # the denominator of a share that is given as a number such as 1/3
 
 
 class Scheduler:
@@ -51,6 +54,7 @@ class Scheduler:
         self._closed = ""
         self._idle = 0
         self._scopes: list[dict[str, Op]] = []
+        self._adopted: Plan | None = None
         self._index = {op.name: number for number, op in enumerate(graph.ops)}
         self._reset()
 
@@ -94,8 +98,8 @@ class Scheduler:
             self._fail("tokens", f"has_tokens takes {limits}.")
         return at_least(self.context.num_tokens, number, slack)
 
-    def split(self, how: int | Sequence[int] | Cut, *, at: str | None = None) -> None:
-        """Cut the batch: into `how` even parts, parts of these sizes, or a `Cut`.
+    def split(self, how: int | Sequence[Any] | Cut, *, at: str | None = None) -> None:
+        """Cut the batch: into `how` even parts, parts of these sizes or shares, or a `Cut`.
 
         at="requests" moves the borders to those between requests, at="phases" cuts in two where
         decode requests end and prefill requests begin (or the other way round). Must come before
@@ -112,11 +116,16 @@ class Scheduler:
             cut = Cut.even(how, at)
         elif not isinstance(how, Sequence):
             self._fail("split", f"{how!r} is neither a number of parts nor their sizes.")
+        elif how and all(isinstance(share, float | Fraction) for share in how):
+            cut = Cut(tuple(Fraction(share).limit_denominator(MAX_SHARE) for share in how), at)
         else:
             cut = Cut(Cut.sizes(how).fractions, at)
             if sum(how) != self.context.batch:
+                shares = ", ".join(f"{size}/{sum(how)}" for size in how)
                 self._fail(
-                    "split", f"parts of {sum(how)} rows; the batch has {self.context.batch}."
+                    "split",
+                    f"parts of {sum(how)} rows; the batch has {self.context.batch}. Sizes fit one "
+                    f"batch only; shares fit all: s.split([{shares}]).",
                 )
         cut.bounds(self.context.batch, self.context.tokens_per_request)
         if self.num_parts > 1 and cut != self.cut:
@@ -207,6 +216,21 @@ class Scheduler:
         self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
         self._closed = "" if self._scopes else "sequential()"
 
+    def adopt(self, plan: Plan) -> None:
+        """Take a lowered plan of this graph as it stands, with its waits, places and frees.
+
+        Nothing more is recorded or lowered then; `verify` says whether it is safe.
+        """
+        self._open("adopt")
+        if self.steps or self.num_parts > 1 or self._scopes:
+            self._fail("adopt", "something was recorded already.")
+        for lane in plan.lanes:
+            if lane.device not in self.machine.device:
+                self._fail("device", unknown("device", lane.device, self.machine.device))
+        if plan.num_parts > 1:
+            plan.cut.bounds(self.context.batch, self.context.tokens_per_request)
+        self._adopted, self._closed = plan.bind(self.graph), "adopt()"
+
     def merge(self) -> None:
         """Put the outputs together. Raises `StrategyError` if an op was forgotten."""
         self._open("merge")
@@ -228,6 +252,11 @@ class Scheduler:
 
     def finish(self, note: str) -> Plan:
         """The recorded plan. Raises `StrategyError` if the strategy left something undone."""
+        if (plan := self._adopted) is not None:
+            kernels = {step.by: self.known[step.by] for step in plan.steps if step.by}
+            return dataclasses.replace(
+                plan, history=(f"write {note}", *plan.history), kernels=kernels
+            )
         self._complete()
         if self.num_parts > 1 and self._closed != "merge()":
             self._fail("merge", "the batch was split and never merged: call s.merge() at the end.")
@@ -348,7 +377,15 @@ class Scheduler:
         return self.graph.op[name]
 
     def _range(self, parts: Sequence[int | None]) -> Range | None:
-        numbers = sorted({part for part in parts if part is not None})
+        for part in parts:
+            if isinstance(part, list | tuple | range | set):
+                listed = ", ".join(map(str, part))
+                self._fail("part", f"parts stand one by one: s.run(op, {listed}); got {part!r}.")
+            if isinstance(part, Op) or (isinstance(part, str) and part in self._index):
+                name = part.name if isinstance(part, Op) else part
+                why = f"{name!r} is an op, and no part. A kernel for several ops takes them as one"
+                self._fail("part", f"{why}: s.run((op, {name!r}), part, replace=kernel).")
+        numbers = [part for part in parts if part is not None]
         if not numbers:
             return None
         for number in numbers:
@@ -356,8 +393,8 @@ class Scheduler:
                 self._fail(
                     "part", f"there is no part {number!r}; parts are 0 to {self.num_parts - 1}."
                 )
-        start, stop = numbers[0], numbers[-1] + 1
-        if len(numbers) != len(parts) or stop - start != len(numbers):
+        start, stop = min(numbers), max(numbers) + 1
+        if len({*numbers}) != len(parts) or stop - start != len(parts):
             self._fail("part", f"{list(parts)} are not adjacent parts.")
         return None if stop - start == self.num_parts else (start, stop)
 

@@ -18,13 +18,15 @@ import ctypes
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, overload
 
-from torchweft.errors import StrategyError, WeftError, clip, unknown
+from torchweft.errors import PlanError, StrategyError, WeftError, clip, unknown
+from torchweft.files import read_text
 from torchweft.plan.context import Context
 from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.kernels.kernel import Kernel
@@ -33,6 +35,7 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.write.scheduler import Scheduler
 
 MAX_SHOWN = 100
+PLAN_FILE = ".plan"
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,22 @@ def strategy(function: Callable[..., None]) -> Strategy:
     return made
 
 
-def as_strategy(what: str | Strategy | Callable[..., None]) -> Strategy:
-    """A strategy from its name, from itself, or from any function of a scheduler."""
+Way = str | Path | Plan | Sequence[Plan] | Callable[..., None]
+"""What can be made a strategy; itself, too, for it can be called on a scheduler."""
+
+
+def as_strategy(what: Way) -> Strategy:
+    """A strategy from its name, from itself, or from any function of a scheduler; from plans, or
+    the path of a file of them, the one that writes them again."""
     if isinstance(what, Strategy):
         return what
+    plans = [what] if isinstance(what, Plan) else what
+    if isinstance(plans, list | tuple) and plans and all(isinstance(p, Plan) for p in plans):
+        return get_strategy("replay")(plan="".join(map(str, plans)))
+    if isinstance(what, Path) or (isinstance(what, str) and what.endswith(PLAN_FILE)):
+        text = read_text(what, PlanError, "plan")
+        Plan.parse_all(text)  # a broken file is refused now, and not in the first call
+        return get_strategy("replay")(plan=text)
     if isinstance(what, str):
         return get_strategy(what)
     if not callable(what):
