@@ -114,6 +114,20 @@ def test_ops_know_where_they_are_and_collectives_who_talks() -> None:
     assert bodies == [op.body for op in graph.ops if op.layer == 4]
 
 
+def test_ranks_of_one_group_share_its_tokens_among_experts() -> None:
+    """As many tokens in all: 8 groups of one rank, or 2 groups of 4."""
+    loads = {"ep=8": Workload(1, 1024), "tp=4,dp=2,ep=8": Workload(1, 4096)}
+    drawn = [call("mixtral-8x7b", "8xh20", text, load).draw(2) for text, load in loads.items()]
+    rows = [each.works["mlp.experts"].rows * load.num_tokens
+            for each, load in zip(drawn, loads.values(), strict=True)]  # fmt: skip
+    assert rows[0] == rows[1]
+    sent = [each.works["mlp.dispatch"].near_bytes * load.num_tokens
+            for each, load in zip(drawn, loads.values(), strict=True)]  # fmt: skip
+    assert sent[0] == pytest.approx(sent[1])
+    assert "layers.1.mlp.all_gather" in drawn[1].graph.op
+    assert "layers.1.mlp.all_gather" not in drawn[0].graph.op
+
+
 def test_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     few = run(call(), get_strategy("overlap"), bounded=False)
     monkeypatch.setattr(prediction, "NUM_LAYERS", 100)

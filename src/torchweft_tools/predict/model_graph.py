@@ -301,7 +301,9 @@ class _Drawing:
                 "mlp.pack", reads, shape.hidden, (2 + size) * shape.hidden, mark="permute"
             )
             reads = (self._exchange("dispatch", joined, wide, sent, size * shape.hidden),)
-            rows *= SKEW
+            rows *= (
+                SKEW / parallel.tp
+            )  # ranks of one group have the same tokens: each sends a share
         elif parallel.ep > 1:
             rows *= SKEW / parallel.ep
         local = -(-experts.num_experts // parallel.ep)
@@ -319,6 +321,12 @@ class _Drawing:
         )
         if parallel.exchanges:
             made = self._exchange("combine", made, (shape.hidden,), sent, 2.0 * shape.hidden)
+            if parallel.tp > 1:
+                whole = OpWork("all_gather")
+                wide = (shape.hidden,)
+                made = self.talk(
+                    "mlp.all_gather", (made,), wide, "all_gather", "tp", whole, "all_gather"
+                )
         if shared:
             made = self.memory(
                 "mlp.add", (made, shared), shape.hidden, 6.0 * shape.hidden, mark="add"
@@ -346,7 +354,7 @@ class _Drawing:
     def _exchange(
         self, mark: str, read: str, wide: tuple[int, ...], sent: tuple[float, float], size: float
     ) -> str:
-        near, far = (copies * size * SKEW for copies in sent)
+        near, far = (copies * size * SKEW / self.parallel.tp for copies in sent)
         work = OpWork("all_to_all", near_bytes=near, far_bytes=far)
         return self.talk(f"mlp.{mark}", (read,), wide, "all_to_all", "ep", work, mark)
 

@@ -118,7 +118,7 @@ class Prediction:
     @property
     def hidden_share(self) -> float:
         """The share of network time beside which something is computed."""
-        return 1.0 - self.exposed_s / self.network_s if self.network_s > 0 else 1.0
+        return max(0.0, 1.0 - self.exposed_s / self.network_s) if self.network_s > 0 else 1.0
 
     def data(self) -> dict[str, Any]:
         """The prediction as plain data."""

@@ -105,7 +105,7 @@ def read_parallel(text: str) -> ModelLayout:
 @dataclass(frozen=True)
 class OpWork:
     """What an op does: `kind` is matmul, experts, attention, decode (attention of one token a
-    request), memory, all_reduce, all_reduce_norm (one kernel) or all_to_all.
+    request), memory, all_reduce, all_reduce_norm (one kernel), all_gather or all_to_all.
 
     rows: its rows for each row of the batch; fixed_rows: and for any batch.
     inner, outer: of a product of [rows, inner] by [inner, outer]; experts: so many of them, each
