@@ -137,7 +137,8 @@ class _Orders:
         self.costs, self.tick_s, self.most, self.number = costs, tick_s, most, cut.num_parts
         self.bounds: tuple[int, ...] = (0, context.batch)
         if cut.num_parts > 1:
-            self.bounds = cut.bounds(context.batch, context.tokens_per_request)
+            requests = context.tokens_per_request
+            self.bounds = cut.bounds(context.batch, requests, graph.row_unit)
         self.makespan = self._time()
         self.lanes: dict[str, list[Any]] = {lane.name: [] for lane in machine.lanes}
         self.asked: dict[tuple[str, str], list[Any]] = {}

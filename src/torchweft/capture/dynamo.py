@@ -303,6 +303,7 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         outputs=named,
         batch=str(batch) if batch is not None else None,
         level=built.rows.level,
+        unit=built.rows.symbols.unit,
     )
     return Capture(
         graph=graph,

@@ -18,9 +18,10 @@ import sympy
 from torch import Tensor, fx
 from torch.nn import Buffer, Parameter
 
+from torchweft.capture.rows.axes import Symbols
 from torchweft.capture.rows.rows import fake_mode_of
 from torchweft.plan.sizes import Size
-from torchweft.private.core import PythonPrinter, int_oo
+from torchweft.private.core import Mod, PythonPrinter, int_oo
 
 SMALLEST = 2  # of the sizes that Dynamo has symbols for
 
@@ -104,6 +105,20 @@ def guards_of(gm: fx.GraphModule, batch: str | None, same: Sequence[str] = ()) -
         if batch in map(str, getattr(condition, "free_symbols", ())):
             conditions.append(condition)
     return Guards(tuple(c for c in dict.fromkeys(conditions) if c not in (sympy.true, sympy.false)))
+
+
+def unit_of(gm: fx.GraphModule, symbols: Symbols) -> int:
+    """What the guards of a graph say the batch is a multiple of, and with it each part."""
+    env = fake_mode_of(gm).shape_env
+    if env is None or symbols.batch is None:
+        return 1
+    known = dict.fromkeys(symbols.same, symbols.batch)
+    unit = 1
+    for guard in env.guards:
+        match guard.expr.xreplace(known):
+            case sympy.Eq(args=(Mod(args=(symbols.batch, sympy.Integer() as factor)), 0)):
+                unit = math.lcm(unit, int(factor))
+    return unit
 
 
 def shared_bytes(inputs: Sequence[Any]) -> str:

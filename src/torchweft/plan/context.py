@@ -83,30 +83,42 @@ class Cut:
         rule = f" at {self.rule}" if self.rule else ""
         return " ".join(map(str, self.fractions)) + rule
 
-    def bounds(self, num_rows: int, requests: Sequence[int] = ()) -> tuple[int, ...]:
+    def bounds(self, num_rows: int, requests: Sequence[int] = (), unit: int = 1) -> tuple[int, ...]:
         """Row borders 0 = b0 < b1 < ... = num_rows; `requests` are the rows of each request.
 
-        Raises `StrategyError` where there are fewer rows (or requests) than parts.
+        unit: borders are multiples of it (`Graph.row_unit`). Raises `StrategyError` where there are
+        fewer rows (or requests) than parts, or rows that do not divide by the unit.
         """
+        if num_rows % unit and self.num_parts > 1:
+            raise StrategyError(
+                f"split: parts are multiples of {unit} rows here; the batch has {num_rows}."
+            )
         ends = list(accumulate(self.fractions))[:-1]
-        inner = [round(end * num_rows) for end in ends]
+        inner = [round(end * num_rows / unit) * unit for end in ends]
         if self.rule and sum(requests) != num_rows:
             raise StrategyError(
                 f"split: requests of {sum(requests)} rows in a batch of {num_rows}."
             )
         borders = list(accumulate(requests))[:-1] or [0]
         if self.rule == "requests":
+            borders = [at for at in borders if at % unit == 0] or [0]
             inner = [min(borders, key=lambda at: abs(at - want)) for want in inner]
         if self.rule == "phases":
             pairs = zip(borders, pairwise(requests), strict=False)
             inner = [at for at, (left, right) in pairs if (left == 1) != (right == 1)]
+            if len(inner) == 1 and inner[0] % unit:
+                why = f"parts are multiples of {unit} rows here"
+                raise StrategyError(f"split: {inner[0]} rows are of one phase, and {why}.")
             if len(inner) != 1:
                 told = "decode requests and prefill requests, one kind behind the other"
                 raise StrategyError(f"split: a batch is cut at phases if it has {told}.")
         bounds = (0, *inner, num_rows)
         if any(end <= start for start, end in pairwise(bounds)):
             what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"
-            raise StrategyError(f"split: {what} cannot make {self.num_parts} parts ({self}).")
+            units = f" of a multiple of {unit} rows" if unit > 1 else ""
+            raise StrategyError(
+                f"split: {what} cannot make {self.num_parts} parts{units} ({self})."
+            )
         return bounds
 
 

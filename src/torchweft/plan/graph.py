@@ -14,6 +14,10 @@ Rows say what splitting the batch does to an op:
     additive    makes sums over rows (weight gradients): parts run in order and add up
     random      draws numbers: drawn once for all parts, then split
     mixing      looks across rows (batch norm, a loss): runs once, over all parts
+
+A value may be *dealt*: each rank of a communicator holds its share of the rows of each part, from a
+reduce_scatter to the all_gather that puts the part together again. Shares of two parts beside each
+other are not the share of both, so a dealt value is read in the very parts in which it was made.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
+from math import gcd, lcm
 from typing import Any
 
 from torchweft.errors import GraphError, WeftError, clip, unknown
@@ -51,12 +56,30 @@ def check_name(name: object, what: str, error: type[WeftError] = GraphError) -> 
 
 
 @dataclass(frozen=True, slots=True)
+class Deal:
+    """Each rank of a communicator holds an equal share of the rows, in the order of the ranks."""
+
+    communicator: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Where the rows of a value are: axis `dim` has outer * (batch rows) * inner entries."""
+    """Where the rows of a value are: axis `dim` has outer * (batch rows) * inner entries.
+
+    deal: of a dealt value, by which `num_ranks` its entries are divided.
+    """
 
     dim: int
     outer: Size = ONE
     inner: Size = ONE
+    deal: Deal | None = None
+
+    @property
+    def row_unit(self) -> int:
+        """What the rows of a part must be a multiple of, to be dealt out in equal shares."""
+        num_ranks = self.deal.num_ranks if self.deal is not None else 1
+        return num_ranks // gcd(num_ranks, (self.inner.constant or 1) * (self.outer.constant or 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +156,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """Ops in program order with their values; `batch` is the symbol that a split cuts."""
+    """Ops in program order with their values; `batch` is the symbol that a split cuts, into parts
+    of a multiple of `unit` rows."""
 
     name: str
     values: tuple[Value, ...]
@@ -143,6 +167,7 @@ class Graph:
     batch: str | None = None
     level: str = "none"
     communicators: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+    unit: int = 1
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -188,6 +213,17 @@ class Graph:
         return roots
 
     @cached_property
+    def dealt(self) -> frozenset[str]:
+        """The values of which a rank holds its share of each part."""
+        return frozenset(v.name for v in self.values if v.batch is not None and v.batch.deal)
+
+    @cached_property
+    def row_unit(self) -> int:
+        """What the rows of each part must be a multiple of, for the code and for what is dealt."""
+        batches = [value.batch for value in self.values if value.batch is not None]
+        return lcm(self.unit, *(batch.row_unit for batch in batches))
+
+    @cached_property
     def mutated(self) -> frozenset[str]:
         """Roots that some op changes in place."""
         return frozenset(self.root[name] for op in self.ops for name in op.mutates)
@@ -201,7 +237,8 @@ class Graph:
     @cached_property
     def digest(self) -> str:
         """16 hex digits that name this graph; any change of the graph changes them."""
-        facts = [self.name, self.batch, self.level, self.inputs, self.outputs, self.communicators]
+        facts: list[object] = [self.name, self.batch, self.level, self.inputs, self.outputs]
+        facts += [self.communicators, *([self.unit] if self.unit != 1 else [])]
         text = repr([facts, [_facts(item) for item in self.values + self.ops]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -224,6 +261,8 @@ def _faults(graph: Graph) -> Iterator[str]:
     check_name(graph.name, "graph")
     if graph.batch is not None:
         check_name(graph.batch, "batch")
+    if not isinstance(graph.unit, int) or graph.unit < 1:
+        yield f"unit: parts are multiples of a number of rows from 1 on; got {clip(graph.unit)}."
     if graph.level not in LEVELS:
         yield f"level: {unknown('level', graph.level, LEVELS)}"
     seen: set[str] = set()
@@ -238,6 +277,10 @@ def _faults(graph: Graph) -> Iterator[str]:
             yield f"batch: {where} has a batch, but graph {graph.name!r} has no batch symbol."
         if batch is not None and not 0 <= batch.dim < max(1, len(value.shape)):
             yield f"batch: {where} has no dim {batch.dim}."
+        if batch is not None and batch.deal is not None:
+            check_name(batch.deal.communicator, "communicator")
+            if batch.deal.num_ranks < 2:
+                yield f"dealt: {where} is dealt to {batch.deal.num_ranks} ranks; needed are two."
     assert len(graph.root) == len(graph.values), "every value has a root"
     names = Counter(check_name(op.name, "op") for op in graph.ops)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -260,6 +303,12 @@ def _faults(graph: Graph) -> Iterator[str]:
             yield (
                 f"output: {name!r} is an alias, so its parts cannot be merged into one; "
                 f"declare op {maker.name!r} 'mixing', then it runs over all parts."
+            )
+    for name in (*graph.inputs, *graph.outputs):
+        if name in graph.dealt:
+            yield (
+                f"dealt: {name!r} goes in or out of the graph, where it is the share of the whole "
+                "batch, not of each part; let the op that makes it be 'mixing'."
             )
     if orphans := [value.name for value in graph.values if value.name not in defined]:
         yield f"orphan: nothing makes value {orphans[0]!r}. Drop it, or list it as an input."
@@ -314,6 +363,8 @@ def _row_faults(graph: Graph, op: Op, where: str) -> Iterator[str]:
         yield f"rows: {where} is row-wise but makes a value without a batch; use 'mixing'."
     if op.rows == "row-wise" and not batched(touched + op.makes):
         yield f"rows: {where} is row-wise but touches no batch; use 'batch-free'."
+    if op.rows != "row-wise" and (shares := graph.dealt.intersection(touched + op.makes)):
+        yield f"dealt: {where} is {op.rows} but touches {min(shares)!r}, the shares of each part."
     if op.rows == "additive" and (batched(op.makes) or op.mutates or not op.makes):
         yield f"rows: {where} is additive: it makes sums without a batch and mutates nothing."
     if op.rows == "additive" and any(graph.value[name].alias_of for name in op.makes):
@@ -355,7 +406,9 @@ def _value_text(graph: Graph, name: str) -> str:
         starred = value.batch is not None and value.batch.dim == number
         dims.append(f"{dim}{'*' if starred else ''}")
     alias = f" alias of {value.alias_of}" if value.alias_of else ""
-    return f"{name}: {value.dtype}[{', '.join(dims)}]{alias}"
+    deal = value.batch.deal if value.batch is not None else None
+    dealt = f" dealt@{deal.communicator}" if deal is not None else ""
+    return f"{name}: {value.dtype}[{', '.join(dims)}]{alias}{dealt}"
 
 
 VERSION = 1

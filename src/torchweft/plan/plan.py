@@ -161,6 +161,11 @@ class Plan:
         """How many parts the batch is cut into."""
         return len(self.cut.fractions)
 
+    def bounds(self, num_rows: int, requests: Sequence[int] = ()) -> tuple[int, ...]:
+        """The row borders of the parts, as `Cut.bounds` has them, at rows where the graph allows
+        them. Raises `StrategyError` where there are none."""
+        return self.cut.bounds(num_rows, requests, self.graph.row_unit)
+
     @cached_property
     def is_lowered(self) -> bool:
         """Whether it has steps that no strategy writes; such a plan is complete, or wrong."""

@@ -5,7 +5,7 @@
 
 What ranks must have in common is the model that they call, the order of its collectives, the
 kernels that make them and the sizes of those that need equal sizes; what they compute in between
-is their own affair.
+is their own affair, but for what is computed of dealt rows: parts deal other rows to each rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.distributed import ProcessGroup
@@ -39,9 +40,16 @@ UNEQUAL = ("all_to_all", "send", "recv", "batch_p2p", "isend", "irecv")
 
 
 def digests(
-    plan: Plan, bodies: Mapping[str, Any], env: Mapping[str, int], bounds: Sequence[int]
+    plan: Plan,
+    bodies: Mapping[str, Any],
+    env: Mapping[str, int],
+    bounds: Sequence[int],
+    weights: str = "",
 ) -> dict[str, int]:
-    """For each process group of a plan a number for its collectives, in order, with their sizes."""
+    """For each process group of a plan a number for its collectives, in order, with their sizes.
+
+    weights: of a plan with dealt rows, what `weights_of` says.
+    """
     lines: dict[str, list[str]] = {}
     graph = plan.graph
     begun: dict[tuple[tuple[str, ...], object], int] = {}  # kernels that end by talking, in order
@@ -70,7 +78,39 @@ def digests(
                 here = {**env, **rows}
                 sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
                 told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
+    if plan.num_parts > 1:  # the rows of a share are others then, so all ranks must treat all alike
+        for op in graph.ops:
+            for name in sorted(graph.dealt.intersection(op.touched)):
+                told = lines.setdefault(_dealt_by(graph, name), [])
+                told.append(f"shares {getattr(bodies[op.name], 'key', '')} {weights}")
     return {group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
+
+
+def weights_of(graph: Graph, given: Sequence[Any]) -> str:
+    """A checksum of what dealt rows are computed with beside themselves. `given`: the inputs.
+
+    Parts deal other rows to a rank than the whole batch does, so it must not matter to whom.
+    """
+    waiting = [n for op in graph.ops if graph.dealt.intersection(op.reads) for n in op.reads]
+    found: dict[str, None] = {}
+    while waiting:
+        name = waiting.pop()
+        if name not in found and graph.value[name].batch is None:
+            found[name] = None
+            waiting += graph.maker[name].reads if name in graph.maker else ()
+    total = 0
+    for name, tensor in zip(graph.inputs, given, strict=True):
+        if name in found and isinstance(tensor, torch.Tensor) and tensor.numel():
+            plain = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+            total = crc32(plain.cpu().numpy().data, total)
+    return str(total)
+
+
+def _dealt_by(graph: Graph, name: str) -> str:
+    """The communicator whose ranks hold the shares of a dealt value."""
+    batch = graph.value[name].batch
+    assert batch is not None and batch.deal is not None, "a dealt value names who has its shares"
+    return batch.deal.communicator
 
 
 def _spoken(plan: Plan, by: str) -> str:

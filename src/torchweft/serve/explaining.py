@@ -64,7 +64,7 @@ def _simulated(
     context = entry.traced.context
     bounds: tuple[int, ...] = (0, context.batch)
     if entry.plan.num_parts > 1:
-        bounds = entry.plan.cut.bounds(context.batch, context.tokens_per_request)
+        bounds = entry.plan.bounds(context.batch, context.tokens_per_request)
     costs = seen_costs(trace, session.options.resolved_machine, bounds)
     return what_ifs(entry.plan, context, costs)
 

@@ -47,7 +47,7 @@ from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.ranks import EVERY
-from torchweft.ranks.talk import Talk, communicators, digests, is_planned
+from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weights_of
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
@@ -109,6 +109,7 @@ class PlanCache:
         self.one_lane = bool(piece.splitters)
         self.entries: list[PlanEntry] = []
         self.strategy_runs = 0
+        self.weights = ""  # a checksum of those that dealt rows meet
         self._known: dict[object, tuple[PlanEntry, str]] = {}
         self._recent: dict[object, list[PlanEntry]] = {}
         self._sequential: PlanEntry | None = None
@@ -160,11 +161,12 @@ class PlanCache:
             bounds: tuple[int, ...] = (0, rows)
             refused = ""
             if plan.num_parts > 1:
-                bounds = plan.cut.bounds(rows, context.tokens_per_request)
+                bounds = plan.bounds(rows, context.tokens_per_request)
                 refused = self._refusal(bounds, env)
             shape = CallShape(bounds, (), {}, refused)
             if not refused:
-                said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
+                facts = plan, self.captured.bodies, env, bounds, self.weights
+                said = digests(*facts) if self._talks else {}
                 numbers = entry.program.numbers(env, bounds)
                 shape = CallShape(bounds, numbers, said, context=context)
             remember(entry.shapes, key, shape)
@@ -224,7 +226,7 @@ class PlanCache:
         try:
             plan = lower(write(strategy, self.graph, context, costs.machine, costs=costs))
             if plan.num_parts > 1:
-                bounds = plan.cut.bounds(context.batch, context.tokens_per_request)
+                bounds = plan.bounds(context.batch, context.tokens_per_request)
                 if self._refusal(bounds, context.env(self.graph.batch)):
                     return math.inf
             return simulate(plan, context, costs.machine, costs).makespan_s
@@ -405,6 +407,8 @@ class Piece:
         """Find or make the plan of a call, and run it."""
         self.service.keep(self, inputs)
         given = self._pick(inputs + self._constants)
+        if self.graph.dealt and not self.plans.weights:
+            self.plans.weights = weights_of(self.graph, given)
         try:
             if key in self._failed:
                 raise self._failed[key]

@@ -114,6 +114,7 @@ class Session:
             make = partial(self._aten_piece, unsplit=why)
             return run_aten(gm, example_inputs, make, **known)
 
+        _drop_switches(gm)
         unsplit = _sets_grad(gm)
         captured = capture(gm, example_inputs, blocks=blocks, loads=options.has_loads, **known)
         if options.strict or options.splitters:  # with side state, to try an op would write it
@@ -215,6 +216,23 @@ class Session:
         self.unmatched = False  # a rule that matched nothing so far raises once
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         require_matched(self.options.all_rules, matched)
+
+
+def _drop_switches(gm: fx.GraphModule) -> None:
+    """Take out what turns gradients on in a graph without, if nobody outside could see a history:
+    no result has one, and no input gets one by what is written into it."""
+    switches = [node for node in gm.graph.nodes if node.target is set_grad_enabled_]
+    if torch.is_grad_enabled() or not switches:
+        return
+    made = [node for node in gm.graph.output_node().all_input_nodes if node.op != "placeholder"]
+    given = gm.graph.find_nodes(op="placeholder")
+    values = [(node, node.meta.get("example_value")) for node in (*made, *given)]
+    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor)]
+    if any(value.requires_grad and (node in made or not value.is_leaf) for node, value in tensors):
+        return
+    for node in switches:
+        gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _sets_grad(gm: fx.GraphModule) -> str:

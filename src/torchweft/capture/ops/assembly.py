@@ -20,6 +20,7 @@ from torch import fx
 from torchweft.capture.blocks.blocks import CALLS, Twins
 from torchweft.capture.bodies.bodies import Body, BodyWriter, modes_of
 from torchweft.capture.bodies.outs import Makers, into_of
+from torchweft.capture.guards import unit_of
 from torchweft.capture.marks import MarkRule, marks_of, target_name, told_of
 from torchweft.capture.ops.collectives import collective_of, dead_inputs, two_phases
 from torchweft.capture.ops.names import OpNames, Origin, Origins, stack_of
@@ -95,6 +96,17 @@ class Assembly:
                 self._make_op(region, writer, makes)
                 made.append((self.ops[-1], region, writer, makes))
         self._place(made)
+
+    def undealt(self) -> str:
+        """Why rows cannot be dealt out: a dealt value is needed whole; empty if none is."""
+        dealt = {name for name, v in self.values.items() if v.batch is not None and v.batch.deal}
+        for op in self.ops:
+            if op.rows != "row-wise" and dealt.intersection((*op.touched, *op.makes)):
+                why = f" ({self.reasons[op.name]})" if op.name in self.reasons else ""
+                return f"op {op.name!r} needs the shares of the whole batch{why}"
+        if handed := sorted(dealt.intersection(map(value_name, self.outputs))):
+            return f"{handed[0]} is handed out, as the share of the whole batch"
+        return ""
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""
@@ -271,9 +283,14 @@ class Assembly:
                 value.name in outputs or value.alias_of not in self.inputs
             ):
                 return "mixing", f"{value.name} shares bytes with {value.alias_of}"
-        for name in mutates:  # a part must be a view of the whole
+        # A part must be a view of the whole; what a collective works on may have gaps: it reduces a
+        # piece without any, and copies that back.
+        given = region.collective.args[0] if region.collective is not None else None
+        gaps = isinstance(given, fx.Node) and self.canonical[given] in reads
+        for name in mutates:
             batch, shape = self.values[name].batch, self.values[name].shape
-            if batch is None or batch.outer != ONE or set(shape[: batch.dim]) - {ONE}:
+            ahead = () if gaps or batch is None else shape[: batch.dim]
+            if batch is None or batch.outer != ONE or set(ahead) - {ONE}:
                 return "mixing", f"it writes into {name}, whose rows do not lie one after another"
         return "row-wise", ""
 
@@ -318,7 +335,9 @@ def assemble(
     """Cut a graph into ops by one symbol for the batch; the rules that matched.
 
     writes_by: the inner compiler whose bodies write into places; None: values have no places.
+    If one of the dealt values of a graph would be needed whole, no rows are dealt out.
     """
+    symbols = replace(symbols, unit=unit_of(gm, symbols))
     marks, matched = marks_of(gm.graph, rules)
     if level == "aten" and given is not None:  # what is saved inside a mark: no one vouches for it
         marks = {n: (replace(m, rows=None), key) for n, (m, key) in marks.items()}
@@ -332,6 +351,9 @@ def assemble(
         peel(units, rows, gm.graph)
     built = Assembly(gm, rows, cut(sink(units, rows), rows), units, writes_by)
     built.build()
+    if why := built.undealt():
+        symbols = replace(symbols, undealt=why)
+        return assemble(gm, symbols, rules=rules, level=level, given=given, writes_by=writes_by)
     return built, frozenset(matched)
 
 

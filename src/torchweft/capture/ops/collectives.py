@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from torchweft.capture.marks import target_name
 from torchweft.capture.ops.regions import Region
 from torchweft.capture.ops.units import is_collective, is_copy, is_wait, state_name, storages
 from torchweft.capture.rows.rows import Rows
+from torchweft.capture.rows.table import communicator_of
 from torchweft.plan.graph import Collective
 from torchweft.private.core import OpOverload, OpOverloadPacket
 from torchweft.ranks.flights import HOST, IN_PLACE, SINGLE, STARTS, Flight, land
@@ -46,7 +46,7 @@ def collective_of(node: fx.Node | None) -> Collective | None:
     if node is None:
         return None
     texts = [arg for arg in [*node.args, *node.kwargs.values()] if isinstance(arg, str)]
-    group = re.sub(r"\W", "_", f"group_{texts[-1] if texts else 'world'}")
+    group = communicator_of(texts[-1] if texts else "world")
     kind = kind_of(node)
     if kind in ("isend", "irecv"):
         return Collective(kind.removeprefix("i"), group, peer=int(str(node.args[1])))

@@ -3,6 +3,7 @@
     [s0, 128, H]     Axis(0)                  one row is one entry of dim 0
     [4*s0, H]        Axis(0, inner=4)         row-major: each row has 4 neighbouring entries
     [4*s0, H]        Axis(0, outer=4)         the batch was second: rows repeat 4 times
+    [s0//4, H]       Axis(0, deal=...)        dealt: this rank's share, one of four
 
 Sizes are sympy expressions, as shapes of fake tensors have them; `Symbols` reads them and knows
 which symbol is the batch (several, if they were declared to be one and the same).
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -23,9 +25,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from torchweft.errors import SizeError
-from torchweft.plan.graph import Batch
+from torchweft.plan.graph import Batch, Deal
 from torchweft.plan.sizes import Size
-from torchweft.private.core import OpOverload, OpOverloadPacket, decomposition_table, tree_leaves
+from torchweft.private.core import (
+    FloorDiv,
+    OpOverload,
+    OpOverloadPacket,
+    decomposition_table,
+    tree_leaves,
+)
 
 ONE = sympy.Integer(1)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -38,12 +46,14 @@ class Axis:
     """Dim `dim` has outer * (batch rows) * inner entries.
 
     step: the entries are 0, step, 2 * step ..., by the number of the row; zero if they are not.
+    deal: of a dealt value, whose entries are divided by its ranks.
     """
 
     dim: int
     outer: Any = ONE
     inner: Any = ONE
     step: Any = 0
+    deal: Deal | None = None
 
     def at(self, dim: int) -> Axis:
         """The same rows, on another dim."""
@@ -55,7 +65,7 @@ class Axis:
 
     def batch(self) -> Batch:
         """The same as part of a graph. Raises `SizeError` if a size is no polynomial."""
-        return Batch(self.dim, size_of(self.outer), size_of(self.inner))
+        return Batch(self.dim, size_of(self.outer), size_of(self.inner), self.deal)
 
 
 FREE = Axis(-1)  # of a result that a rule knows to be the same whatever rows there are
@@ -73,17 +83,27 @@ def refuse(mixes: object, why: str) -> None:
 
 @dataclass(frozen=True)
 class Symbols:
-    """Reads sizes: `batch` is the symbol that a split cuts, `same` are other names for it."""
+    """Reads sizes: `batch` is the symbol that a split cuts, `same` are other names for it.
+
+    unit: the batch and each part are multiples of it, so `2*(s0//2)` is `s0`. undealt: why rows
+    may not be dealt out to ranks; empty if they may.
+    """
 
     batch: Any = None
     same: frozenset[Any] = field(default=frozenset())
+    unit: int = 1
+    undealt: str = ""
 
     def expr(self, size: Any) -> Any:
-        """A size (int or symbolic) as a sympy expression."""
-        if isinstance(size, SYMBOLIC):
-            expr = size.node.expr
-            return expr.xreplace(dict.fromkeys(self.same, self.batch)) if self.same else expr
-        return sympy.sympify(size)
+        """A size (int or symbolic) as a sympy expression; in shares of the batch it is rational."""
+        if not isinstance(size, SYMBOLIC):
+            return sympy.sympify(size)
+        expr = size.node.expr
+        if self.same:
+            expr = expr.xreplace(dict.fromkeys(self.same, self.batch))
+        if self.unit > 1 and expr.has(FloorDiv) and self.in_expr(expr):
+            return _in_units(expr, self.batch, self.unit)
+        return expr
 
     def shape(self, tensor: torch.Tensor) -> list[Any]:
         return [self.expr(size) for size in tensor.shape]
@@ -133,7 +153,8 @@ class Symbols:
         shape = self.shape(tensor)
         if self.dims(tensor) != [axis.dim]:
             return False
-        wanted = axis.outer * self.batch * axis.inner
+        num_ranks = axis.deal.num_ranks if axis.deal is not None else 1
+        wanted = axis.outer * self.batch * axis.inner / num_ranks
         return same(shape[axis.dim], wanted) and not self.in_expr(axis.outer * axis.inner)
 
 
@@ -151,10 +172,22 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right or sympy.expand(left - right) == 0)
 
 
+@lru_cache(maxsize=4096)
+def _in_units(expr: Any, batch: Any, unit: int) -> Any:
+    """An expression with divisions of the batch done, where the batch is a multiple of `unit`."""
+    count = sympy.Symbol("count", integer=True, positive=True)
+    divided = expr.subs(batch, unit * count)
+    return expr if divided.has(FloorDiv) else divided.subs(count, batch / unit)
+
+
 def size_of(expr: Any) -> Size:
     """A sympy expression as a `Size`. Raises `SizeError` where it is no integer arithmetic."""
     if isinstance(expr, int):
         return Size.of(expr)
+    if isinstance(expr, sympy.Expr) and not expr.is_integer:
+        over, under = sympy.fraction(sympy.together(expr))
+        if under.is_Integer and under != 1:  # shares of the batch, which is a multiple of its unit
+            return Size.parse(f"({size_of(over)})//{under}")
     if not getattr(expr, "is_integer", False):
         raise SizeError(f"size: {expr} is not known to be an integer.")
     return Size.parse(str(expr))

@@ -59,7 +59,7 @@ def view(call: AtenCall) -> Axes:
     outer = exact(left * axis.outer, prod(new[:dim], start=ONE))
     inner = exact(right * axis.inner, prod(new[dim + 1 :], start=ONE))
     refuse(outer is None or inner is None, "the view mixes the batch with another dim")
-    return Axis(dim, outer, inner)
+    return replace(axis, dim=dim, outer=outer, inner=inner)
 
 
 def expand(call: AtenCall) -> Axes:
@@ -69,7 +69,7 @@ def expand(call: AtenCall) -> Axes:
         return call.symbols.uniform(result)
     dim = axis.dim + result.dim() - call.rank("self")
     times = call.symbols.expr(call.args["repeats"][dim]) if "repeats" in call.args else 1
-    return Axis(dim, axis.outer * times, axis.inner)
+    return replace(axis, dim=dim, outer=axis.outer * times)
 
 
 def permute(call: AtenCall) -> Axes:
@@ -130,7 +130,7 @@ def _copies(call: AtenCall, axis: Axis, size: Any, why: str) -> Axis:
     """As many entries of a dim, if they are whole copies of the batch."""
     outer = exact(size, call.symbols.batch * axis.inner) if axis.outer != 1 else None
     refuse(outer is None or call.symbols.in_expr(outer), why)
-    return Axis(axis.dim, outer, axis.inner)
+    return replace(axis, outer=outer)
 
 
 def select(call: AtenCall) -> Axes:
@@ -163,8 +163,9 @@ def cat(call: AtenCall) -> Axes:
     dim = wrap(call.args.get("dim", 0), call.results[0].dim())
     given = [axis for axis in axes if axis is not None]
     if given and all(axis.dim == dim for axis in given):
-        refuse(len(given) < len(axes) or len({axis.inner for axis in given}) > 1, JOINS)
-        return Axis(dim, sum(axis.outer for axis in given), given[0].inner)
+        alike = len({(axis.inner, axis.deal) for axis in given}) == 1
+        refuse(len(given) < len(axes) or not alike, JOINS)
+        return replace(given[0].uncounted(), outer=sum(axis.outer for axis in given))
     axis = agreed(axes)
     refuse(axis is not None and dim == axis.dim, JOINS)
     return axis

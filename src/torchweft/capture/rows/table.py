@@ -12,6 +12,13 @@ another dim stays where it is. Coalesced forms do the same, tensor by tensor:
     reduce_scatter_tensor    [ranks * n, ...] -> [n, ...]    outer / ranks
     all_to_all_single        [ranks * n, ...], equal pieces  rows stay, if outer / ranks is whole
 
+Where there are no copies to share out, a reduce_scatter deals out the rows: of each part, each rank
+has its share. Nothing but the all_gather of the same group puts them together; two ranks' shares
+are of other rows than those of the whole batch, so no other collective may bring them together.
+
+    reduce_scatter_tensor [s0, H] -> [s0//ranks, H]    the rows of one rank    Axis(0, deal=...)
+    all_gather_into_tensor   [s0//ranks, H] -> [s0, H]    all rows, in order
+
 Operators that take a graph have rules of their own (`HIGHER`): they give the axes of all results.
 
     map(f, [s0, ...])            each row by itself: f sees one row and no other
@@ -21,7 +28,9 @@ Operators that take a graph have rules of their own (`HIGHER`): they give the ax
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +49,7 @@ from torchweft.capture.rows.axes import (
     refuse,
     same,
 )
+from torchweft.plan.graph import Deal
 from torchweft.private.core import tree_leaves
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "weft")  # of collectives
@@ -172,20 +182,42 @@ TABLE: Mapping[str, RowRule] = MappingProxyType(
 
 STAY = """
     all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_ broadcast broadcast_
-    wait_tensor
 """
 GATHER = "all_gather_into_tensor all_gather_into_tensor_coalesced"
 SCATTER = "reduce_scatter_tensor reduce_scatter_tensor_coalesced"
+DEALS = "it deals out the rows of the batch to the ranks"
 Move = Callable[[Axis, AtenCall], Axis]
 
 
+def wait(axis: Axis, call: AtenCall) -> Axis:
+    return axis
+
+
 def all_gather(axis: Axis, call: AtenCall) -> Axis:
-    return Axis(0, axis.outer * call.args["group_size"], axis.inner) if axis.dim == 0 else axis
+    if axis.deal is not None:
+        whole = axis.dim == 0 and axis.outer == 1 and axis.deal == _deal(call)
+        refuse(not whole, "it gathers other shares than those that were dealt out")
+        return replace(axis, deal=None)
+    return replace(axis, outer=axis.outer * call.args["group_size"]) if axis.dim == 0 else axis
 
 
 def reduce_scatter(axis: Axis, call: AtenCall) -> Axis:
-    num_ranks = call.args["group_size"]
-    return Axis(0, _dealt(axis, num_ranks), axis.inner) if axis.dim == 0 else axis
+    if axis.dim != 0:
+        return axis
+    if axis.outer == 1 and call.args["group_size"] > 1:
+        refuse(call.symbols.undealt, f"{DEALS}: {call.symbols.undealt}")
+        return replace(axis, deal=_deal(call))
+    return replace(axis, outer=_dealt(axis, call.args["group_size"]))
+
+
+def _deal(call: AtenCall) -> Deal:
+    """Who shares the rows that a collective deals out or gathers."""
+    return Deal(communicator_of(call.args["group_name"]), call.args["group_size"])
+
+
+def communicator_of(group_name: object) -> str:
+    """The name of a process group in a graph."""
+    return re.sub(r"\W", "_", f"group_{group_name}")
 
 
 def all_to_all(axis: Axis, call: AtenCall) -> Axis:
@@ -203,7 +235,7 @@ def all_to_all(axis: Axis, call: AtenCall) -> Axis:
 def _dealt(axis: Axis, num_ranks: int) -> Any:
     """How many copies of the batch each rank gets."""
     outer = exact(axis.outer, num_ranks)
-    refuse(outer is None, "it deals out the rows of the batch to the ranks")
+    refuse(outer is None, DEALS)
     return outer
 
 
@@ -216,6 +248,8 @@ def _rule(move: Move, sizes: str = "") -> RowRule:
 
     def find(call: AtenCall) -> Axes:
         axes = [call.axis_of(tensor) for tensor in call.tensors]
+        dealt = any(axis is not None and axis.deal is not None for axis in axes)
+        refuse(dealt and move not in (wait, all_gather), "it brings together shares of rows")
         moved: list[Axis | None] = [axis and move(axis, call) for axis in axes]
         return moved if len(call.results) == len(moved) else moved[0]
 
@@ -225,6 +259,7 @@ def _rule(move: Move, sizes: str = "") -> RowRule:
 COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
     {
         **dict.fromkeys(STAY.split(), _rule(lambda axis, call: axis)),
+        "wait_tensor": _rule(wait),
         **dict.fromkeys(GATHER.split(), _rule(all_gather)),
         **dict.fromkeys(SCATTER.split(), _rule(reduce_scatter)),
         "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),

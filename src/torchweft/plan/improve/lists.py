@@ -46,7 +46,9 @@ class Lists:
         """The run that can start first, of several the one with the longest way to the end."""
         runs = self._runs(cut, merged)
         try:
-            bounds = cut.bounds(self.context.batch, self.context.tokens_per_request)
+            bounds = cut.bounds(
+                self.context.batch, self.context.tokens_per_request, self.graph.row_unit
+            )
         except StrategyError:  # too few rows: it cannot be written either
             return self.by_op(cut, merged)
         before = self._run_precedence(cut, runs)

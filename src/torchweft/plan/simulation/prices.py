@@ -31,7 +31,7 @@ class StepPrices:
         self.machine, self.costs = machine, costs
         self.bounds: tuple[int, ...] = (0, context.batch)
         if plan.num_parts > 1:
-            self.bounds = plan.cut.bounds(context.batch, context.tokens_per_request)
+            self.bounds = plan.bounds(context.batch, context.tokens_per_request)
         self.known: dict[object, StepPrice] = {}
 
     def rows(self, parts: Range | None) -> int:

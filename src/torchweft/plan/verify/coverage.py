@@ -14,7 +14,7 @@ from torchweft.errors import PlanError, unknown
 from torchweft.plan.graph import USES, Graph
 from torchweft.plan.kernels.fitting import faults_of
 from torchweft.plan.machine import Lane
-from torchweft.plan.plan import Plan, Step, bracket
+from torchweft.plan.plan import Plan, Range, Step, bracket
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ MAX_FINDINGS = 1000
 def static_findings(plan: Plan) -> list[Finding]:
     """What is wrong with a plan whatever the order of its steps: the first `MAX_FINDINGS`."""
     illegal = list(islice(_illegal(plan, plan.graph), MAX_FINDINGS))
-    return illegal or list(islice(_coverage(plan, plan.graph), MAX_FINDINGS))
+    dealt = illegal or list(islice(_dealt(plan, plan.graph), MAX_FINDINGS))
+    return dealt or list(islice(_coverage(plan, plan.graph), MAX_FINDINGS))
 
 
 def _illegal(plan: Plan, graph: Graph) -> Iterator[Finding]:
@@ -193,6 +194,28 @@ def _value_step(plan: Plan, graph: Graph, step: Step) -> Iterator[str]:
         devices = {lane.device for lane in plan.lanes} - {plan.lane[step.lane].device}
         if step.on not in devices:
             yield f"{step.label}: {unknown('device to copy to', step.on, devices)}"
+
+
+def _dealt(plan: Plan, graph: Graph) -> Iterator[Finding]:
+    """Shares are touched in the very parts in which they are made: the shares of two parts beside
+    each other are not the share of both, and the share of both is not cut into theirs."""
+    made: dict[str, set[Range | None]] = {name: set() for name in graph.dealt}
+    runs = [(at, s) for at, s in enumerate(plan.steps) if s.kind in ("run", "issue")]
+    for _, step in runs:
+        for name in graph.dealt.intersection(n for op in step.names for n in graph.op[op].makes):
+            made[name].add(step.parts)
+    for index, step in runs:
+        touched = {name for op in step.names for name in graph.op[op].touched}
+        for name in sorted(touched & graph.dealt):
+            root = graph.root[name]
+            if root in made and step.parts not in made[root]:
+                text = f"{step.label} reads {name!r}, of which each rank holds its shares of parts"
+                cure = f"Run it on the very parts on which {graph.maker[root].name!r} runs."
+                yield Finding("coverage", f"{text}, in other parts.", index, cure)
+    for place in plan.places if plan.num_parts > 1 else ():
+        if place.value in graph.dealt:
+            text = f"{place.value!r} has a place, where its shares of all parts would be one value."
+            yield Finding("memory", text)
 
 
 def _coverage(plan: Plan, graph: Graph) -> Iterator[Finding]:

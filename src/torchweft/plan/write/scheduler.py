@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from torchweft.errors import StrategyError, unknown
+from torchweft.errors import StrategyError, clip, unknown
 from torchweft.plan.context import MAX_SLACK, Context, Cut, at_least
 from torchweft.plan.graph import NAME, Graph, Op
 from torchweft.plan.kernels.fitting import faults_of
@@ -127,7 +127,10 @@ class Scheduler:
                     f"parts of {sum(how)} rows; the batch has {self.context.batch}. Sizes fit one "
                     f"batch only; shares fit all: s.split([{shares}]).",
                 )
-        cut.bounds(self.context.batch, self.context.tokens_per_request)
+            if any(size % self.graph.row_unit for size in how):
+                why = f"in this graph parts are multiples of {self.graph.row_unit} rows"
+                self._fail("split", f"parts of {clip(list(how))} rows; {why}.")
+        self._bounds(cut)
         if self.num_parts > 1 and cut != self.cut:
             self._fail(
                 "split",
@@ -187,6 +190,7 @@ class Scheduler:
         for item in ops:
             if not self._is_inside((item.name, 0)):
                 self._fail("within", f"{item.name!r} is not one of the ops of this block.")
+            self._hold_shares(item, given)
             self._schedule(item, given)
         by = None if replace is None else self._kernel(replace, names)
         where = self._lane(ops, lane, by)
@@ -240,7 +244,7 @@ class Scheduler:
     def cost(self, op: Op | str, *parts: int | None) -> float:
         """Seconds that an op is expected to take on these parts (none: on the whole batch)."""
         item, span = self._op(op), self._range(parts)
-        bounds = self.cut.bounds(self.context.batch, self.context.tokens_per_request)
+        bounds = self._bounds(self.cut)
         start, stop = span or (0, self.num_parts)
         env = self.context.env(self.graph.batch, bounds[stop] - bounds[start])
         device = self.machine.lane_for(item).device
@@ -285,6 +289,7 @@ class Scheduler:
         self._missing = {pair: len(ahead) for pair, ahead in self._before.items()}
         self._ready = {pair for pair, count in self._missing.items() if not count}
         self._done: set[Pair] = set()
+        self._made_on: dict[str, list[Range | None]] = {}  # of ops that make dealt values
         self._flying: dict[Pair, tuple[Pair, ...]] = {}  # with all that the same step issued
         for step in self.steps:  # before a late split: all of them over all parts
             for op in map(self.graph.op.__getitem__, step.names):
@@ -351,6 +356,21 @@ class Scheduler:
                 self._missing[later] -= 1
                 if not self._missing[later]:
                     self._ready.add(later)
+
+    def _hold_shares(self, op: Op, parts: Range | None) -> None:
+        """Refuse to read shares of parts in other parts than those in which they were made."""
+        for name in self.graph.dealt.intersection(op.touched):
+            maker = self.graph.maker[self.graph.root[name]].name
+            made = self._made_on.get(maker)
+            if made and parts not in made:
+                spans = [bracket(s) if s else "the whole batch" for s in (parts, made[0])]
+                self._fail(
+                    "dealt",
+                    f"{op.name!r}, run on {spans[0]}, reads {name!r}, of which each rank holds its "
+                    f"share of {spans[1]}: run it on the parts on which {maker!r} ran.",
+                )
+        if self.graph.dealt.intersection(op.makes):
+            self._made_on.setdefault(op.name, []).append(parts)
 
     def _complete(self) -> None:
         for pair in filter(self._is_inside, self._before):
@@ -438,6 +458,10 @@ class Scheduler:
         for why in faults_of(self.graph, names, name, declared):
             self._fail("kernel", why)
         return name
+
+    def _bounds(self, cut: Cut) -> tuple[int, ...]:
+        context = self.context
+        return cut.bounds(context.batch, context.tokens_per_request, self.graph.row_unit)
 
     def _open(self, call: str) -> None:
         if self._closed:

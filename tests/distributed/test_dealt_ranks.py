@@ -1,0 +1,245 @@
+"""Dealt rows on two, three and four ranks: reduce_scatter - residual - norm - all_gather in parts,
+every leg in two phases; what only looks like it runs whole, with the reason."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import check_clean, check_overlap, run_once, talks
+from torch import nn
+from torch.distributed import _functional_collectives as funcol
+
+import torchweft as weft
+from torchweft.api import session_of
+from torchweft.errors import PlanError
+
+HIDDEN = 8
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+DEALT = ("reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+def scatter(x, group):
+    return funcol.reduce_scatter_single(x, "sum", 0, group)
+
+
+def gather(x, group):
+    return funcol.all_gather_single(x, 0, group)
+
+
+def scatter_into(x, group):
+    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    reduce_scatter(out, x, group=group)
+    return out
+
+
+def gather_into(x, group):
+    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    all_gather(out, x, group=group)
+    return out
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))  # the same on all ranks
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Block(nn.Module):
+    """The residual stream is dealt from layer to layer; attention and MLP see all rows."""
+
+    def __init__(self, rank, forms, group):
+        super().__init__()
+        self.scatter, self.gather = (functools.partial(form, group=group) for form in forms)
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        torch.manual_seed(10 + rank)
+        self.mix = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN, bias=False)
+
+    def forward(self, h):
+        h = h + self.scatter(self.mix(self.gather(self.norms[0](h))).sigmoid())
+        return h + self.scatter(self.down(F.silu(self.up(self.gather(self.norms[1](h))))))
+
+
+class Model(nn.Module):
+    """Embeds tokens, each rank a part of the vocabulary, as sequence parallelism begins."""
+
+    def __init__(self, rank, *, forms=(scatter, gather), group=None, end="gather", layers=2):
+        super().__init__()
+        group = group or dist.group.WORLD
+        self.forms, self.group, self.end = forms, group, end
+        torch.manual_seed(5)
+        self.last = Norm()
+        torch.manual_seed(20 + rank)
+        self.embed = nn.Embedding(64, HIDDEN)
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([Block(rank, forms, group) for _ in range(layers)])
+        self.own = nn.Parameter(torch.full((HIDDEN,), 1.0 + rank))
+
+    def forward(self, tokens):
+        h = self.forms[0](self.embed(tokens), self.group)
+        for layer in self.layers:
+            h = layer(h)
+        if self.end == "share":
+            return h
+        if self.end == "mean":
+            h = h - h.mean(0)
+        if self.end == "dropout":
+            h = F.dropout(h, 0.0) + F.layer_norm(h, (HIDDEN,))
+        if self.end == "own":
+            h = h * self.own
+        if self.end == "code":
+            h = h * (1 + dist.get_rank())
+        if self.end == "sum":
+            return funcol.all_reduce(h, "sum", self.group)
+        return self.forms[1](self.last(h), self.group)
+
+
+def tokens_of(*shape):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) * 7 % 64
+
+
+def woven(model, **options):
+    given = {"parts": 2, **options}
+    return weft.compile(model, weft.overlap(**given), watchdog_s=20, fallback="error")
+
+
+def check_parts(rank, *, rows, model=None, **options):
+    """Bits of eager, up to sums in another order; each leg in each part."""
+    made = model or Model(rank, **options)
+    wants = [made(tokens_of(n)) for n in rows]
+    compiled = woven(made)
+    for number, want in zip(rows, wants, strict=True):
+        torch.testing.assert_close(compiled(tokens_of(number)), want, rtol=1e-5, atol=1e-5)
+    said = talks(compiled)
+    assert len(said) == 10 and all(rows == "row-wise" for _, rows in said), said
+    assert {kind for kind, _ in said} == set(DEALT)
+    check_overlap(weft.plans(compiled)[0])
+    check_clean(compiled)
+
+
+def functional(rank):
+    size = dist.get_world_size()
+    check_parts(rank, rows=[4 * size, 5 * size, 7 * size, 32 * size])
+
+
+def in_place(rank):
+    size = dist.get_world_size()
+    check_parts(rank, rows=[6 * size, 9 * size], forms=(scatter_into, gather_into))
+
+
+def three_parts(rank):
+    size = dist.get_world_size()
+    model = Model(rank)
+    want = model(tokens_of(7 * size))
+    got = woven(model, parts=3)(tokens_of(7 * size))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+class Flat(Model):
+    """Sequences whose tokens are flattened: each row has whole shares in it."""
+
+    def forward(self, tokens):
+        return super().forward(tokens.flatten()).unflatten(0, tokens.shape)
+
+
+def flattened(rank):
+    """Parts of one sequence: no multiple of the ranks is needed."""
+    model = Flat(rank)
+    tokens = tokens_of(3, 4 * dist.get_world_size())
+    want = model(tokens)
+    compiled = woven(model)
+    torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
+    assert session_of(compiled).pieces[0].graph.row_unit == 1
+    check_overlap(weft.plans(compiled)[0])
+
+
+def whole(rank, end):
+    """What needs the shares of the whole batch: eager's numbers, and a reason."""
+    model = Model(rank, end=end)
+    tokens = tokens_of(8 * dist.get_world_size())
+    want = model(tokens)
+    compiled = weft.compile(model, weft.overlap(parts=2), watchdog_s=20)
+    torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
+    said = dict.fromkeys(rows for kind, rows in talks(compiled) if kind == DEALT[0])
+    assert list(said) == ["mixing"], said
+    assert "deals out the rows" in str(weft.report(compiled))
+
+
+def share_handed_out(rank):
+    whole(rank, "share")
+
+
+def looks_across_shares(rank):
+    whole(rank, "mean")
+
+
+def shares_are_summed(rank):
+    whole(rank, "sum")
+
+
+def unlike(rank, end):
+    """Rows go to other ranks in parts; where ranks treat them unlike, nobody gets wrong numbers."""
+    compiled = woven(Model(rank, end=end))
+    with pytest.raises(PlanError, match="do not plan the same collectives"):
+        compiled(tokens_of(8 * dist.get_world_size()))
+
+
+def unlike_weights(rank):
+    unlike(rank, "own")
+
+
+def unlike_code(rank):
+    unlike(rank, "code")
+
+
+def other_group(rank):
+    """Shares of one group, on groups that divide the ranks."""
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    check_parts(rank, rows=[8, 12], group=pairs[rank // 2])
+
+
+def jitter(rank):
+    size = dist.get_world_size()
+    model = Model(rank)
+    tokens = tokens_of(8 * size)
+    want = woven(model)(tokens)
+    weft.restore(model)
+    shaken = weft.compile(model, weft.overlap(parts=2), watchdog_s=20, jitter=True)
+    assert torch.equal(shaken(tokens), want)
+
+
+COMMON = {"functional": functional, "in place": in_place, "flattened": flattened}
+WHOLE = {
+    "share handed out": share_handed_out, "looks across shares": looks_across_shares,
+    "shares are summed": shares_are_summed,
+}  # fmt: skip
+TWO = {**COMMON, **WHOLE, "jitter": jitter, "unlike weights": unlike_weights}
+FOUR = {**COMMON, "three parts": three_parts, "other group": other_group, "code": unlike_code}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_once(tmp_path_factory, f"{__name__} two", lambda folder: TWO)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_once(tmp_path_factory, f"{__name__} four", lambda folder: FOUR, size=4)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(two, name):
+    assert two[name] == "", two[name]
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(four, name):
+    assert four[name] == "", four[name]
