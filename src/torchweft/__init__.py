@@ -40,6 +40,7 @@ from torchweft.plan.strategies import (
     prefetch,
     sequential,
     single_batch,
+    tokenweave,
 )
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
@@ -138,6 +139,7 @@ __all__ = [
     "single_batch",
     "strategy",
     "strategy_names",
+    "tokenweave",
     "trace",
     "warmup",
 ]  # fmt: skip

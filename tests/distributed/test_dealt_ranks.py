@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import check_clean, check_overlap, run_once, talks
+from ranks import check_clean, check_overlap, check_phases, run_once, talks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 
@@ -216,12 +216,62 @@ def jitter(rank):
     assert torch.equal(shaken(tokens), want)
 
 
+def tokenweave(rank):
+    model = Model(rank)
+    tokens = tokens_of(8 * dist.get_world_size())
+    want = model(tokens)
+    compiled = weft.compile(model, weft.tokenweave(), watchdog_s=20, fallback="error")
+    torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
+    check_overlap(weft.plans(compiled)[0])
+
+
+class BatchSecond(nn.Module):
+    """[s, b, h], as Megatron has it: what is reduced in place is cut along its second dim."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN, bias=False)
+
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        dist.all_reduce(y)
+        return x + y
+
+
+class ReducesInput(nn.Module):
+    def forward(self, x):
+        dist.all_reduce(x)
+        return x * 2
+
+
+def batch_second(rank):
+    for make in (lambda: BatchSecond(rank), ReducesInput):
+        x = torch.rand(3, 6, HIDDEN)
+        given, model = x.clone(), make()
+        want = model(given)
+        compiled = weft.compile(model, weft.overlap(parts=2), batch=1, watchdog_s=20)
+        mine = x.clone()
+        torch.testing.assert_close(compiled(mine), want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(mine, given)
+        assert [rows for _, rows in talks(compiled)] == ["row-wise"], weft.report(compiled)
+        check_phases(weft.plans(compiled)[0])
+        check_clean(compiled)
+
+
 COMMON = {"functional": functional, "in place": in_place, "flattened": flattened}
 WHOLE = {
     "share handed out": share_handed_out, "looks across shares": looks_across_shares,
     "shares are summed": shares_are_summed,
 }  # fmt: skip
-TWO = {**COMMON, **WHOLE, "jitter": jitter, "unlike weights": unlike_weights}
+TWO = {
+    **COMMON,
+    **WHOLE,
+    "jitter": jitter,
+    "tokenweave": tokenweave,
+    "batch second": batch_second,
+    "unlike weights": unlike_weights,
+}
 FOUR = {**COMMON, "three parts": three_parts, "other group": other_group, "code": unlike_code}
 
 

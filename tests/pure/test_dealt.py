@@ -17,6 +17,7 @@ from torchweft.plan.machine import cpu
 from torchweft.plan.plan import Place, Plan
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
+from torchweft.plan.strategies import sequential, tokenweave
 from torchweft.plan.verify import findings, verify
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import write
@@ -204,3 +205,26 @@ def test_the_digest_and_the_file_know_of_shares() -> None:
     assert replace(two, unit=6).row_unit == 6 and replace(two, unit=3).row_unit == 6
     with pytest.raises(GraphError, match="unit"):
         replace(two, unit=0)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_tokenweave_moves_shares_on_beside_compute(parts: int) -> None:
+    graph = layers(count=3)
+    context = Context(batch=24)
+    plan = verify(lower(write(tokenweave(parts=parts), graph, context, cpu())))
+    runs = [step for step in plan.steps if step.kind in ("run", "issue")]
+    for at, step in enumerate(runs):
+        if step.names[0].startswith("norm"):  # its gather leaves before anything long is computed
+            follow = runs[at + 1]
+            assert follow.kind == "issue" and follow.names[0].startswith("all_gather"), str(plan)
+            assert follow.parts == step.parts
+    assert write(tokenweave(min_tokens=64), graph, context, cpu()).num_parts == 1
+
+
+def test_tokenweave_is_quicker_than_no_split_where_the_wire_takes_as_long() -> None:
+    """Simulated: some of the talk is hidden."""
+    graph, context = layers(count=3), Context(batch=1 << 16)
+    machine = cpu(network_bytes_per_s=1e9, flops_per_s=1e10)
+    plans = [lower(write(how, graph, context, machine)) for how in (tokenweave, sequential)]
+    woven_s, whole_s = [simulate(plan, context, machine).makespan_s for plan in plans]
+    assert woven_s < whole_s

@@ -29,6 +29,7 @@ from torchweft.plan.strategies import (
     sequential,
     single_batch,
     strategy_names,
+    tokenweave,
 )
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, strategy, write
@@ -73,6 +74,7 @@ GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool, Context]] = {
     "dual_batch_decode": (dual_batch, experts(2), LANES, False, DECODE),
     "prefetch": (prefetch, on_disk(4), cpu(), False, CONTEXT),
     "multiplex": (multiplex, experts(2), LANES, False, MIXED),
+    "tokenweave": (tokenweave, transformer(2), cpu(), False, CONTEXT),
 }
 
 
@@ -136,7 +138,7 @@ def test_branches_use_both_lanes_and_gain_by_it() -> None:
 
 
 def test_built_in_strategies_are_registered() -> None:
-    assert {"branches", "overlap", "sequential"} <= set(strategy_names())
+    assert {"branches", "overlap", "sequential", "tokenweave"} <= set(strategy_names())
     assert get_strategy("overlap") is overlap
 
 

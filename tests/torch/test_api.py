@@ -585,6 +585,28 @@ def test_gradients_turned_on_inside_are_kept():
     assert "turns gradients on" in weft.report(run).fallbacks[0][0]
 
 
+def test_gradients_turned_on_where_none_can_be_seen_stay_off():
+    class BiasAdd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4, bias=False), nn.Linear(4, 3)
+            self.bias = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            y = self.first(x)
+            with torch.enable_grad():
+                y = y + self.bias
+            return self.last(y)
+
+    model, x = BiasAdd(), torch.randn(8, 3)
+    with torch.no_grad():
+        want = model(x)
+        run = weft.compile(model, weft.overlap(parts=2), fallback="error")
+        got = run(x)
+    torch.testing.assert_close(got, want)
+    assert not got.requires_grad and not weft.report(run).fallbacks
+
+
 def test_compiling_again_takes_the_new_strategy():
     def double(x):
         return x * 2

@@ -9,6 +9,7 @@ from torchweft.plan.strategies.overlap import overlap
 from torchweft.plan.strategies.prefetch import prefetch
 from torchweft.plan.strategies.sequential import sequential
 from torchweft.plan.strategies.single_batch import single_batch
+from torchweft.plan.strategies.tokenweave import tokenweave
 from torchweft.plan.write.strategy import get_strategy, strategy_names
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "sequential",
     "single_batch",
     "strategy_names",
+    "tokenweave",
 ]
