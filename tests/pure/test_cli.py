@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -173,7 +174,8 @@ def test_diff_shows_what_differs(capsys: Capture) -> None:
 
 
 def test_strategies_are_listed_with_options_and_what_they_do(capsys: Capture) -> None:
-    assert "overlap(parts=2, min_tokens=0, at=None)  Split the batch" in out("strategies", capsys)
+    listed = " ".join(out("strategies", capsys).split())
+    assert "overlap(parts=2, min_tokens=0, at=None) Split the batch" in listed
     rows = {row["name"]: row for row in data("strategies", capsys)["strategies"]}
     assert rows["overlap"]["options"]["parts"] == 2
 
@@ -403,3 +405,20 @@ def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         assert command.stdout is not None and command.stderr is not None
         command.stdout.close()
         assert b"Traceback" not in command.stderr.read()
+
+
+@pytest.mark.usefixtures("folder")
+def test_plan_is_drawn_as_a_picture_that_says_simulated(capsys: Capture) -> None:
+    out("plan graph.json --strategy overlap --batch 8 --svg two.svg", capsys)
+    text = Path("two.svg").read_text()
+    names = [node.tag.partition("}")[2] for node in ElementTree.fromstring(text).iter()]
+    assert names[0] == "svg"
+    assert names.count("title") > 4
+    assert "(simulated)" in text
+    assert ">network</text>" in text
+
+
+@pytest.mark.usefixtures("folder")
+def test_bare_plan_has_no_picture(capsys: Capture) -> None:
+    assert cli.run(["plan", "graph.json", "--batch", "8", "--bare", "--svg", "two.svg"]) == 1
+    assert "leave out --bare" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from torchweft.plan.strategies import (
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, strategy, write
 from torchweft_tools.buffers import lower_into_buffers
+from torchweft_tools.cli.picture import picture
 from torchweft_tools.demo.blueprint import experts, on_disk, transformer
 
 PLANS = Path(__file__).parents[1] / "plans"
@@ -97,6 +98,20 @@ def test_plan_is_the_golden_plan(name: str, request: pytest.FixtureRequest) -> N
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_plan_read_from_its_file_is_safe(name: str) -> None:
     verify(Plan.load(PLANS / f"{name}.plan", GOLDEN[name][1]))
+
+
+PICTURES = ("dual_batch", "multiplex", "nanoflow", "prefetch", "single_batch")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_of_the_docs_is_what_the_viewer_draws(name: str, request) -> None:
+    _, _, machine, _, context = GOLDEN[name]
+    drawn = picture(simulate(golden_plan(name), context, machine))
+    path = PLANS.parents[1] / "docs" / f"{name}.svg"
+    if request.config.getoption("--write-plans"):
+        path.write_text(drawn)
+    assert path.read_text() == drawn, "meant so? Then run: make plans"
+    assert "(simulated)" in drawn
 
 
 def test_every_golden_file_has_a_test() -> None:

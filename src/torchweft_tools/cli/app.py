@@ -25,7 +25,7 @@ import typer
 
 import torchweft as weft
 from torchweft.errors import WeftError, unknown
-from torchweft.files import read_text
+from torchweft.files import read_text, write_text
 from torchweft.plan.graph import graph_data
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.plan import Plan
@@ -40,6 +40,7 @@ from torchweft_tools.cli.costs import against as compare
 from torchweft_tools.cli.costs import profile_command
 from torchweft_tools.cli.doctor import examine
 from torchweft_tools.cli.explaining import explain_command
+from torchweft_tools.cli.picture import picture
 from torchweft_tools.cli.predict import predict_command
 from torchweft_tools.cli.schedules import SUFFIX, simulate_schedule, verify_schedule
 from torchweft_tools.cli.text import (
@@ -159,6 +160,9 @@ def plan_command(
     buffers: Annotated[
         bool, typer.Option("--buffers", help="let values share planned buffers")
     ] = False,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="draw it, simulated, into this file")
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -168,6 +172,10 @@ def plan_command(
     plan = write(_chosen(strategy, option), load_graph(graph), context, machine_read)
     if not bare:
         plan = verify((lower_into_buffers if buffers else lower)(plan))
+    if bare and svg is not None:
+        raise WeftError("svg: a bare plan cannot be simulated; leave out --bare.", rule="svg")
+    if svg is not None:
+        write_text(svg, picture(simulate(plan, context, machine_read)))
     if output is not None:
         plan.save(output)
     if as_json:

@@ -38,6 +38,7 @@ BENCHES = (
         "placement",
         "predictions",
         "races",
+        "resources",
         "simulator",
         "stream",
         "traffic",
