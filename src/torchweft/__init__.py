@@ -30,7 +30,6 @@ from torchweft.plan.improve import replay, searched
 from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
-from torchweft.plan.rewrite import Rewrite, chunk
 from torchweft.plan.strategies import (
     branches,
     compose,
@@ -93,7 +92,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RefusedError",
-    "Rewrite", "RunError",
+    "RunError",
     "SizeError",
     "Splitter",
     "Spot",
@@ -107,7 +106,7 @@ __all__ = [
     "by_requests",
     "by_rows",
     "check",
-    "chunk", "compile",
+    "compile",
     "compose",
     "context",
     "cpu",

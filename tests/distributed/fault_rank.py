@@ -71,6 +71,21 @@ class Mesh(nn.Module):
         return z
 
 
+class Exchange(nn.Module):
+    """What each rank makes goes to the other; the one that is slow keeps the other waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDE, WIDE, bias=False)
+
+    def forward(self, x):
+        y, buffer = self.layer(touch(x)) * 0.01, torch.empty_like(x)
+        sent, received = dist.isend(y, 1 - rank), dist.irecv(buffer, 1 - rank)
+        received.wait()
+        sent.wait()
+        return buffer + x
+
+
 def sockets() -> int:
     """Connections to the peer that are still open."""
     ours = {str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if os.path.lexists(f)}
@@ -109,6 +124,16 @@ def loop(model, x):
 
 def mesh(model, x):
     loop(weft.compile(Mesh().eval(), weft.overlap(), watchdog_s=options["watchdog_s"]), x)
+
+
+def messages(model, x):
+    """Rank 1 is killed, or stopped, in the midst of a call: rank 0 waits for its message."""
+    global slow_s
+    watchdog_s = options.get("watchdog_s", 60.0)
+    model = weft.compile(Exchange().eval(), weft.overlap(), watchdog_s=watchdog_s)
+    model(x)
+    slow_s = 1.0 if rank == 1 else 0.0
+    loop(model, x)
 
 
 def slow(model, x):
@@ -182,6 +207,7 @@ def interrupt(model, x):
 CASES = {
     "loop": loop, "slow": slow, "raise": raising, "refuse": refuse, "disagree": disagree,
     "mesh": mesh, "cold": cold, "threads": threads, "interrupt": interrupt,
+    "messages": messages,
 }  # fmt: skip
 
 

@@ -269,15 +269,6 @@ def broken_send(x):
     return out + 1
 
 
-def broken_isend(x):
-    y, out = x * 2, torch.empty_like(x)
-    peer = 1 - dist.get_rank()
-    sent = dist.isend(y, peer)
-    dist.irecv(out, peer).wait()
-    sent.wait()
-    return out + 1
-
-
 BREAKS = {
     "broadcast": (broken_broadcast, "dist.broadcast(y, 0)"),
     "reduce": (broken_reduce, "dist.reduce(y, 0)"),
@@ -286,7 +277,6 @@ BREAKS = {
     "list reduce_scatter": (broken_reduce_scatter_list, "dist.reduce_scatter(out, rows)"),
     "list all_to_all": (broken_all_to_all_list, "dist.all_to_all(out, rows)"),
     "send": (broken_send, "dist."),
-    "isend": (broken_isend, "dist.isend(y, peer)"),
 }
 
 

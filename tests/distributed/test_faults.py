@@ -128,6 +128,18 @@ def test_a_stopped_rank_is_given_up_after_the_watchdog(ranks):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_who_waits_for_a_message_of_a_rank_that_is_gone_is_told(ranks, number):
+    pair = ranks("messages", watchdog_s=4)
+    pair.until(1, "looping")
+    time.sleep(0.5)  # rank 1 is slow: it has told of the call, and not sent its message
+    pair.send(1, number)
+    failed = told(pair.end(0))["failed"]
+    assert failed["kind"] == "RunError", failed
+    assert "has ended" in failed["text"] or "rank 1" in failed["text"], failed
+    assert failed["took_s"] < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_on_a_mesh_the_rank_that_is_gone_is_blamed_and_no_other(ranks, number):
     group = ranks("mesh", size=4, watchdog_s=4)
     for rank in range(4):

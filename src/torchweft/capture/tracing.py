@@ -143,6 +143,11 @@ class Watch:
         self._num_breaks = len(graph_break_reasons)
         self._settings.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         seen = {"specialize_float": True, "skip_nnmodule_hook_guards": not self._guards_hooks}
+        # Messages between two ranks are captured; under gradients they stay breaks, and on
+        # accelerators, where ranks match them by the order of their streams alone.
+        given = (each for each in tree_leaves(call.inputs) if isinstance(each, torch.Tensor))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in given)
+        seen["enable_p2p_compilation"] = on_cpu and not torch.is_grad_enabled()
         if call.constant:  # another number of rows would make Dynamo try a symbol by itself
             seen["automatic_dynamic_shapes"] = False
         self._settings.enter_context(dynamo_config.patch(seen))

@@ -3,7 +3,8 @@
     precedence(graph, 2)["mlp0", 1] == [("reduce0", 1)]       op and part: what it comes behind
 
 Three kinds of dependency, all through roots, so aliases count: read after write, write after read,
-write after write. Parts that change the same bytes (a sum over rows) go in part order.
+write after write. Parts that change the same bytes (a sum over rows) go in part order. Messages of
+one direction go in program order, each part by part: both ranks know that order without a word.
 
 A strategy records steps in an order that is right when they run one by one. Two steps conflict if
 they touch the same bytes and not both only read; then their recorded order has to be kept.
@@ -17,8 +18,9 @@ holds its bytes until its complete: it is asked for at the issue and noted at th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from torchweft.plan.graph import Graph, Op
+from torchweft.plan.graph import Collective, Graph, Op
 from torchweft.plan.machine import Lane
 from torchweft.plan.plan import Pair, Step, pairs_of
 
@@ -27,11 +29,17 @@ def precedence(graph: Graph, num_parts: int = 1) -> dict[Pair, list[Pair]]:
     """For each op and part, in program order, the ops and parts that it must come behind."""
     ledger, before = Ledger(graph, num_parts), dict[Pair, list[Pair]]()
     pairs = [(op, p) for op in graph.ops for p in range(1 if op.whole else num_parts)]
+    said: dict[Collective, Pair] = {}
     for index, (op, part) in enumerate(pairs):
         parts = None if op.whole or num_parts == 1 else (part, part + 1)
         step = Step("run", "", (op.name,), parts)
         earlier = [pairs[other] for other in dict.fromkeys(ledger.before(step))]
         before[op.name, part] = [(other.name, each) for other, each in earlier]
+        if op.collective is not None and op.collective.peer is not None:
+            direction = replace(op.collective, tag="")
+            if (last := said.get(direction)) is not None and last not in before[op.name, part]:
+                before[op.name, part].append(last)
+            said[direction] = op.name, part
         ledger.note(index, step)
     return before
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import RunError, unknown
 from torchweft.private.core import AllgatherOptions
-from torchweft.ranks.ranks import group, wait
+from torchweft.ranks.ranks import group, place_in, wait
 
 Tensors = Sequence[Tensor]
 Out = Tensor | None
@@ -52,18 +52,20 @@ class Flight:
 
     work: None where there is nothing to wait for: a rank outside of the group, or an accelerator.
     back: pairs (target, source), for c10d cannot write into a target with gaps.
+    message: between two ranks: waited for in one go, for gloo closes what a slice gives up on.
     """
 
     work: Any
     made: tuple[Tensor, ...]
     back: tuple[tuple[Tensor, Tensor], ...] = ()
     kept: tuple[Tensor, ...] = ()
+    message: bool = False
 
 
 def land(flight: Flight) -> tuple[Tensor, ...]:
     """Wait until the work has ended; what it made."""
     if flight.work is not None:
-        wait(flight.work)
+        wait(flight.work, in_slices=not flight.message)
     for target, source in flight.back:
         target.copy_(source)
     return flight.made
@@ -163,6 +165,20 @@ def reduce_scatter_tensor_coalesced(
     return _flight(work, rooms, None, *given)
 
 
+def isend(tensor: Tensor, dst: int, tag: int, group_name: Any) -> Flight:
+    """A message to a rank, by its number in the world."""
+    given = tensor.contiguous()
+    work = _group(group_name).send([given], place_in(group_name, dst), tag)
+    return replace(_flight(work, [given]), made=(), kept=(given,), message=True)
+
+
+def irecv(tensor: Tensor, src: int, tag: int, group_name: Any, *, out: Out = None) -> Flight:
+    """The message of a rank, by its number in the world, into a new tensor like this one."""
+    room = _room(tensor, tensor.shape, out)
+    work = _group(group_name).recv([room], place_in(group_name, src), tag)
+    return replace(_flight(work, [room], out), message=True)
+
+
 @cache
 def _host_call(text: str) -> tuple[Any, list[Any], list[Any]]:
     """A host's operator, and the arguments before and behind the one that is reduced."""
@@ -187,6 +203,7 @@ def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 _KINDS: tuple[Callable[..., Flight], ...] = (
     all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single,
     all_reduce_coalesced, all_gather_into_tensor_coalesced, reduce_scatter_tensor_coalesced,
+    isend, irecv,
 )  # fmt: skip
 STARTS = MappingProxyType({start.__name__: start for start in _KINDS})
 IN_PLACE = ("all_reduce", "broadcast")

@@ -74,14 +74,14 @@ class LostError(Exception):
         self.channel = channel
 
 
-def wait(work: Any, name: str = "") -> None:
+def wait(work: Any, name: str = "", *, in_slices: bool = True) -> None:
     """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
 
     In slices, so that Ctrl-C gets through. name: the process group it is of, if that is known.
     """
     while True:
         try:
-            work.wait(SLICE)
+            work.wait(*[SLICE] * in_slices)
             return
         except RuntimeError as error:
             if SLICE_OVER not in str(error):
@@ -524,6 +524,15 @@ def group(name: str) -> Any:
         return _user_group(name)  # outside of a call
     known.agree()
     return _user_group(name) if known.carried else known.group
+
+
+def place_in(name: Any, rank: int) -> int:
+    """The number in a group of a rank of the world."""
+    known = _channels.get(name)
+    world = dist.get_process_group_ranks(group(name)) if known is None else known.world
+    if rank not in world:
+        raise RunError(f"message: rank {rank} is not in its process group, {world}.")
+    return world.index(rank)
 
 
 def _user_group(name: str) -> dist.ProcessGroup:

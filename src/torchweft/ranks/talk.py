@@ -14,6 +14,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -22,8 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
-from torchweft.plan.graph import Graph
-from torchweft.plan.plan import Plan, Step
+from torchweft.plan.graph import Collective, Graph
+from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import TorchDispatchMode
 from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
@@ -52,6 +53,7 @@ def digests(
     """
     lines: dict[str, list[str]] = {}
     graph = plan.graph
+    messages: dict[str, list[tuple[Collective, str, Range | None]]] = {}
     begun: dict[tuple[tuple[str, ...], object], int] = {}  # kernels that end by talking, in order
     for step in plan.steps:
         if step.kind == "complete":
@@ -67,6 +69,8 @@ def digests(
                 continue
             told = lines.setdefault(op.collective.communicator, [])
             if op.collective.peer is not None:
+                said = messages.setdefault(op.collective.communicator, [])
+                said.append((replace(op.collective, tag=""), name, step.parts))
                 continue
             told += [op.collective.kind, *(graph.value[read].dtype for read in op.reads)]
             if step.by is not None:
@@ -83,6 +87,9 @@ def digests(
             for name in sorted(graph.dealt.intersection(op.touched)):
                 told = lines.setdefault(_dealt_by(graph, name), [])
                 told.append(f"shares {getattr(bodies[op.name], 'key', '')} {weights}")
+    for communicator, said in messages.items():
+        if any(parts is not None for _, _, parts in said):
+            lines[communicator].append(f"messages in parts {bounds} {_cut_of(said, plan)}")
     return {group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
 
 
@@ -111,6 +118,23 @@ def _dealt_by(graph: Graph, name: str) -> str:
     batch = graph.value[name].batch
     assert batch is not None and batch.deal is not None, "a dealt value names who has its shares"
     return batch.deal.communicator
+
+
+def _cut_of(said: Sequence[tuple[Collective, str, Range | None]], plan: Plan) -> object:
+    """How messages are cut and ordered, which both ends must do alike: nothing to add if op by op,
+    each part by part; else all of it, by direction, which only the ranks of a pair can agree on."""
+    by_direction: dict[Collective, list[tuple[str, Range | None]]] = {}
+    for direction, name, parts in said:
+        by_direction.setdefault(direction, []).append((name, parts))
+    order, detail = {op.name: at for at, op in enumerate(plan.graph.ops)}, []
+    every = [(part, part + 1) for part in range(plan.num_parts)]
+    for direction, each in by_direction.items():
+        names = sorted({name for name, _ in each}, key=order.__getitem__)
+        if each != [(name, parts) for name in names for parts in every]:
+            numbered = [(names.index(name), parts) for name, parts in each]
+            ends = (torch.distributed.get_rank(), direction.peer)
+            detail.append((ends if direction.kind == "send" else ends[::-1], numbered))
+    return sorted(detail)
 
 
 def _spoken(plan: Plan, by: str) -> str:

@@ -49,7 +49,8 @@ def collective_of(node: fx.Node | None) -> Collective | None:
     group = communicator_of(texts[-1] if texts else "world")
     kind = kind_of(node)
     if kind in ("isend", "irecv"):
-        return Collective(kind.removeprefix("i"), group, peer=int(str(node.args[1])))
+        peer, tag = int(str(node.args[1])), f"tag{node.args[2]}"
+        return Collective(kind.removeprefix("i"), group, peer, tag)
     return Collective(kind, group)
 
 

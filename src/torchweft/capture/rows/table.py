@@ -240,7 +240,13 @@ def _dealt(axis: Axis, num_ranks: int) -> Any:
 
 
 def talk_to_one(axis: Axis, call: AtenCall) -> Axis:
-    raise Mixing("it talks to one rank, which may cut its batch otherwise")
+    """Each part is a message of its own; ranks agree before a call that they cut alike."""
+    refuse(axis.dim != 0, "it talks to one rank, which may have its batch in another dim")
+    return axis
+
+
+def talk_to_several(axis: Axis, call: AtenCall) -> Axis:
+    raise Mixing("it is several messages at once")
 
 
 def _rule(move: Move, sizes: str = "") -> RowRule:
@@ -256,6 +262,11 @@ def _rule(move: Move, sizes: str = "") -> RowRule:
     return RowRule(find, frozenset(sizes.split()))
 
 
+def _sent(call: AtenCall) -> Axes:
+    axis = call.axis("tensor")
+    return [axis and talk_to_one(axis, call) and None]  # what it gives is empty
+
+
 COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
     {
         **dict.fromkeys(STAY.split(), _rule(lambda axis, call: axis)),
@@ -263,7 +274,9 @@ COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
         **dict.fromkeys(GATHER.split(), _rule(all_gather)),
         **dict.fromkeys(SCATTER.split(), _rule(reduce_scatter)),
         "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),
-        **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _rule(talk_to_one)),
+        "isend": RowRule(_sent),
+        "irecv": _rule(talk_to_one),
+        "batch_p2p_ops": _rule(talk_to_several),
     }
 )
 

@@ -39,7 +39,8 @@ def issue_early(plan: Plan) -> Plan:
     """Two-phase ops on lanes without a thread: issued when their inputs are there, completed late.
 
     The issue goes right behind the last step of the issuing lane that it needs or comes after; the
-    complete right before the first step that needs it or comes after it.
+    complete right before the first step that needs it or comes after it. Messages of one direction
+    stay in their order: the other rank has it too.
     """
     hosted = {i for i, s in enumerate(plan.steps) if s.kind == "run" and plan.lane[s.lane].via}
     if not hosted:
@@ -55,6 +56,7 @@ def issue_early(plan: Plan) -> Plan:
     # Sort keys: (step, 0) where it was recorded, (step, 1, i) right behind a step.
     keys: list[tuple[tuple[float, ...], Step]] = []
     at: dict[int, tuple[float, ...]] = {}
+    said: dict[object, float] = {}  # behind which step the last message of a direction goes
     for index, step in enumerate(plan.steps):
         at[index] = (index, 0, 0)
         if index in hosted:
@@ -62,6 +64,10 @@ def issue_early(plan: Plan) -> Plan:
             host = plan.lane[step.lane].via
             if last < 0 or (last not in hosted and plan.steps[last].lane == host):
                 at[index] = (last, 1, index)
+            for talk in [talk for talk in plan.talks(step) if talk.peer is not None]:
+                direction = talk.communicator, talk.peer, talk.kind
+                at[index] = max(at[index], (said.get(direction, -1), 1, index))
+                said[direction] = at[index][0]
     for index, step in enumerate(plan.steps):
         if index not in hosted:
             keys.append((at[index], step))

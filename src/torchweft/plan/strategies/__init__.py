@@ -6,6 +6,7 @@ from torchweft.plan.strategies.dual_batch import dual_batch
 from torchweft.plan.strategies.multiplex import multiplex
 from torchweft.plan.strategies.nanoflow import nanoflow
 from torchweft.plan.strategies.overlap import overlap
+from torchweft.plan.strategies.pipeline import pipeline
 from torchweft.plan.strategies.prefetch import prefetch
 from torchweft.plan.strategies.sequential import sequential
 from torchweft.plan.strategies.single_batch import single_batch
@@ -20,6 +21,7 @@ __all__ = [
     "multiplex",
     "nanoflow",
     "overlap",
+    "pipeline",
     "prefetch",
     "sequential",
     "single_batch",

@@ -1,1 +1,0 @@
-"""A captured graph and rewrites -> the graph that is cut into ops; see `rewriting`."""
