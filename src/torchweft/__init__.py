@@ -30,6 +30,7 @@ from torchweft.plan.improve import replay, searched
 from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
+from torchweft.plan.rewrite import Rewrite, chunk
 from torchweft.plan.strategies import (
     branches,
     compose,
@@ -92,7 +93,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RefusedError",
-    "RunError",
+    "Rewrite", "RunError",
     "SizeError",
     "Splitter",
     "Spot",
@@ -106,7 +107,7 @@ __all__ = [
     "by_requests",
     "by_rows",
     "check",
-    "compile",
+    "chunk", "compile",
     "compose",
     "context",
     "cpu",

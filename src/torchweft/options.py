@@ -26,6 +26,7 @@ from torchweft.plan.improve.predict import auto  # noqa: F401 - so that the name
 from torchweft.plan.kernels.kernel import as_kernel
 from torchweft.plan.machine import Machine, cpu
 from torchweft.plan.plan import Plan
+from torchweft.plan.rewrite import Rewrite
 from torchweft.plan.write.strategy import Strategy, Way, as_strategy
 from torchweft.private.core import has_mkldnn
 from torchweft.ranks.ranks import WATCHDOG_S
@@ -73,6 +74,7 @@ class Options:
         control passes at marks and collectives.
     splitters: what cuts the side state that calls touch beside their arguments; see `Splitter`.
     kernels: by name, the functions or declared kernels that a strategy, or a plan's text, names.
+    rewrites: changes of the graph, such as `weft.chunk("down_proj", 4)`, before plans are written.
     remember: whether choices of "auto" are kept on disk for the next process.
     loads: whether weights that `weft.offload` put on disk are brought in by ops of the graph, each
         block by one that uses io; else they are read as they are touched. By default under the
@@ -98,6 +100,7 @@ class Options:
     capture: str = "graph"
     splitters: Sequence[Splitter] = ()
     kernels: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rewrites: Sequence[Rewrite] = ()
     remember: bool = True
     loads: bool | None = None
 
@@ -109,6 +112,7 @@ class Options:
             "rules": tuple(self.rules),
             "splitters": check_splitters(self.splitters),
             "graphs": self.graph_sizes or bool(self.graphs),
+            "rewrites": tuple(self.rewrites),
             "kernels": {name: as_kernel(own).called(name) for name, own in kernels.items()},
         }
         for name, value in frozen.items():
@@ -200,6 +204,10 @@ def _are_rules(value: object) -> bool:
     return isinstance(value, Iterable) and all(isinstance(rule, MarkRule) for rule in value)
 
 
+def _are_rewrites(value: object) -> bool:
+    return isinstance(value, Iterable) and all(isinstance(each, Rewrite) for each in value)
+
+
 def _are_kernels(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
@@ -216,6 +224,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         **dict.fromkeys(FLAGS, (_is_flag, "True or False")),
         "rules": (_are_rules, "marks, such as [weft.mark_module(Attention, 'attention')]"),
+        "rewrites": (_are_rewrites, "rewrites, such as [weft.chunk('down_proj', 4)]"),
         "kernels": (_are_kernels, "functions by name, such as {'fused': fused}"),
         "batch": (_is_batch, "a dim of the inputs, or the name of a symbol"),
         "machine": (lambda m: m is None or isinstance(m, Machine), "a Machine, as weft.cpu() is"),
@@ -251,5 +260,10 @@ def _check(options: Options) -> None:
         for name, only in IN_BOUNDARY_MODE.items():
             if getattr(options, name) != only:
                 raise _wrong(f"{name}: boundary mode has only {name}={only!r}.")
+        if options.rewrites:
+            raise _wrong(
+                "rewrites: boundary mode has no graph to rewrite: the model itself runs. "
+                "Take capture='graph'."
+            )
         if isinstance(options.batch, str):
             raise _wrong("batch: boundary mode has no symbols; give a dim.")

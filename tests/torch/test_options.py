@@ -131,6 +131,7 @@ WRONG = {
     "capture": ("grahp", "Did you mean 'graph'"),
     "splitters": ([3], "names are identifiers"),
     "kernels": ([len], "kernels must be functions by name"),
+    "rewrites": (["chunk"], "rewrites must be rewrites, such as [weft.chunk('down_proj', 4)]"),
     "remember": ("no", "remember must be True or False"),
 }
 

@@ -186,7 +186,7 @@ class _Pair:
         name = f"{self.name}.{kind}"
         captured, rows = analyse(gm, self.tried, name=name, level="aten", given=given, **self.known)
         if kind == "forward":
-            self._remember(gm, names, rows)
+            self._remember(names, rows)
         if kind == "backward":
             return captured
         made = [slot.value or "" for slot in captured.outputs]
@@ -201,10 +201,10 @@ class _Pair:
         tried = [symbols for symbols in self.tried if symbols.batch in known]
         return tried or candidates(gm, (), self.dim)
 
-    def _remember(self, gm: fx.GraphModule, names: Sequence[str], rows: Rows) -> None:
+    def _remember(self, names: Sequence[str], rows: Rows) -> None:
         """Note the symbol of the batch, and where the rows of each output are."""
         self.tried = [rows.symbols]
-        outputs: Any = gm.graph.output_node().args[0]
+        outputs: Any = next(node for node in rows.calls if node.op == "output").args[0]
         for number, (item, name) in enumerate(zip(outputs, names, strict=True)):
             value = rows.value(item) if isinstance(item, fx.Node) else None
             if not isinstance(value, torch.Tensor):

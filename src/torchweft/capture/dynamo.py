@@ -21,7 +21,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -38,11 +38,14 @@ from torchweft.capture.offload import LOADS, add_loads
 from torchweft.capture.ops.assembly import RNG, Assembly, assemble, value_name
 from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.capture.ops.units import source_of
+from torchweft.capture.rewrites.kinds import KINDS
+from torchweft.capture.rewrites.rewriting import Rewritten, rewrite
 from torchweft.capture.rows.axes import SYMBOLIC, Symbols, rows_at, size_of
 from torchweft.capture.rows.rows import Rows
 from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
 from torchweft.plan.graph import Graph, Op
+from torchweft.plan.rewrite import Rewrite
 from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
 
@@ -75,6 +78,8 @@ class Capture:
     unbatched: str = ""
     saved: frozenset[str] = frozenset()  # outputs that nobody but the backward graph gets
     lone: str = ""  # why no part may have a single row
+    rewritten: Rewritten = field(default_factory=Rewritten)
+    anew: Callable[[Sequence[Rewrite]], Capture] | None = None  # with more rewrites
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Values by name and numbers by symbol, from the inputs of one call."""
@@ -202,12 +207,43 @@ def capture(
 
 
 def analyse(
-    gm: fx.GraphModule, tried: Sequence[Symbols], *, name: str = "graph", **known: Any
+    gm: fx.GraphModule,
+    tried: Sequence[Symbols],
+    *,
+    name: str = "graph",
+    rewrites: Sequence[Rewrite] = (),
+    **known: Any,
 ) -> tuple[Capture, Rows]:
     """Cut a graph by the best of several symbols for the batch; what was found of its rows.
 
-    known: the options of `assemble`.
+    rewrites: what is changed of the graph first. known: the options of `assemble`.
     """
+    anew = partial(_anew, gm, tried, name=name, rewrites=tuple(rewrites), known=known)
+    look, rewritten = partial(_best, tried=tried, known=known), Rewritten()
+    if rewrites:
+        gm, rewritten = rewrite(gm, rewrites, lambda graph: look(graph)[0], KINDS)
+    built, matched = look(gm)
+    captured = _captured(built, matched, name)
+    return replace(captured, rewritten=rewritten, anew=anew), built.rows
+
+
+def _anew(
+    gm: fx.GraphModule,
+    tried: Sequence[Symbols],
+    more: Sequence[Rewrite],
+    *,
+    name: str,
+    rewrites: Sequence[Rewrite],
+    known: Mapping[str, Any],
+) -> Capture:
+    """The same graph with more rewrites."""
+    return analyse(gm, tried, name=name, rewrites=(*rewrites, *more), **known)[0]
+
+
+def _best(
+    gm: fx.GraphModule, tried: Sequence[Symbols], known: Mapping[str, Any]
+) -> tuple[Assembly, frozenset[MarkRule]]:
+    """A graph cut by the symbol by which most calls are in ops that run in parts."""
     tries: list[tuple[float, Assembly, frozenset[MarkRule]]] = []
     for symbols in tried:
         built, matched = assemble(gm, symbols, **known)
@@ -216,8 +252,7 @@ def analyse(
         tries.append((inside / max(1, sum(built.num_calls.values())), built, matched))
         if tries[-1][0] >= GOOD_SHARE:
             break
-    _, built, matched = max(tries, key=itemgetter(0))
-    return _captured(built, matched, name), built.rows
+    return max(tries, key=itemgetter(0))[1:]
 
 
 def _refuse_subclasses(gm: fx.GraphModule) -> None:

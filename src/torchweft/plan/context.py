@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchweft.errors import StrategyError, clip, unknown
 
 if TYPE_CHECKING:
+    from torchweft.plan.graph import Graph
     from torchweft.plan.write.strategy import Strategy
 
 
@@ -264,3 +265,14 @@ def bucket_of(context: Context, seen: set[int | Band]) -> Bucket:
         if band.first < lower <= band.border <= batch:
             lower = max([band.first, EXACT_BELOW, *(cut for cut in hard if cut <= lower)])
     return Bucket(lower, end, bands)
+
+
+def context_of(graph: Graph, env: Mapping[str, int]) -> Context:
+    """The context of a call: its sizes, and what the host told of it."""
+    facts, rows = TOLD.get(), env.get(graph.batch or "", 1)
+    sizes = {name: size for name, size in env.items() if name != graph.batch}
+    if facts is None:
+        return Context(rows, sizes=sizes)
+    requests = facts.tokens_per_request if sum(facts.tokens_per_request) == rows else ()
+    phase = facts.phase or (phase_of(requests) if requests else None)
+    return Context(rows, facts.num_tokens, requests, phase, sizes, facts.strategy)

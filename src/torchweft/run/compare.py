@@ -5,6 +5,7 @@ compare(wanted, got)  ->  bit-equal | within tolerance | different
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from torchweft.errors import clip
-from torchweft.private.core import tree_leaves
+from torchweft.private.core import tree_leaves, tree_map
 
 DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DEFAULT_TOLERANCE |= {torch.float16: 5e-3, torch.float8_e4m3fn: 0.2, torch.float8_e5m2: 0.4}
@@ -92,6 +93,18 @@ def compare(
         if diff > allowed:
             return Check("different", diff, allowed, count, detail=f"output {number}")
     return Check("bit-equal" if same else "within tolerance", worst, limit, count, detail=detail)
+
+
+def preserved(inputs: Any) -> Any:
+    """A copy of a nest of inputs; tensors that share bytes share them in the copy too."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+    try:
+        return copy.deepcopy(inputs)
+    except RuntimeError:  # a tensor with a gradient history: cloned one by one
+        return tree_map(one, inputs)
 
 
 def _numbers(leaf: Any) -> Any:

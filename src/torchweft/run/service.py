@@ -109,3 +109,8 @@ class Service:
         """Keep a copy of what a graph is called with, if that is asked for."""
         if self.kept is not None:
             self.kept[piece] = [i.clone() if isinstance(i, Tensor) else i for i in inputs]
+
+    def forget_inputs(self, piece: Any) -> None:
+        """Forget what a graph was called with: another one runs the call in its place."""
+        if self.kept is not None:
+            self.kept.pop(piece, None)

@@ -7,7 +7,6 @@ The model and its inputs are copied first, so buffers, caches and random states 
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,33 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchweft.plan.context import context_of
 from torchweft.plan.graph import Op
 from torchweft.plan.kernels.declaration import Declaration
 from torchweft.plan.kernels.fitting import makes_of, reads_of
 from torchweft.plan.plan import Plan, Range, Step
-from torchweft.private.core import tree_leaves, tree_map
-from torchweft.run.compare import Check, compare, difference
+from torchweft.private.core import tree_leaves
+from torchweft.run.compare import Check, compare, difference, preserved
 from torchweft.run.cpu import run
 from torchweft.run.eager.build import Arguments, rows_at
 from torchweft.run.kernels import KernelRun
 from torchweft.run.writer import compile_program, taker
-from torchweft.serve.piece import Piece, context_of
+from torchweft.serve.piece import Piece
 
 log = logging.getLogger("torchweft")
 LOW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """Types in which a sum depends on how many rows are summed beside it: libraries choose by sizes."""
-
-
-def preserved(inputs: Any) -> Any:
-    """A copy of a nest of inputs; tensors that share bytes share them in the copy too."""
-
-    def one(leaf: Any) -> Any:
-        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-
-    try:
-        return copy.deepcopy(inputs)
-    except RuntimeError:  # a tensor with a gradient history: cloned one by one
-        return tree_map(one, inputs)
 
 
 Kept = Mapping[Piece, Sequence[Any]]

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,8 +34,7 @@ from torchweft.errors import (
     StrategyError,
     WeftError,
 )
-from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, phase_of, watch
-from torchweft.plan.graph import Graph
+from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, context_of, watch
 from torchweft.plan.improve import improve, replay
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs
@@ -55,9 +54,11 @@ from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
+from torchweft.serve.variants import Proof, Variants
 
 MAX_ENTRIES, MAX_RUNS = 256, 25_000
 MAX_SHAPES = 4096
+NO_DEVICE = "graphs: the inputs live on no accelerator"
 
 
 class CallShape(NamedTuple):
@@ -78,10 +79,12 @@ class CallShape(NamedTuple):
 class PlanEntry:
     """A plan in use, with its program and what calls have shown of it.
 
+    piece: the graph that it is of, as it is or as a strategy has rewritten it.
     inner: what runs the calls inside of its ops. traced: the call that its trace is of.
     recent: the entry of the last call, for all that were written for the same facts.
     """
 
+    piece: Piece
     plan: Plan
     program: Any
     bucket: Bucket
@@ -102,7 +105,7 @@ class PlanCache:
     """
 
     def __init__(self, piece: Piece) -> None:
-        self.graph, self.captured = piece.graph, piece.captured
+        self.piece, self.graph, self.captured = piece, piece.graph, piece.captured
         self.guards = guards_of(piece.gm, self.graph.batch, self.captured.same)
         self.options, self.compile = piece.service.options, piece.compile
         # Side state is in force in one thread, so plans with parts must use one lane.
@@ -137,6 +140,8 @@ class PlanCache:
                 if not known[0].bucket.wavers(context.batch):
                     remember(self._known, key, known)
         entry, reason = known
+        if entry.piece is not self.piece:
+            return known
         if not reason and entry.plan.num_parts > 1:
             try:
                 reason = self.shape(entry, context, env).refused
@@ -148,7 +153,7 @@ class PlanCache:
         """The plan that needs no split; it serves every batch."""
         if self._sequential is None:
             plan = self.plan(sequential, context)
-            self._sequential = PlanEntry(plan, self.compile(plan), Bucket(0, 2**62))
+            self._sequential = PlanEntry(self.piece, plan, self.compile(plan), Bucket(0, 2**62))
         return self._sequential
 
     def shape(self, entry: PlanEntry, context: Context, env: Mapping[str, int]) -> CallShape:
@@ -173,10 +178,8 @@ class PlanCache:
         return shape
 
     def plan(self, strategy: Strategy, context: Context) -> Plan:
-        costs = Costs(self.options.resolved_machine)
         try:
-            known = self.options.kernels
-            bare = write(strategy, self.graph, context, costs.machine, costs=costs, kernels=known)
+            bare = self._bare(strategy, context, Costs(self.options.resolved_machine))
         except StrategyError as error:
             if error.rule == "split" and self.graph.batch is None:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
@@ -184,6 +187,17 @@ class PlanCache:
         if self.graph.level == "boundary":
             check_steps(bare)
         return verify(lower(bare))
+
+    def _bare(self, strategy: Strategy, context: Context, costs: Costs) -> Plan:
+        """What a strategy writes, of this graph or of one that it has rewritten."""
+        variants = self.piece.variants  # a fallback runs the graph that it stands in for
+        base = self.graph if strategy is sequential else variants.base
+        plan = write(
+            strategy, base, context, costs.machine, costs=costs,
+            kernels=self.options.kernels, rewriter=variants.graph_of,
+        )  # fmt: skip
+        done = [line for line in variants.history(plan.graph) if line not in plan.history]
+        return replace(plan, history=(*plan.history[:1], *done, *plan.history[1:]))
 
     def _find(self, context: Context) -> tuple[PlanEntry, str]:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
@@ -203,6 +217,12 @@ class PlanCache:
         watched, seen = watch(context)
         self.strategy_runs += 1
         plan = self.plan(strategy, watched)
+        home, bucket = self.piece.variants.piece_of(plan.graph), bucket_of(context, seen)
+        entry = home.plans.adopt(strategy, plan, context, bucket)
+        return entry if home is self.piece else self._keep(entry)
+
+    def adopt(self, strategy: Strategy, plan: Plan, context: Context, bucket: Bucket) -> PlanEntry:
+        """A plan for this graph as an entry."""
         if plan.num_parts > 1 and all(op.whole for op in self.graph.ops):
             reasons = self.captured.reasons
             why = next((reasons[op.name] for op in self.graph.ops if op.name in reasons), "no rows")
@@ -212,10 +232,11 @@ class PlanCache:
             raise StrategyError(
                 f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
             )
-        inner, bucket = strategy.inner, bucket_of(context, seen)
-        facts = _facts(context)
-        entry = PlanEntry(plan, self.compile(plan, inner), bucket, facts, inner)
-        entry.recent = self._recent.setdefault(facts, [])
+        program, facts = self.compile(plan, strategy.inner), _facts(context)
+        return self._keep(PlanEntry(self.piece, plan, program, bucket, facts, strategy.inner))
+
+    def _keep(self, entry: PlanEntry) -> PlanEntry:
+        entry.recent = self._recent.setdefault(entry.facts, [])
         if len(self.entries) >= MAX_ENTRIES:
             self.entries.pop(0)
         self.entries.append(entry)
@@ -224,7 +245,7 @@ class PlanCache:
     def predict(self, strategy: Strategy, context: Context, costs: Costs) -> float:
         """Seconds of a call by a strategy, as simulated; without end if it cannot run so."""
         try:
-            plan = lower(write(strategy, self.graph, context, costs.machine, costs=costs))
+            plan = lower(self._bare(strategy, context, costs))
             if plan.num_parts > 1:
                 bounds = plan.bounds(context.batch, context.tokens_per_request)
                 if self._refusal(bounds, context.env(self.graph.batch)):
@@ -260,17 +281,6 @@ class PlanCache:
         return ""
 
 
-def context_of(graph: Graph, env: Mapping[str, int]) -> Context:
-    """The context of a call: its sizes, and what the host told of it."""
-    facts, rows = TOLD.get(), env.get(graph.batch or "", 1)
-    sizes = {name: size for name, size in env.items() if name != graph.batch}
-    if facts is None:
-        return Context(rows, sizes=sizes)
-    requests = facts.tokens_per_request if sum(facts.tokens_per_request) == rows else ()
-    phase = facts.phase or (phase_of(requests) if requests else None)
-    return Context(rows, facts.num_tokens, requests, phase, sizes, facts.strategy)
-
-
 def remember(memory: dict[object, Any], key: object, value: Any) -> None:
     """Remember a value; a memory that has grown too large is emptied first."""
     if len(memory) >= MAX_SHAPES:
@@ -286,15 +296,6 @@ def _facts(context: Context) -> tuple[object, ...]:
     return context.phase, bool(context.tokens_per_request), context.strategy
 
 
-def _changed(trusted: TrustedInputs, given: Sequence[Any]) -> WeftError | None:
-    """What is wrong with weights that are not as they were compiled for."""
-    try:
-        trusted.check(given)
-    except WeftError as error:
-        return error
-    return None
-
-
 class Ready(NamedTuple):
     """All that a call of known sizes needs.
 
@@ -305,6 +306,7 @@ class Ready(NamedTuple):
     alone: Program | None
     shape: CallShape
     trusted: TrustedInputs | None
+    piece: Any = None  # the rewritten graph that runs it, if there is one
 
 
 class Inner(NamedTuple):
@@ -317,11 +319,16 @@ class Inner(NamedTuple):
 class Piece:
     """One captured graph and its plans. Calls may come from several threads.
 
-    unsplit: why the graph must run whole; empty if it need not.
+    unsplit: why the graph must run whole, or nothing. variants: those that this one is among.
     """
 
     def __init__(
-        self, captured: Capture, gm: fx.GraphModule, service: Service, unsplit: str = ""
+        self,
+        captured: Capture,
+        gm: fx.GraphModule,
+        service: Service,
+        unsplit: str = "",
+        variants: Variants | None = None,
     ) -> None:
         options = service.options
         self.service, self.captured, self.gm = service, captured, gm
@@ -339,9 +346,8 @@ class Piece:
         self._runs_traced: Any = partial(run_traced, **threads)
         if self.runtime is not None:
             self._runs, self._runs_traced = self.runtime.run, self.runtime.run_traced
-        self.pads: Pads | None = None
-        if self.runtime is not None and options.graph_sizes:
-            self.pads = Pads(self.graph, options.graph_sizes)
+        padded = self.runtime is not None and options.graph_sizes
+        self.pads = Pads(self.graph, options.graph_sizes) if padded else None
         several = len(devices_of(examples)) > 1  # streams of one device do not wait for another's
         self.unsplit = "device: the inputs live on several accelerators" if several else unsplit
         inputs = set(self.graph.inputs)
@@ -350,6 +356,8 @@ class Piece:
         self.splitters = tuple(item for item in options.splitters if item.name in touched)
         self.writes = bool(self.graph.mutated & inputs - states)
         self.communicators = communicators(self.graph)
+        self.variants = variants or Variants(self)
+        self.proof = Proof(self)
         self.plans = PlanCache(self)
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
@@ -376,9 +384,11 @@ class Piece:
             return self.service.run_stock(self.gm, inputs, self.communicators)
         if ready is None or self.service.watches:
             return self._first_call(inputs, key)
-        entry, alone, shape, trusted = ready
+        entry, alone, shape, trusted, other = ready
+        if other is not None:
+            return other(*inputs)
         given = self._pick(inputs + self._constants)
-        if trusted is not None and (changed := _changed(trusted, given)) is not None:
+        if trusted is not None and (changed := trusted.changed(given)) is not None:
             return self._run_as_it_is(inputs, key, changed)
         if self.writes and entry.plan.num_parts > 1 and shared_bytes(given):
             return self._first_call(inputs, key)
@@ -410,14 +420,16 @@ class Piece:
         if self.graph.dealt and not self.plans.weights:
             self.plans.weights = weights_of(self.graph, given)
         try:
-            if key in self._failed:
-                raise self._failed[key]
+            if failed := self._failed.get(key) or self.proof.refused:
+                raise failed
             own = self.captured.env(inputs)
             env = self._padded(own) if self.pads is not None else own
             context, switch = context_of(self.graph, env), None
             reason = self.unsplit or (shared_bytes(given) if self.writes else "")
             if not reason:
                 entry, reason = self.plans.entry(context, env)
+            if not reason and entry.piece is not self:
+                return self._hand_on(entry, inputs, key)
             if not reason and self.splitters and entry.plan.num_parts > 1:
                 switch, reason = self._switch(entry, context, env)
             if reason:
@@ -430,17 +442,25 @@ class Piece:
         except Exception as error:  # there is no plan, not even without parts
             return self._run_as_it_is(inputs, key, as_own(error, "plan"))
         trusted = self.inner(entry.inner).trusted
-        if trusted is not None and (changed := _changed(trusted, given)) is not None:
+        if trusted is not None and (changed := trusted.changed(given)) is not None:
             return self._run_as_it_is(inputs, key, changed)
         entry.num_calls += 1
         entry.recent[:] = (entry,)
         if switch is not None:
             given = self._pick((*inputs, *self._constants[:-1], switch))
         with switch or nullcontext():
+            if self.proof.wanted:
+                return self.proof(inputs, lambda: self._rebuild(self.run(entry, given, shape), own))
             outputs = self.run(entry, given, shape)
         if not reason and entry.trace is not None and switch is None:  # else it is cut anew
             self._remember(key, entry, shape)
         return self._rebuild(outputs, own)
+
+    def _hand_on(self, entry: PlanEntry, inputs: tuple[Any, ...], key: object) -> Any:
+        """Run a call by the rewritten graph that its strategy has asked for."""
+        self.service.forget_inputs(self)
+        remember(self._ready, key, Ready(entry, None, CallShape((), (), {}), None, entry.piece))
+        return entry.piece(*inputs)
 
     def _run_as_it_is(self, inputs: tuple[Any, ...], key: object, error: WeftError) -> Any:
         """Run the user's own graph; calls of these sizes are not planned again."""
@@ -452,9 +472,8 @@ class Piece:
             if raises:
                 raise error
             raise CaptureError(str(error), rule=FAILURE) from error
-        return self.service.run_as_it_is(
-            self.gm, inputs, error, self.communicators, self.graph.name
-        )
+        told = error, self.communicators, self.graph.name
+        return self.service.run_as_it_is(self.gm, inputs, *told)
 
     def _padded(self, env: dict[str, int]) -> dict[str, int]:
         """The sizes of a call filled up to one that device graphs are captured for."""
@@ -512,11 +531,7 @@ class Piece:
     def _limits(self, entry: PlanEntry) -> Iterator[str]:
         """What the device cannot do of what was asked for."""
         if self.service.options.graphs:
-            yield (
-                self.device.no_graphs
-                if self.device
-                else "graphs: the inputs live on no accelerator"
-            )
+            yield self.device.no_graphs if self.device else NO_DEVICE
         if self.device is not None and self.device.one_stream:
             steps = entry.plan.steps  # lanes that nothing runs on would have had no stream
             used = {step.on if step.kind == "issue" else step.lane for step in steps}

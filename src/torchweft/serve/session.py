@@ -22,6 +22,7 @@ from torchweft.capture.marks import require_matched
 from torchweft.capture.offload import FILE
 from torchweft.capture.ops.collectives import communicators_of
 from torchweft.capture.ops.messages import settle_messages
+from torchweft.capture.rewrites.rewriting import require_done
 from torchweft.errors import CaptureError, WeftError
 from torchweft.options import Options
 from torchweft.plan.context import TOLD, HostFacts
@@ -71,7 +72,7 @@ class Session:
         self.speaker, self.lanes = self.service.speaker, self.service.lanes
         self.fallbacks = self.service.fallbacks
         self.shadow = Shadow(options.shadow) if options.shadow else None
-        self.unmatched = bool(options.all_rules)
+        self.unmatched = bool(options.all_rules or options.rewrites)
         self.pieces: list[Piece] = []
         self.num_uncaptured = self.num_shared = 0
         self.share = EVERY
@@ -105,6 +106,7 @@ class Session:
         options, rules = self.options, self.options.all_rules
         known: dict[str, Any] = {"rules": rules, "batch": options.batch, "name": f"piece{number}"}
         known["writes_by"] = options.inner if options.zero_copy else None
+        known["rewrites"] = options.rewrites
         if (options.level or level_of(gm, example_inputs)) == "aten":
             if blocks:
                 inline(gm, rules)
@@ -218,6 +220,9 @@ class Session:
         self.unmatched = False  # a rule that matched nothing so far raises once
         matched = [rule for piece in self.pieces for rule in piece.captured.matched]
         require_matched(self.options.all_rules, matched)
+        if self.pieces:
+            seen = [piece.captured.rewritten for piece in self.pieces]
+            require_done(self.options.rewrites, seen)
 
 
 def _drop_switches(gm: fx.GraphModule) -> None:
@@ -276,6 +281,7 @@ class PieceReport:
         self.num_compiled, refused = compiled(piece.bodies)
         self.notes, self.broken = captured.notes + refused, captured.broken
         self.copied = copied_values(piece)
+        self.rewritten = tuple(each.proof.text for each in piece.variants.pieces)
 
 
 class Report:
@@ -360,6 +366,7 @@ def _piece_lines(piece: PieceReport) -> list[str]:
         note = plan.history[0].removeprefix("write ") if plan.history else ""
         size = f"{plan.num_parts} part(s), {len(plan.steps)} steps"
         lines.append(f"    batch {bucket}: {note}, {size}")
+    lines += [f"    {text}" for text in filter(None, piece.rewritten)]
     lines += [f"    note: {note}" for note in piece.notes]
     if piece.additive_ops:
         lines.append(f"    additive ops, whose parts add up: {', '.join(piece.additive_ops)}")

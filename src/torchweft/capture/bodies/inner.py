@@ -189,6 +189,14 @@ class TrustedInputs:
         if guards is None or not guards.check(*tensors):
             self._look(tensors)
 
+    def changed(self, given: Sequence[Any]) -> CaptureError | None:
+        """What is wrong with inputs that are not as they were; None if nothing is."""
+        try:
+            self.check(given)
+        except CaptureError as error:
+            return error
+        return None
+
     def _look(self, tensors: Sequence[Any]) -> None:
         """The same, one by one; what is right now is what guards compare with from now on."""
         for tensor, (name, wanted) in zip(tensors, self.wanted.items(), strict=True):

@@ -26,6 +26,7 @@ from torchweft.capture.ops.collectives import collective_of, dead_inputs, two_ph
 from torchweft.capture.ops.names import OpNames, Origin, Origins, stack_of
 from torchweft.capture.ops.regions import Region, cut, peel, settle, sink
 from torchweft.capture.ops.units import (
+    PIECE,
     Unit,
     asserts,
     find_units,
@@ -64,6 +65,7 @@ class Assembly:
         self.reasons: dict[str, str] = {}
         self.unplaced: dict[str, str] = {}
         self.num_calls: dict[str, int] = {}
+        self.regions_of: dict[str, Region] = {}
         self.inputs: dict[str, fx.Node] = {}
         self.given: set[int] = set()
         self.two_phases = cache(two_phases)
@@ -172,7 +174,9 @@ class Assembly:
         origin = self.origins.of(
             [(stack_of(n), self.rows.calls[n].flops != 0) for n in region.calls]
         )
-        name = self.names.make(self._base(region, origin))
+        pieces = [p for n in region.calls if (p := n.meta.get(PIECE))]
+        name = self.names.make(".".join([self._base(region, origin), *pieces[:1]]))
+        self.regions_of[name] = region
         code, sizes, key = writer.finish(makes, self.codes)
         talks = region.collective is not None
         mine = id(region) in self.dead

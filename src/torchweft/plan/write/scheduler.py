@@ -26,15 +26,18 @@ from torchweft.plan.kernels.kernel import Kernel, as_kernel
 from torchweft.plan.machine import Costs, Lane, Machine
 from torchweft.plan.plan import Edge, Pair, Plan, Range, Step, bracket, one_line, pairs_of
 from torchweft.plan.precedence import precedence
+from torchweft.plan.rewrite import Rewrite, check_rewrites
 
 MAX_IDLE_CALLS = 10_000
 MAX_SHARE = 1000  # the denominator of a share that is given as a number such as 1/3
+Rewriter = Callable[[tuple[Rewrite, ...]], Graph]
+"""What the graph becomes by rewrites. Raises `StrategyError`."""
 
 
 class Scheduler:
     """Records the steps of one plan. `graph`, `context` and `machine` are there to look at.
 
-    known: the kernels that `replace=` may name.
+    known: the kernels that `replace=` may name. rewriter: what carries out rewrites.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class Scheduler:
         machine: Machine,
         costs: Costs | None = None,
         known: Mapping[str, Kernel] | None = None,
+        rewriter: Rewriter | None = None,
     ) -> None:
+        self.rewriter, self.rewrites = rewriter, tuple[Rewrite, ...]()
         self.graph, self.context, self.machine = graph, context, machine
         self.costs = costs or Costs(machine)
         self.cut = Cut()
@@ -55,7 +60,6 @@ class Scheduler:
         self._idle = 0
         self._scopes: list[dict[str, Op]] = []
         self._adopted: Plan | None = None
-        self._index = {op.name: number for number, op in enumerate(graph.ops)}
         self._reset()
 
     @property
@@ -139,6 +143,24 @@ class Scheduler:
             )
         if self.num_parts == 1:
             self.cut = cut
+            self._reset()
+
+    def rewrite(self, *rewrites: Rewrite) -> None:
+        """Change the graph before anything is recorded; `graph` has the ops of the new one.
+
+        Give all at once: each call captures the model anew. Raises `StrategyError` for a rewrite
+        that finds nothing that it could do.
+        """
+        self._open("rewrite")
+        if self.steps or self.num_parts > 1 or self._scopes:
+            why = "the graph is rewritten first, before a split, any run and within()."
+            self._fail("rewrite", why)
+        if self.rewriter is None:
+            self._fail("rewrite", f"there are no calls behind graph {self.graph.name!r} to rewrite;"
+                       " only the graph of a model has them: weft.compile.")  # fmt: skip
+        self.rewrites += check_rewrites(rewrites)
+        if rewrites:
+            self.graph = self.rewriter(self.rewrites)
             self._reset()
 
     def ready(self, part: int | None = None) -> list[tuple[Op, int | None]]:
@@ -281,6 +303,7 @@ class Scheduler:
     # What is scheduled: ops and parts, and those that each must come behind.
 
     def _reset(self) -> None:
+        self._index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self._before = precedence(self.graph, self.num_parts)
         self._after: dict[Pair, list[Pair]] = {pair: [] for pair in self._before}
         for pair, ahead in self._before.items():

@@ -32,7 +32,7 @@ from torchweft.plan.graph import NAME, Graph
 from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.machine import Costs, Machine, cpu
 from torchweft.plan.plan import Plan
-from torchweft.plan.write.scheduler import Scheduler
+from torchweft.plan.write.scheduler import Rewriter, Scheduler
 
 MAX_SHOWN = 100
 PLAN_FILE = ".plan"
@@ -170,15 +170,16 @@ def write(
     *,
     costs: Costs | None = None,
     kernels: Mapping[str, Kernel] | None = None,
+    rewriter: Rewriter | None = None,
     limit_s: float = 10.0,
 ) -> Plan:
     """The bare plan that a strategy writes for a graph and a context.
 
-    kernels: those that the strategy may name.
+    kernels: those that the strategy may name. rewriter: what carries out its rewrites.
     Raises `StrategyError` if the strategy makes a mistake, raises, or takes longer than `limit_s`.
     """
     chosen = as_strategy(strategy)
-    scheduler = Scheduler(graph, context, machine or cpu(), costs, kernels)
+    scheduler = Scheduler(graph, context, machine or cpu(), costs, kernels, rewriter)
     try:
         with _limit(limit_s):
             chosen.function(scheduler, **chosen.options)

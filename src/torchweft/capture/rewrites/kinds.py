@@ -1,0 +1,11 @@
+"""Who carries out which kind of `Rewrite`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torchweft.capture.rewrites.chunk import chunk
+from torchweft.capture.rewrites.rewriting import Rewriter
+
+KINDS: Mapping[str, Rewriter] = MappingProxyType({"chunk": chunk})

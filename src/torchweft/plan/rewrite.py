@@ -1,0 +1,88 @@
+"""The `Rewrite`: a change of a graph that is asked for by name, before a plan is written for it.
+
+    chunk("down_proj", 4)                 a product, and its collective, in four pieces by columns
+    chunk("layers.*.attn", 2, "heads")    attention, and its all_to_all, in two groups of heads
+    decompose("mlp.all_reduce")           an all_reduce as reduce_scatter and all_gather
+    fuse("glue", ["norm", "rope"])        neighbours as one op
+
+It is data and holds no code: `capture/rewrites/` carries it out, on the captured calls. A name is
+that of ops, of modules (`layers.3.mlp.down_proj`, or its end, `down_proj`), of a mark, of what is
+called (`linear`), or a pattern of these with `*`. An `Op` stands for itself: `=layers.3.mlp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchweft.errors import StrategyError, clip
+from torchweft.plan.graph import Op
+
+HEADS = "heads"
+MAX_PIECES, MAX_SHOWN = 64, 4
+Names = str | Op | Sequence[str | Op]
+TARGET = re.compile(r"=?[A-Za-z0-9_.$*?\[\]]{1,200}")
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What is to be done, and to what. `pieces` and `dim` are of a chunk, `name` is of a fuse."""
+
+    kind: str
+    targets: tuple[str, ...]
+    pieces: int = 1
+    dim: int | str | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        shown, more = self.targets[:MAX_SHOWN], len(self.targets) - MAX_SHOWN
+        what = " ".join(shown).replace("=", "") + (f" and {more} more" if more > 0 else "")
+        told = [self.name, what, f"{self.pieces} pieces" if self.kind == "chunk" else ""]
+        told.append("" if self.dim is None else f"dim {self.dim}")
+        return f"{self.kind}({', '.join(filter(None, told))})"
+
+
+def chunk(what: Names, pieces: int, dim: int | str = -1) -> Rewrite:
+    """A product and the collective that it feeds, cut into pieces: the first is on the wire while
+    the next is computed. `what`: one name or op, or several.
+
+    dim: of what the product makes. -1 are its columns, any other dim are rows; "heads" cuts
+    attention, and the all_to_all around it. Pieces may be uneven. Raises `StrategyError`.
+    """
+    if not _is_int(pieces) or not 2 <= pieces <= MAX_PIECES:
+        raise _wrong(f"chunk: the number of pieces must be 2 to {MAX_PIECES}; got {clip(pieces)}.")
+    if not _is_int(dim) and dim != HEADS:
+        raise _wrong(f"chunk: dim must be a dim of the result, or 'heads'; got {clip(dim)}.")
+    return Rewrite("chunk", _targets(what), pieces, dim)
+
+
+def _targets(what: Names) -> tuple[str, ...]:
+    given = [what] if isinstance(what, str | Op) or not isinstance(what, Sequence) else what
+    names = [f"={each.name}" if isinstance(each, Op) else each for each in given]
+    for name in names:
+        if not isinstance(name, str) or not TARGET.fullmatch(name):
+            raise _wrong(
+                f"rewrite: {clip(name)} is neither an op nor a name such as 'down_proj' or "
+                "'layers.*.mlp'."
+            )
+    if not names:
+        raise _wrong("rewrite: no op is named.")
+    return tuple(names)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(why: str) -> StrategyError:
+    return StrategyError(why, rule="rewrite")
+
+
+def check_rewrites(given: object) -> tuple[Rewrite, ...]:
+    """What was given, as rewrites. Raises `StrategyError`."""
+    items = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    for item in items:
+        if not isinstance(item, Rewrite):
+            raise _wrong(f"rewrite: {clip(item)} is none; weft.chunk('down_proj', 4) is one.")
+    return tuple(items)
