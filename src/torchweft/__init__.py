@@ -33,6 +33,7 @@ from torchweft.plan.plan import Plan
 from torchweft.plan.rewrite import Rewrite, chunk
 from torchweft.plan.strategies import (
     branches,
+    comet,
     compose,
     dual_batch,
     multiplex,
@@ -107,7 +108,7 @@ __all__ = [
     "by_requests",
     "by_rows",
     "check",
-    "chunk", "compile",
+    "chunk", "comet", "compile",
     "compose",
     "context",
     "cpu",

@@ -112,6 +112,23 @@ def a_strategy_asks(rank):
     assert talks_of(plan) == ["all_reduce"] * 6 and plan.num_parts == 2
 
 
+def comet(rank):
+    """At batch 1, too, the next piece is computed while one is on the wire."""
+    plan = woven(Model("functional"), weft.comet(chunks=3))
+    assert talks_of(plan) == ["all_reduce"] * 6 and plan.num_parts == 1
+    model = Model().eval()
+    wanted = model(X[:1])
+    weft.compile(model, weft.comet(chunks=2), fallback="error", watchdog_s=WATCHDOG_S)
+    for _ in range(3):
+        torch.testing.assert_close(model(X[:1]), wanted)
+    (plan,) = weft.plans(model)
+    labels = [step.label for step in plan.steps]
+    first, second = [op for op in plan.graph.ops if op.collective is not None][:2]
+    piece = labels.index(plan.graph.maker[second.reads[0]].name)
+    flight = labels.index(f"issue {first.name}"), labels.index(f"complete {first.name}")
+    assert flight[0] < piece < flight[1], labels
+
+
 def unlike_pieces(rank):
     """Ranks that rewrite otherwise are told so, before a collective of the plan begins."""
     model = Model().eval()
@@ -162,7 +179,7 @@ CASES = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            rows_of_dealt_tokens, columns_of_dealt_tokens, a_strategy_asks,
+            rows_of_dealt_tokens, columns_of_dealt_tokens, a_strategy_asks, comet,
             one_rank_sees_a_difference, unlike_pieces,
         )
     },

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import torchweft as weft
 from torchweft.api import session_of
 from torchweft.errors import CaptureError, StrategyError
+from torchweft.plan.write.strategy import as_strategy
 
 pytestmark = pytest.mark.usefixtures("fresh")
 WIDE = 18
@@ -182,7 +183,7 @@ def test_marks_stay():
     assert [op.name for op in marked] == first + second  # the last puts them together
 
 
-@weft.strategy
+@as_strategy
 def by_chunks(s, *, pieces=3):
     """What a strategy asks for, it gets before it records anything."""
     talks = [op for op in s.graph.ops if op.collective is not None]
@@ -341,3 +342,12 @@ def test_a_rewritten_graph_whose_call_cannot_be_split_runs_whole():
     for rows in (4, 2, 3, 4):
         torch.testing.assert_close(model(X[:rows]), wanted[:rows])
     assert weft.report(model).num_uncaptured == 0
+
+
+def test_comet_leaves_alone_what_it_cannot_cut():
+    model = weft.compile(torch.nn.Sequential(torch.nn.Linear(WIDE, 4)), "comet", fallback="error")
+    assert model(X).shape == (4, 3, 4)
+    assert "history sequential: no collective to cut" in str(weft.plans(model)[0])
+    model = weft.compile(Model().eval(), weft.comet(min_tokens=99), fallback="error")
+    model(X)
+    assert "fewer than 99" in str(weft.plans(model)[0])

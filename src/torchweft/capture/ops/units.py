@@ -273,6 +273,8 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
         return False
     if len(unit.nodes) > 1 or unit.writes or unit.draws or asserts(unit.nodes[0]):
         return False
+    if PIECE in unit.nodes[0].meta:
+        return False  # it was cut to run by itself, beside others
     made = rows.calls[unit.nodes[0]]
     if any(call.func.overloadpacket in COPYING for call in made.atens):
         return False  # what copies is not done once more for each part

@@ -1,6 +1,7 @@
 """The built-in strategies, one page each. Importing this package registers them."""
 
 from torchweft.plan.strategies.branches import branches
+from torchweft.plan.strategies.comet import comet
 from torchweft.plan.strategies.compose import compose
 from torchweft.plan.strategies.dual_batch import dual_batch
 from torchweft.plan.strategies.multiplex import multiplex
@@ -15,6 +16,7 @@ from torchweft.plan.write.strategy import get_strategy, strategy_names
 
 __all__ = [
     "branches",
+    "comet",
     "compose",
     "dual_batch",
     "get_strategy",

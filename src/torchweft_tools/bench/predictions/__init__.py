@@ -38,6 +38,7 @@ COLUMNS = (
     "speedup",
     "predicted_speedup",
 )
+REWRITING = ("comet",)
 WAYS = ("", "_with_tables")
 LEVEL = 0.01
 """A speed-up within so much of one has no sign."""
@@ -87,6 +88,8 @@ def _row(
         facts["published_s"] = figure.published_s
         if figure.product is None and figure.strategy not in strategy_names():
             figure = f"strategy {figure.strategy!r} is not registered"
+        elif figure.product is None and figure.strategy in REWRITING:
+            figure = f"strategy {figure.strategy!r} rewrites calls, and a config has none"
     if isinstance(figure, str):
         return facts | {"excluded": figure}
     for way, measured in zip(WAYS, (MeasuredTimes(), times), strict=True):
