@@ -1,9 +1,7 @@
 """The `Rewrite`: a change of a graph that is asked for by name, before a plan is written for it.
 
     chunk("down_proj", 4)                 a product, and its collective, in four pieces by columns
-    chunk("layers.*.attn", 2, "heads")    attention, and its all_to_all, in two groups of heads
-    decompose("mlp.all_reduce")           an all_reduce as reduce_scatter and all_gather
-    fuse("glue", ["norm", "rope"])        neighbours as one op
+    chunk("layers.*.mlp", 2, dim=1)       by rows, in each layer
 
 It is data and holds no code: `capture/rewrites/` carries it out, on the captured calls. A name is
 that of ops, of modules (`layers.3.mlp.down_proj`, or its end, `down_proj`), of a mark, of what is
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from torchweft.errors import StrategyError, clip
 from torchweft.plan.graph import Op
 
-HEADS = "heads"
 MAX_PIECES, MAX_SHOWN = 64, 4
 Names = str | Op | Sequence[str | Op]
 TARGET = re.compile(r"=?[A-Za-z0-9_.$*?\[\]]{1,200}")
@@ -27,33 +24,30 @@ TARGET = re.compile(r"=?[A-Za-z0-9_.$*?\[\]]{1,200}")
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What is to be done, and to what. `pieces` and `dim` are of a chunk, `name` is of a fuse."""
+    """What is to be done, to what, and in how many pieces of which dim."""
 
     kind: str
     targets: tuple[str, ...]
     pieces: int = 1
-    dim: int | str | None = None
-    name: str = ""
+    dim: int = -1
 
     def __str__(self) -> str:
         shown, more = self.targets[:MAX_SHOWN], len(self.targets) - MAX_SHOWN
         what = " ".join(shown).replace("=", "") + (f" and {more} more" if more > 0 else "")
-        told = [self.name, what, f"{self.pieces} pieces" if self.kind == "chunk" else ""]
-        told.append("" if self.dim is None else f"dim {self.dim}")
-        return f"{self.kind}({', '.join(filter(None, told))})"
+        return f"{self.kind}({what}, {self.pieces} pieces, dim {self.dim})"
 
 
-def chunk(what: Names, pieces: int, dim: int | str = -1) -> Rewrite:
+def chunk(what: Names, pieces: int, dim: int = -1) -> Rewrite:
     """A product and the collective that it feeds, cut into pieces: the first is on the wire while
     the next is computed. `what`: one name or op, or several.
 
-    dim: of what the product makes. -1 are its columns, any other dim are rows; "heads" cuts
-    attention, and the all_to_all around it. Pieces may be uneven. Raises `StrategyError`.
+    dim: of what the product makes. -1 are its columns, any other dim are rows. Pieces may be
+    uneven. Raises `StrategyError`.
     """
     if not _is_int(pieces) or not 2 <= pieces <= MAX_PIECES:
         raise _wrong(f"chunk: the number of pieces must be 2 to {MAX_PIECES}; got {clip(pieces)}.")
-    if not _is_int(dim) and dim != HEADS:
-        raise _wrong(f"chunk: dim must be a dim of the result, or 'heads'; got {clip(dim)}.")
+    if not _is_int(dim):
+        raise _wrong(f"chunk: dim must be a dim of the result, such as -1; got {clip(dim)}.")
     return Rewrite("chunk", _targets(what), pieces, dim)
 
 

@@ -28,7 +28,7 @@ from torchweft.capture.marks import target_name
 from torchweft.capture.ops.collectives import kind_of
 from torchweft.capture.ops.units import is_collective, is_copy, is_wait, storages
 from torchweft.capture.rewrites.rewriting import CannotError, Site, copy_of, name_of
-from torchweft.plan.rewrite import HEADS, Rewrite
+from torchweft.plan.rewrite import Rewrite
 
 if TYPE_CHECKING:
     from torchweft.capture.ops.assembly import Assembly
@@ -88,8 +88,6 @@ def chunk(
 
     Where there is no collective the products themselves. Raises `CannotError` if nothing was cut.
     """
-    if rewrite.dim == HEADS:
-        raise CannotError("no attention is named; heads are cut of scaled_dot_product_attention.")
     cutter = Cutter(built)
     chains, reasons = list[Passage](), list[str]()
     for node in _starts(named):
@@ -226,7 +224,7 @@ class _Cut:
     def of(cls, cutter: Cutter, chain: Passage, rewrite: Rewrite) -> _Cut:
         """Raises `CannotError`."""
         shape, asked = cutter.shape(chain.product), rewrite.dim
-        if not isinstance(asked, int) or not -len(shape) <= asked < len(shape):
+        if not -len(shape) <= asked < len(shape):
             raise CannotError(f"its result has no dim {asked}")
         dim = asked % len(shape)
         size = shape[dim]
