@@ -65,7 +65,7 @@ class RefusedError(WeftError):
 
 
 class MemoryPlanError(WeftError):
-    """Values cannot be given the places that a plan needs."""
+    """A plan holds more than a device does, or values cannot have the places that it needs."""
 
 
 class PlanError(WeftError):

@@ -2,6 +2,7 @@
 
     plan, context, machine, costs --simulate--> Trace          nothing runs, no clock is read
     plans of all ranks, ... --simulate_ranks--> a Trace a rank, all on one clock
+    plan, ... --within_memory--> the same Trace, if each device holds the plan's peak
 
 What is known of a runtime beyond the rates of a machine comes in as costs: a `Costs` of its own.
 
@@ -48,7 +49,7 @@ def simulate(
     *,
     contention: bool = True,
 ) -> Trace:
-    """The trace of one call, with contention or without.
+    """The trace of one call, with contention or without, whatever memory the machine has.
 
     Raises `PlanError` (rule "deadlock", with where each lane stands) for a plan that cannot end.
     """
@@ -68,6 +69,18 @@ def simulate_ranks(
 
     Raises `PlanError` (rule "deadlock", with where each lane stands) for plans that cannot end.
     """
+    return _clock(plans, context, machine, costs, contention=contention).run()
+
+
+def _clock(
+    plans: Sequence[Plan],
+    context: Context | Sequence[Context],
+    machine: Machine | Sequence[Machine],
+    costs: Costs | Sequence[Costs] | None,
+    *,
+    contention: bool,
+) -> VirtualClock:
+    """The clock of these ranks, before the call begins."""
     if not plans:
         raise PlanError("ranks: there is no plan to simulate.", rule="ranks")
     contexts, machines = _each(context, len(plans)), _each(machine, len(plans))
@@ -77,7 +90,26 @@ def simulate_ranks(
         _check(plan)
         prices = StepPrices(plan, contexts[rank], machines[rank], given[rank])
         clock.add(plan, prices)
-    return clock.run()
+    return clock
+
+
+def within_memory(
+    plan: Plan,
+    context: Context,
+    machine: Machine,
+    costs: Costs | None = None,
+    *,
+    contention: bool = True,
+) -> Trace:
+    """The trace of one call, as `simulate` gives it, of a plan that keeps to the machine's memory.
+
+    Raises `MemoryPlanError` (rule "memory", with the step of the peak) for one that holds more at
+    once than some device's `memory_bytes`.
+    """
+    clock = _clock([plan], context, machine, costs, contention=contention)
+    (trace,) = clock.run()
+    clock.ranks[0].memory.check(machine)
+    return trace
 
 
 def _each(given: Item | Sequence[Item], count: int) -> list[Item]:

@@ -268,6 +268,13 @@ def format_s(seconds: float) -> str:
     return f"{seconds * factor:.3g} {unit}"
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Bytes to read: `1.5 GiB`."""
+    scales = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    size, unit = next((scale for scale in scales if num_bytes >= scale[0]), (1, "bytes"))
+    return f"{num_bytes / size:.4g} {unit}"
+
+
 def _scale(seconds: float) -> tuple[float, str]:
     scales = ((1.0, "s"), (1e3, "ms"))
     return next((scale for scale in scales if seconds * scale[0] >= 1), (1e6, "us"))

@@ -18,6 +18,7 @@ in a message that it does not wait for.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -341,6 +342,8 @@ class Auto:
             sum(self.book.predict(piece, each, context) for piece, context in calls)
             for each in (replace(sequential, inner=way.inner), way)
         )
+        if own_s == math.inf:
+            return ""  # no plan of it fits the memory
         return self.book.bound(calls, way.inner).sentence(own_s, plain_s)
 
     def _communicators(self) -> set[str]:
@@ -428,7 +431,7 @@ class Auto:
             costs = self.book.agreed_costs(piece, context, self.trials.agreed)
             if costs is None or piece.splitters or piece.graph.level == "boundary":
                 return []  # the ranks have seen different ops, or its plans have one lane
-            plan, seconds, least_s = piece.plans.search(best, context, costs)
+            plan, seconds, least_s = self.book.search(piece, best, context, costs)
             text, before_s, after_s = text + str(plan), before_s + seconds, after_s + least_s
         gains = text if before_s > MIN_SEARCHED * after_s else ""
         return [replay(plan=text)] if same_on_all(gains, self.trials.agreed) and gains else []

@@ -2,6 +2,7 @@
 
     book.read(piece)                     the traces of its plans become costs
     book.predict(piece, strategy)        seconds of the last call, had it run by this strategy
+    book.search(piece, strategy, ...)    a quicker plan than this strategy's, by simulation
     book.bound(calls, inner)             seconds that no strategy can beat in these calls
 
 An entry is an op's structure, the shapes of what it reads and its rows (`cost_key`): equal layers
@@ -20,17 +21,23 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchweft.errors import WeftError
 from torchweft.plan.context import Context
+from torchweft.plan.improve import improve, replay
 from torchweft.plan.improve.bound import Bound, bound
+from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs, CostTable, cost_key
+from torchweft.plan.plan import Plan
+from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
-from torchweft.plan.write.strategy import Strategy
+from torchweft.plan.write.strategy import Strategy, write
 from torchweft.ranks.speakers import number_of
 
 if TYPE_CHECKING:
     from torchweft.serve.piece import Piece, PlanEntry
 
 NUM_KEPT = 32
+MAX_RUNS = 25_000  # of all plans that a search simulates
 BESIDE = 0.05  # the share of an op's time that flights may take before it counts as beside them
 Key = tuple[str, str]
 Table = dict[Key, dict[int, deque[float]]]
@@ -178,6 +185,20 @@ class CostBook:
             assert piece.traced is not None, "only a piece that was traced is looked at"
             context = piece.traced.context
         return piece.plans.predict(strategy, context, self.costs(piece, context, strategy.inner))
+
+    def search(
+        self, piece: Piece, strategy: Strategy, context: Context, costs: Costs
+    ) -> tuple[Plan, float, float]:
+        """What a search makes of a strategy's plan; with the seconds of a call by either of them.
+        Equal costs, equal plans."""
+        graph, machine = piece.graph, costs.machine
+        try:
+            bare = write(strategy, graph, context, machine, costs=costs)
+        except WeftError:  # it cannot write one for this graph
+            bare = write(sequential, graph, context, machine, costs=costs)
+        better = improve(bare, context, machine, costs, max_runs=MAX_RUNS)
+        before_s = piece.plans.limit.seconds(strategy, lower(bare), context, costs)
+        return better, before_s, piece.plans.predict(replay(plan=str(better)), context, costs)
 
     def bound(self, calls: Calls, inner: str | None = None) -> Bound:
         """What no strategy can beat, and what it is made of, over the graphs of a call."""

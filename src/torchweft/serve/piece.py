@@ -28,6 +28,7 @@ from torchweft.capture.guards import guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
 from torchweft.errors import (
     CaptureError,
+    MemoryPlanError,
     RefusedError,
     RunError,
     StateError,
@@ -35,11 +36,9 @@ from torchweft.errors import (
     WeftError,
 )
 from torchweft.plan.context import TOLD, Bucket, Context, bucket_of, context_of, watch
-from torchweft.plan.improve import improve, replay
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs
 from torchweft.plan.plan import Plan
-from torchweft.plan.simulator import simulate
 from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
@@ -54,9 +53,10 @@ from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
+from torchweft.serve.memory_limit import MemoryLimit
 from torchweft.serve.variants import Proof, Variants
 
-MAX_ENTRIES, MAX_RUNS = 256, 25_000
+MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 NO_DEVICE = "graphs: the inputs live on no accelerator"
 
@@ -64,8 +64,8 @@ NO_DEVICE = "graphs: the inputs live on no accelerator"
 class CallShape(NamedTuple):
     """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
 
-    refused: why the call must not be cut at these borders; empty if it may. context: what was known
-    of the call.
+    refused: why the call must not be cut at these borders, or run by the plan; empty if it may.
+    context: what was known of the call. error: that the plan needs more memory than there is.
     """
 
     bounds: tuple[int, ...]
@@ -73,6 +73,7 @@ class CallShape(NamedTuple):
     digests: dict[str, int]
     refused: str = ""
     context: Context = Context()
+    error: MemoryPlanError | None = None
 
 
 @dataclass
@@ -117,6 +118,7 @@ class PlanCache:
         self._recent: dict[object, list[PlanEntry]] = {}
         self._sequential: PlanEntry | None = None
         self._talks = piece.talks
+        self.limit = MemoryLimit(self.options.resolved_machine)
         self._lock = threading.Lock()
 
     def all_entries(self) -> list[PlanEntry]:
@@ -142,11 +144,14 @@ class PlanCache:
         entry, reason = known
         if entry.piece is not self.piece:
             return known
-        if not reason and entry.plan.num_parts > 1:
+        if not reason and (entry.plan.num_parts > 1 or self.limit.is_set):
             try:
-                reason = self.shape(entry, context, env).refused
+                shape = self.shape(entry, context, env)
             except WeftError as error:
-                reason = str(error)
+                return self.sequential(context), str(error)
+            if shape.error is not None and self.options.fallback == "error":
+                raise shape.error
+            reason = shape.refused
         return (self.sequential(context) if reason else entry), reason
 
     def sequential(self, context: Context) -> PlanEntry:
@@ -168,7 +173,9 @@ class PlanCache:
             if plan.num_parts > 1:
                 bounds = plan.bounds(rows, context.tokens_per_request)
                 refused = self._refusal(bounds, env)
-            shape = CallShape(bounds, (), {}, refused)
+            error = None if refused else self.limit.refusal(plan, context)
+            refused = first_line(error) if error is not None else refused
+            shape = CallShape(bounds, (), {}, refused, error=error)
             if not refused:
                 facts = plan, self.captured.bodies, env, bounds, self.weights
                 said = digests(*facts) if self._talks else {}
@@ -250,22 +257,9 @@ class PlanCache:
                 bounds = plan.bounds(context.batch, context.tokens_per_request)
                 if self._refusal(bounds, context.env(self.graph.batch)):
                     return math.inf
-            return simulate(plan, context, costs.machine, costs).makespan_s
+            return self.limit.seconds(strategy, plan, context, costs)
         except WeftError:
             return math.inf
-
-    def search(
-        self, strategy: Strategy, context: Context, costs: Costs
-    ) -> tuple[Plan, float, float]:
-        """What a search makes of a strategy's plan; with the seconds of a call by either of them.
-        Equal costs, equal plans."""
-        try:
-            bare = write(strategy, self.graph, context, costs.machine, costs=costs)
-        except WeftError:  # it cannot write one for this graph
-            bare = write(sequential, self.graph, context, costs.machine, costs=costs)
-        better = improve(bare, context, costs.machine, costs, max_runs=MAX_RUNS)
-        before_s = simulate(lower(bare), context, costs.machine, costs).makespan_s
-        return better, before_s, self.predict(replay(plan=str(better)), context, costs)
 
     def _refusal(self, bounds: Sequence[int], env: Mapping[str, int]) -> str:
         """Why a call cannot be cut at these borders; empty if it can."""
@@ -436,6 +430,8 @@ class Piece:
                 entry = self.plans.sequential(context)
                 self._fall_back(reason)
             shape = self.plans.shape(entry, context, env)
+            if shape.error is not None:  # nor does the plan without parts fit
+                raise shape.error
         except (RunError, StateError):  # a rank that finds no plan tells the others first
             self.service.refuse(self.communicators)
             raise

@@ -279,7 +279,8 @@ class PieceReport:
         self.head_room = _head_room(entries)
         self.num_copies = sum(step.kind == "copy" for plan in self.plans for step in plan.steps)
         self.num_compiled, refused = compiled(piece.bodies)
-        self.notes, self.broken = captured.notes + refused, captured.broken
+        self.notes = captured.notes + refused + piece.plans.limit.notes
+        self.broken = captured.broken
         self.copied = copied_values(piece)
         self.rewritten = tuple(each.proof.text for each in piece.variants.pieces)
 

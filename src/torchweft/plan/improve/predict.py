@@ -17,7 +17,7 @@ from torchweft.plan.context import Context
 from torchweft.plan.graph import Graph
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs
-from torchweft.plan.simulator import simulate
+from torchweft.plan.simulator import within_memory
 from torchweft.plan.strategies import get_strategy, sequential, strategy_names
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy, option_defaults, strategy, write
@@ -29,12 +29,18 @@ NEVER_S = float("inf")
 
 
 def predict(way: Strategy, graph: Graph, context: Context, costs: Costs) -> float:
-    """Seconds that a call would take by a strategy; without end if it cannot write a plan."""
+    """Seconds that a call would take by a strategy; without end if it cannot write a plan, or
+    if the plan needs more memory than a device has."""
+    return _tried(way, graph, context, costs)[0]
+
+
+def _tried(way: Strategy, graph: Graph, context: Context, costs: Costs) -> tuple[float, str]:
+    """The prediction, and the rule that keeps the strategy from having one."""
     try:
         plan = lower(write(way, graph, context, costs.machine, costs=costs))
-        return simulate(plan, context, costs.machine, costs).makespan_s
-    except WeftError:
-        return NEVER_S
+        return within_memory(plan, context, costs.machine, costs).makespan_s, ""
+    except WeftError as error:
+        return NEVER_S, error.rule
 
 
 def candidates(graph: Graph) -> list[Strategy]:
@@ -70,7 +76,9 @@ def _has_branches(graph: Graph) -> bool:
 def auto(s: Scheduler) -> None:
     """The strategy that the simulator expects to be fastest, at the costs that are known."""
     whole_s = predict(sequential, s.graph, s.context, s.costs)
-    ways = [(predict(way, s.graph, s.context, s.costs), way) for way in candidates(s.graph)]
-    best_s, best = min(ways, key=lambda pair: pair[0], default=(NEVER_S, sequential))
+    ways = [(*_tried(way, s.graph, s.context, s.costs), way) for way in candidates(s.graph)]
+    best_s, _, best = min(ways, key=lambda each: each[0], default=(NEVER_S, "", sequential))
+    if num_large := sum(rule == "memory" for _, rule, _ in ways):
+        s.notes.append(f"auto: {num_large} of {len(ways)} plans need more memory than there is")
     chosen = best if best_s < whole_s else sequential
     chosen.function(s, **chosen.options)

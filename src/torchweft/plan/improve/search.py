@@ -39,7 +39,7 @@ from torchweft.plan.improve.lists import Lists
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import Costs, Machine
 from torchweft.plan.plan import Plan, Range
-from torchweft.plan.simulator import simulate
+from torchweft.plan.simulator import within_memory
 from torchweft.plan.trace import format_s
 from torchweft.plan.verify import verify
 from torchweft.plan.write.scheduler import Scheduler
@@ -63,7 +63,8 @@ def improve(
     max_parts: int = 8,
     max_runs: float = INF,
 ) -> Plan:
-    """A bare plan that takes no longer than this bare plan, in this context, if simulated.
+    """A bare plan that takes no longer than this bare plan, in this context, if simulated. One
+    that fits the machine's memory, if the search finds one.
 
     budget: how many plans are simulated; max_runs: how many runs they may have, all together.
     max_parts: how many parts a new plan may have.
@@ -123,7 +124,14 @@ class _Search:
         self.grain = Fraction(1, max(1, min(GRAINS, self.context.batch)))
         self.known: dict[Genes, float] = {}
         self.best, self.genes = plan, genes_of(plan)
-        self.best_s = self.known[self.genes] = self._time(lower(plan))
+        self.num_large = 0  # candidates that need more memory than there is
+        try:
+            self.best_s = self._time(lower(plan))
+        except MemoryPlanError as error:
+            if error.rule != "memory":
+                raise
+            self.best_s = INF  # what fits is better
+        self.known[self.genes] = self.best_s
         self.kinds: dict[int, list[Op]] = {}
         for op in self.graph.ops:
             self.kinds.setdefault(self.graph.structure[op.name], []).append(op)
@@ -137,7 +145,12 @@ class _Search:
         """A line for the history of the plan."""
         tried = f"{self.budget - self.left} plans simulated"
         near = f"bound {format_s(self.least_s)}"
-        return f"improve: {format_s(first_s)} to {format_s(self.best_s)}, {near}, {tried}"
+        if self.num_large:
+            tried += f", {self.num_large} of them too large for the memory"
+        first, best = (
+            format_s(s) if s < INF else "no plan that fits" for s in (first_s, self.best_s)
+        )
+        return f"improve: {first} to {best}, {near}, {tried}"
 
     def go(self) -> None:
         """All phases, until the budget is used up or the bound is met."""
@@ -154,7 +167,7 @@ class _Search:
         self._anneal(self.genes, 0)
 
     def _time(self, lowered: Plan) -> float:
-        return simulate(lowered, self.context, self.machine, self.costs).makespan_s
+        return within_memory(lowered, self.context, self.machine, self.costs).makespan_s
 
     def _try(self, genes: Genes) -> tuple[float, Genes]:
         """The makespan of a candidate (infinite if it cannot be), and the genes in its order."""
@@ -170,8 +183,11 @@ class _Search:
             if written not in self.known:
                 self.known[written] = INF
                 self.known[written] = self._look(plan, written)
-        except (StrategyError, MemoryPlanError, PlanError):  # too few rows for a part; or a value
-            self.known[genes] = INF  # would be needed in one piece that comes in two from a device
+        except (StrategyError, MemoryPlanError, PlanError) as error:
+            # Too few rows for a part; or a value would be needed in one piece that comes in two
+            # from a device; or the memory does not hold it.
+            self.known[genes] = INF
+            self.num_large += error.rule == "memory" and isinstance(error, MemoryPlanError)
             return INF, genes
         seconds = self.known[genes] = self.known[written]
         return seconds, written
