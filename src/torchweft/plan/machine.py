@@ -97,6 +97,7 @@ class Device:
     capacity: how many lanes' worth of compute, memory and io run side by side at full rate.
     network_share: the part of one lane's compute that a transfer in flight eats.
     slowdowns: by how much work of two kinds slows down beside each other, as it was measured.
+    memory_bytes: the most that a plan may hold on it at once; None: no limit.
     num_sms: how many multiprocessors it has, where work comes in tiles over them.
     """
 
@@ -161,6 +162,11 @@ class Machine:
     @cached_property
     def _links(self) -> Mapping[tuple[str, str], Link]:
         return {(link.source, link.target): link for link in reversed(self.links)}
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some device has a limit of memory."""
+        return any(device.memory_bytes is not None for device in self.devices)
 
     def lanes_for(self, op: Op) -> list[Lane]:
         """The lanes that take an op. Those without a thread come first, for ops of two phases."""

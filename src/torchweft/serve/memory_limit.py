@@ -19,8 +19,7 @@ class MemoryLimit:
     """What a machine's `memory_bytes` let run. Without any, nothing is simulated for it."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.is_set = any(device.memory_bytes is not None for device in machine.devices)
+        self.machine, self.is_set = machine, machine.is_limited
         self._skipped: dict[str, set[int]] = {}  # by strategy: the batches that it is too large for
 
     def refusal(self, plan: Plan, context: Context) -> MemoryPlanError | None:

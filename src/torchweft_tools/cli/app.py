@@ -26,10 +26,12 @@ import typer
 import torchweft as weft
 from torchweft.errors import WeftError, unknown
 from torchweft.files import read_text, write_text
+from torchweft.plan.context import Context
 from torchweft.plan.graph import graph_data
 from torchweft.plan.lower.lower import lower
+from torchweft.plan.machine import Machine
 from torchweft.plan.plan import Plan
-from torchweft.plan.simulator import simulate
+from torchweft.plan.simulator import simulate, within_memory
 from torchweft.plan.strategies import get_strategy, strategy_names
 from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults, write
@@ -59,7 +61,13 @@ from torchweft_tools.cli.text import (
     say_json,
 )
 from torchweft_tools.demo import blueprint as blueprints
-from torchweft_tools.formats.weft_files import load_graph, load_measured, load_trace, save_graph
+from torchweft_tools.formats.weft_files import (
+    load_graph,
+    load_machine,
+    load_measured,
+    load_trace,
+    save_graph,
+)
 from torchweft_tools.selftest.gpu_doctor import examine_gpus
 from torchweft_tools.train.command import place
 
@@ -87,6 +95,7 @@ Graphs = Annotated[
 ]
 OneGraph = Annotated[Path | None, typer.Option("--graph", help="graph file (JSON)")]
 Batch = Annotated[int, typer.Option(min=0, help="rows of the call")]
+MaybeBatch = Annotated[int | None, typer.Option("--batch", min=0, help="rows of the call")]
 Tokens = Annotated[str, typer.Option("--tokens-per-request", metavar="N,N,...")]
 Phase = Annotated[str | None, typer.Option(help="prefill or decode, where the host knows")]
 Lanes = Annotated[int, typer.Option("--lanes", help="compute lanes of a CPU, if no --machine")]
@@ -172,6 +181,7 @@ def plan_command(
     plan = write(_chosen(strategy, option), load_graph(graph), context, machine_read)
     if not bare:
         plan = verify((lower_into_buffers if buffers else lower)(plan))
+        _check_memory(plan, context, machine_read)
     if bare and svg is not None:
         raise WeftError("svg: a bare plan cannot be simulated; leave out --bare.", rule="svg")
     if svg is not None:
@@ -187,14 +197,29 @@ def plan_command(
         say(str(plan).rstrip())
 
 
+def _check_memory(plan: Plan, context: Context, machine: Machine) -> None:
+    """Raise `MemoryPlanError` for a plan that holds more than a device of the machine."""
+    if machine.is_limited:
+        within_memory(plan, context, machine)
+
+
 def _plan_facts(plan: Plan) -> dict[str, object]:
     facts = {"graph": plan.graph_name, "digest": plan.digest, "history": plan.history}
     return {**facts, "num_parts": plan.num_parts, "num_steps": len(plan.steps)}
 
 
 @app.command("verify")
-def verify_command(plans: PlanFiles, graph: Graphs = None, as_json: Json = False) -> None:
-    """Say whether plans are safe, each alone or together as the plans of all ranks.
+def verify_command(
+    plans: PlanFiles,
+    graph: Graphs = None,
+    batch: MaybeBatch = None,
+    size: Sizes = None,
+    tokens: Tokens = "",
+    machine: MachineFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether plans are safe, each alone or together as the plans of all ranks. With --machine
+    and --batch also whether each keeps to the memory of its devices in such a call.
 
     A schedule file of torch.distributed.pipelining (FILE.csv) is the plans of all ranks.
     """
@@ -207,6 +232,13 @@ def verify_command(plans: PlanFiles, graph: Graphs = None, as_json: Json = False
     bare = [Plan.load(path) for path in plans]
     loaded = [plan.bind(by_digest.get(plan.digest, graphs[0])) for plan in bare]
     findings = findings_ranks(loaded)
+    if (machine is None) != (batch is None):
+        missing = "machine" if machine is None else "batch"
+        raise UsageError(f"Missing option '--{missing}': --machine and --batch go together.")
+    if machine is not None and batch is not None and not findings:
+        context, machine_read = read_context(batch, size or (), tokens, None), load_machine(machine)
+        for plan in loaded:
+            _check_memory(plan, context, machine_read)
     shown = [f"{item.error(loaded[item.rank], num_ranks=len(loaded))}\n" for item in findings]
     what = f"{len(loaded)} plans of {len(loaded)} ranks" if len(loaded) > 1 else "plan"
     steps = sum(len(plan.steps) for plan in loaded)
@@ -230,7 +262,7 @@ def _finding_data(item: Finding, plan: Plan) -> dict[str, object]:
 def simulate_command(
     plan: PlanFile,
     graph: OneGraph = None,
-    batch: Annotated[int | None, typer.Option(min=0, help="rows of the call")] = None,
+    batch: MaybeBatch = None,
     size: Sizes = None,
     tokens: Tokens = "",
     machine: MachineFile = None,
@@ -254,7 +286,8 @@ def simulate_command(
     width: Width = 100,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on a virtual clock: a timeline and a summary. Unsafe plans are refused.
+    """Run a plan on a virtual clock: a timeline and a summary. Plans that are unsafe, or hold more
+    than the memory of a device, are refused.
 
     A schedule file of torch.distributed.pipelining (FILE.csv) is the plans of all ranks.
     """
@@ -270,7 +303,7 @@ def simulate_command(
     context = read_context(batch, size or (), tokens, None)
     measured = load_measured(costs) if costs is not None else None
     machine_read = measured.machine if measured is not None else read_machine(machine, lanes)
-    simulated = simulate(safe, context, machine_read, measured, contention=not no_contention)
+    simulated = within_memory(safe, context, machine_read, measured, contention=not no_contention)
     if trace is not None:
         simulated.save(trace)
     times = ("makespan_s", "critical_path_s", "network_s", "exposed_network_s", "overlap_share")

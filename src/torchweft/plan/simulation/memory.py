@@ -102,8 +102,8 @@ class LiveBytes:
                 f"{format_bytes(device.memory_bytes)}."
             )
             cure = (
-                "Cut the batch into more parts, take a strategy that keeps less at once "
-                "(prefetch, for weights on disk), or raise memory_bytes."
+                "Take more parts (or fewer, where parts wait for each other), a strategy that "
+                "keeps less at once (prefetch, for weights on disk), or raise memory_bytes."
             )
             text = f"{text}{shown}\n  {cure}"
             raise MemoryPlanError(text, rule="memory", lane=lane, step=number)
