@@ -178,24 +178,30 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
+        return x + self.exchange(x)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """What the experts of all ranks make of this rank's tokens."""
         outward = self.norm(x).expand(self.num_ranks, *x.shape).contiguous()
         tokens = torch.empty_like(outward)
         dist.all_to_all_single(tokens, outward)
         homeward = self.experts(tokens)
         grown = torch.empty_like(homeward)
         dist.all_to_all_single(grown, homeward)
-        return x + grown.sum(0)
+        return grown.sum(0)
 
 
 class MoE(nn.Module):
     """A stack of expert-parallel layers."""
+
+    block = ExpertBlock
 
     def __init__(self, sizes: Sizes, *, rank: int, num_ranks: int, seed: int = 0) -> None:
         super().__init__()
         own = torch.Generator().manual_seed(1000 * seed + 1 + rank)
         shared = torch.Generator().manual_seed(1000 * seed + 999)
         self.blocks = nn.ModuleList(
-            ExpertBlock(sizes, rank, num_ranks, own, shared) for _ in range(sizes.num_layers)
+            self.block(sizes, rank, num_ranks, own, shared) for _ in range(sizes.num_layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:
