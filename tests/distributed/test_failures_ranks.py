@@ -63,6 +63,26 @@ def check_one(rank, stage, fallback):
     check_well()
 
 
+def check_memory(rank, limited, fallback="sequential"):
+    """No plan fits the memory of these ranks: all run as they are, or one alone is noticed."""
+    model, x = Shard().eval(), torch.randn(8, 16)
+    wanted = model(x)
+    machine = weft.cpu(memory_bytes=1) if rank in limited else weft.cpu()
+    kept = {"machine": machine, "fallback": fallback, "watchdog_s": WATCHDOG_S}
+    weft.compile(model, weft.overlap(parts=2), **kept)
+    for _ in range(3):
+        if len(limited) == 2:
+            torch.testing.assert_close(model(x), wanted)
+            continue
+        own = rank in limited and fallback == "error"
+        match = "more than its memory_bytes" if own else "do not plan the same"
+        with pytest.raises(weft.WeftError, match=match):
+            model(x)
+    if len(limited) == 2:
+        assert all("memory_bytes" in reason for reason, _ in weft.report(model).fallbacks)
+    check_well()
+
+
 def check_well():
     model, x = Shard().eval(), torch.randn(8, 16)
     wanted = model(x)
@@ -74,6 +94,11 @@ CASES = {f"all {stage}": functools.partial(check_all, stage=stage) for stage in 
     f"one {stage} {fallback}": functools.partial(check_one, stage=stage, fallback=fallback)
     for stage in STAGES
     for fallback in ("sequential", "error")
+}
+CASES |= {
+    "all memory": functools.partial(check_memory, limited=(0, 1)),
+    "one memory": functools.partial(check_memory, limited=(1,)),
+    "one memory error": functools.partial(check_memory, limited=(1,), fallback="error"),
 }
 
 
