@@ -54,6 +54,8 @@ VERSION = 1
 PARTS = (1, 2, 4, 8)
 NUM_WARM, NUM_CALLS = 2, 8
 MIN_BESIDE = 0.05  # the share of a run that flights must have for it to count as beside them
+MOSTLY = 0.5  # and that which they must have for it to tell the factor of its op
+TWIN, TWINS = 0.4, 0.05  # what a flight takes behind its twin, and the share of flights with one
 MAX_FACTOR = 10.0
 LEAST_S = 1e-9
 Key = tuple[str, str]
@@ -114,6 +116,12 @@ class _Book:
         default_factory=lambda: defaultdict(list)
     )
     """Of each kind beside the other: (seconds beside it, those that it would have taken alone)."""
+    mixed: dict[Key, dict[int, list[tuple[float, float, float]]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    """Of runs among others: (seconds, those beside the other kind, those that it takes alone)."""
+    behind: list[float] = field(default_factory=list)
+    """Of flights that began before another had ended: from end to end, in what one takes alone."""
     call_s: list[float] = field(default_factory=list)
 
     def alone_s(self, run: _Run) -> float | None:
@@ -164,7 +172,8 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     """Write the profile as a JSON file, whole or not at all."""
     costs = profile.costs
     head = {"weft_costs": VERSION, "about": profile.about, "call_s": costs.call_s}
-    write_json(path, {**head, "machine": to_data(costs.machine), "entries": costs.table.entries})
+    tables = {"entries": costs.table.entries, "factors": costs.factors.entries}
+    write_json(path, {**head, "machine": to_data(costs.machine), **tables})
 
 
 def _calls(
@@ -175,12 +184,15 @@ def _calls(
         for number in range(NUM_WARM + num_calls):
             for piece in session.pieces:
                 piece.traced = None
+            model(*args, **kwargs)  # behind it the ranks stand together
             with session.service.collect():
                 model(*args, **kwargs)
-            start = time.perf_counter()
+            call_s, within_s = 0.0, 0.0
             if way.name == "alone":
+                model(*args, **kwargs)  # so they do again
+                start = time.perf_counter()
                 model(*args, **kwargs)
-            call_s, within_s = time.perf_counter() - start, 0.0
+                call_s = time.perf_counter() - start
             for piece in session.pieces if number >= NUM_WARM else ():
                 for entry in piece.plans.all_entries():
                     if piece.traced is not None and entry.traced is piece.traced:
@@ -209,9 +221,11 @@ def _note_beside(book: _Book, piece: Piece, entry: PlanEntry, shape: CallShape) 
     spans = [span for span in entry.trace.spans if span.op in piece.graph.op]
     book.issue_s += [span.end_s - span.start_s for span in spans if span.kind == "issue"]
     flights: list[tuple[Span, float, float]] = []
+    shared: set[Span] = set()
     ends: dict[str, float] = {}
     for span in (span for span in spans if span.kind == "transfer"):
         start_s = max(span.start_s, ends.get(span.lane, 0.0))
+        shared |= {span} if span.start_s < start_s else set()
         ends[span.lane] = max(span.end_s, start_s)
         flights.append((span, start_s, ends[span.lane]))
     runs = [(span, span.start_s, span.end_s) for span in spans if span.kind == "run"]
@@ -221,9 +235,15 @@ def _note_beside(book: _Book, piece: Piece, entry: PlanEntry, shape: CallShape) 
     ):
         for span, start_s, end_s in some:
             beside_s = sum(max(0.0, min(e, end_s) - max(s, start_s)) for _, s, e in others)
-            alone_s = book.alone_s(_run(piece, entry, shape, span, end_s - start_s))
-            if alone_s is not None and beside_s > MIN_BESIDE * (end_s - start_s):
-                book.beside[pair].append((beside_s, alone_s - (end_s - start_s - beside_s)))
+            run = _run(piece, entry, shape, span, end_s - start_s)
+            alone_s = book.alone_s(run)
+            if alone_s is None:
+                continue
+            taken_s = end_s - start_s
+            book.behind += [taken_s / alone_s] if span in shared and alone_s else []
+            book.mixed[run.key][run.rows].append((taken_s, beside_s, alone_s))
+            if beside_s > MIN_BESIDE * taken_s:
+                book.beside[pair].append((beside_s, alone_s - (taken_s - beside_s)))
 
 
 def _run(piece: Piece, entry: PlanEntry, shape: CallShape, span: Span, seconds: float) -> _Run:
@@ -242,6 +262,14 @@ def _costs(machine: Machine, book: _Book) -> Costs:
         key: {rows: _middle([run.seconds for run in runs]) for rows, runs in by_rows.items()}
         for key, by_rows in book.seen.items()
     }
+    factors: dict[Key, dict[int, float]] = {}
+    for key, mixed in book.mixed.items():
+        for rows, seen in mixed.items():
+            # Sums: flights that share a link end by twos, and only both together tell something.
+            taken_s, beside_s, alone_s = (sum(column) for column in zip(*seen, strict=True))
+            if beside_s > MOSTLY * taken_s:
+                rest_s = max(alone_s - (taken_s - beside_s), LEAST_S)
+                factors.setdefault(key, {})[rows] = min(MAX_FACTOR, max(1.0, beside_s / rest_s))
     runs = [
         runs[0]._replace(seconds=table[key][rows])
         for key, by_rows in book.seen.items()
@@ -255,7 +283,8 @@ def _costs(machine: Machine, book: _Book) -> Costs:
         own = [run for run in runs if run.key[1] == device.name]
         fitted.append(replace(_rates(device, own, book), slowdowns=slowdowns) if own else device)
     call_s = max(0.0, median(book.call_s)) if book.call_s else 0.0
-    return Costs(replace(machine, devices=tuple(fitted)), CostTable.of(table), call_s)
+    on = replace(machine, devices=tuple(fitted))
+    return Costs(on, CostTable.of(table), call_s, CostTable.of(factors))
 
 
 def _factor(pairs: Sequence[tuple[float, float]]) -> float:
@@ -269,6 +298,9 @@ def _rates(device: Device, runs: Sequence[_Run], book: _Book) -> Device:
     rates: dict[str, float] = {}
     if book.issue_s:
         rates["overhead_s"] = max(LEAST_S, median(book.issue_s))
+    # Two at once end at once: the second of them seems to take next to nothing.
+    twins = sum(share < TWIN for share in book.behind)
+    num_flights = 2 if twins > TWINS * len(book.behind) else 1
     work = [run for run in runs if run.op.uses in ("compute", "memory")]
     if flops := sum(run.flops for run in work):
         rates["flops_per_s"] = flops / sum(run.seconds for run in work if run.flops)
@@ -288,7 +320,7 @@ def _rates(device: Device, runs: Sequence[_Run], book: _Book) -> Device:
     io = [run for run in runs if run.op.uses == "io" and run.num_bytes]
     if io:
         rates["io_bytes_per_s"] = sum(r.num_bytes for r in io) / sum(r.seconds for r in io)
-    return replace(device, **rates)  # type: ignore[arg-type]
+    return replace(device, num_flights=num_flights, **rates)  # type: ignore[arg-type]
 
 
 def _middle(seconds: Sequence[float]) -> float:

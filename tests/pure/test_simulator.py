@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 from torchweft.errors import MachineError, PlanError, StrategyError
 from torchweft.plan.context import Context, Cut
 from torchweft.plan.graph import Batch, Graph, Op, Value
+from torchweft.plan.improve.bound import bound
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, Slowdown, cpu
+from torchweft.plan.machine import (
+    Costs,
+    CostTable,
+    Device,
+    Lane,
+    Link,
+    Machine,
+    Slowdown,
+    cost_key,
+    cpu,
+)
 from torchweft.plan.plan import Buffer, Place, Plan, Step
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
@@ -122,6 +133,26 @@ def test_work_takes_as_much_longer_beside_other_work_as_was_measured() -> None:
     assert late.makespan_s == pytest.approx(trace.makespan_s + 0.25)
 
 
+def test_an_op_with_a_factor_of_its_own_is_slowed_down_by_that() -> None:
+    """Only beside the other kind, and only where the device has a slowdown at all."""
+    text = "compute issue r on network\ncompute a\ncompute complete r\ncompute b"
+    slow, graph = (Slowdown("compute", "network", 2.0),), flat_graph("a", "b", "r")
+    machine = quick(2)
+    slowed = replace(machine, devices=(replace(machine.devices[0], slowdowns=slow),))
+    context = Context(batch=4)
+    own = CostTable.of(
+        {(cost_key(graph, graph.op[name], context.env(graph.batch)), "cpu"): {2: 3.0, 6: 5.0}
+         for name in ("a", "b")}
+    )  # fmt: skip
+    for where, a_s in ((slowed, 8.0), (machine, 2.0)):
+        costs = replace(fixed(where, {"a": 2.0, "b": 1.0, "r": 20.0}), factors=own)
+        plan = plan_of(graph, where, text)
+        spans = {s.label: s for s in simulate(plan, context, where, costs).spans}
+        assert spans["a"].end_s - spans["a"].start_s == pytest.approx(a_s)
+        assert spans["b"].end_s - spans["b"].start_s == pytest.approx(1.0)  # nothing is in flight
+    assert bound(graph, context, slowed, costs).seconds <= 20.0
+
+
 @pytest.mark.parametrize(
     ("text", "makespan_s", "exposed_s"),
     [
@@ -135,6 +166,23 @@ def test_hidden_and_exposed_network_time(text: str, makespan_s: float, exposed_s
     assert trace.makespan_s == makespan_s
     assert (trace.network_s, trace.exposed_network_s) == (2.0, exposed_s)
     assert trace.overlap_share == 1 - exposed_s / 2
+
+
+def test_flights_at_once_share_the_network() -> None:
+    """Two of three at once: the short one lands first, and the third goes when it has."""
+    text = """
+        compute issue r on network\n compute issue r1 on network\n compute issue r2 on network
+        compute complete r\n compute complete r1\n compute complete r2
+    """
+    machine, graph = quick(), flat_graph("r", "r1", "r2")
+    two = replace(machine, devices=(replace(machine.devices[0], num_flights=2),))
+    ends = []
+    for where in (machine, two):
+        costs = fixed(where, {"r": 4.0, "r1": 1.0, "r2": 2.0})
+        spans = simulate(plan_of(graph, where, text), Context(batch=4), where, costs).spans
+        flights = {s.label: s.end_s for s in spans if s.kind == "transfer"}
+        ends.append([flights[name] for name in ("r", "r1", "r2")])
+    assert ends == [[4.0, 5.0, 7.0], [pytest.approx(7.0), pytest.approx(2.0), pytest.approx(6.0)]]
 
 
 def test_flights_of_one_lane_follow_each_other() -> None:

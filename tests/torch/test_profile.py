@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.errors import MachineError, WeftError
+from torchweft.plan.machine import cpu
 from torchweft_tools.bench.simulator import context_rows, order, summary
 from torchweft_tools.cli import app as cli
 from torchweft_tools.formats.weft_files import load_costs, load_measured
-from torchweft_tools.profile import _Book, _factor, _middle, measure, save_profile
+from torchweft_tools.profile import _Book, _factor, _middle, _rates, measure, save_profile
 
 
 @torch.library.custom_op("profiles::fetch", mutates_args=())
@@ -87,6 +88,15 @@ def test_a_model_that_nothing_is_captured_of_cannot_be_profiled() -> None:
 
     with pytest.raises(WeftError, match="no captured graph"):
         measure(weft.compile(nothing, "sequential"), [torch.randn(4)], num_calls=1)
+
+
+def test_flights_that_end_by_twos_are_two_at_once() -> None:
+    """One after another, each takes what it takes alone."""
+    device, (turns, twins) = cpu().devices[0], (_Book(), _Book())
+    turns.behind += [1.0, 0.9, 1.1, 1.0]
+    twins.behind += [1.9, 0.1, 2.1, 0.0]
+    flights = [_rates(device, [], book).num_flights for book in (turns, twins, _Book())]
+    assert flights == [1, 2, 1]
 
 
 def test_a_factor_is_that_of_all_time_spent_together() -> None:

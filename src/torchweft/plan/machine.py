@@ -99,6 +99,7 @@ class Device:
     slowdowns: by how much work of two kinds slows down beside each other, as it was measured.
     memory_bytes: the most that a plan may hold on it at once; None: no limit.
     num_sms: how many multiprocessors it has, where work comes in tiles over them.
+    num_flights: how many transfers of a lane are under way at once; they share the network.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Device:
     overhead_s: float = 5e-6
     memory_bytes: int | None = None
     num_sms: int | None = None
+    num_flights: int = 1
     slowdowns: tuple[Slowdown, ...] = ()
 
     @property
@@ -223,6 +225,10 @@ def _faults(machine: Machine) -> Iterator[str]:
             if not isinstance(number, int | float) or not least <= number <= most:
                 limits = f"must be a number from {least:g} to {most:g}; got {clip(number)}"
                 yield f"{type(item).__name__.lower()}: {spec.name} {limits}."
+    for device in machine.devices:
+        if type(device.num_flights) is not int or device.num_flights > MAX_DEVICES:
+            limits = f"a whole number, at most {MAX_DEVICES}; got {clip(device.num_flights)}"
+            yield f"device {device.name!r}: num_flights must be {limits}."
     for lane in machine.lanes:
         where = f"lane {lane.name!r}"
         if lane.device not in machine.device:
@@ -338,11 +344,14 @@ class Costs:
 
     `env` gives every symbol its number, the batch symbol standing for the rows of this run.
     call_s: what a call takes before its plan begins and after it has ended.
+    factors: how many times as long ops take beside work of the other kind, by rows, where the
+    slowdowns of the device name it; those of an op that is not in it are the device's.
     """
 
     machine: Machine
     table: CostTable = CostTable()
     call_s: float = 0.0
+    factors: CostTable = CostTable()
 
     def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds of one run of an op. Of a network op: from its start to its end."""
@@ -353,6 +362,15 @@ class Costs:
         fixed_s = rates.network_latency_s if op.uses == "network" else rates.overhead_s
         formula = partial(_formula, graph, op, rates=rates)
         return self._seconds(key, device, graph, env, formula, fixed_s)
+
+    def factor(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float | None:
+        """How many times as long a run of an op takes beside the other kind; None: unknown."""
+        if not (known := self.factors.seconds):
+            return None
+        points = known.get((cost_key(graph, op, env), device))
+        if points is None:
+            return None
+        return between(points, env.get(graph.batch, 0) if graph.batch else 0)
 
     def group_s(
         self, graph: Graph, ops: Sequence[Op], by: str, env: Env, device: str = "cpu"
@@ -406,16 +424,22 @@ class Costs:
             return formula(env)
         rows = env.get(graph.batch, 0) if graph.batch else 0
         at = bisect_left(points, rows, key=lambda point: point[0])
-        if at < len(points) and points[at][0] == rows:
-            return points[at][1]
-        if 0 < at < len(points):
-            (low, low_s), (high, high_s) = points[at - 1], points[at]
-            return low_s + (high_s - low_s) * (rows - low) / (high - low)
+        if at < len(points) and rows >= points[0][0]:
+            return between(points, rows)
         near, near_s = points[min(at, len(points) - 1)]
         if graph.batch is None or (there := formula({**env, graph.batch: near})) <= fixed_s:
             return near_s
         kept_s = min(near_s * fixed_s / there, MAX_FIXED * fixed_s)
         return kept_s + (near_s - kept_s) * (formula(env) - fixed_s) / (there - fixed_s)
+
+
+def between(points: Points, rows: int) -> float:
+    """The number at these rows, linear between two points; outside, that of the nearest."""
+    at = bisect_left(points, rows, key=lambda point: point[0])
+    if at == len(points) or points[at][0] == rows or at == 0:
+        return points[min(at, len(points) - 1)][1]
+    (low, low_s), (high, high_s) = points[at - 1], points[at]
+    return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
 
 def cost_key(graph: Graph, op: Op, env: Env) -> str:

@@ -111,6 +111,7 @@ def load_measured(path: str | Path) -> Costs:
         read_machine(read.take("machine", dict)),
         _read_costs(read.take("entries", list), f"cost file {path}"),
         _seconds(read, "call_s", 0.0),
+        _read_costs(read.take("factors", list, []), f"cost file {path}"),
     )
     read.done()
     return costs

@@ -246,7 +246,8 @@ class _Work:
         groups = []
         for some in sets:
             names = {device.name for device in some}
-            shares = {device.name: device.eaten for device in some}
+            known = self.costs.factors.entries  # op by op: some may not slow anybody down
+            shares = {d.name: d.network_share if known else d.eaten for d in some}
             for uses in dict.fromkeys(op.uses for op in self.graph.ops):
                 where = f"{some[0].name} " if len(some) < len(devices) else ""
                 capacity = sum(1.0 if uses == "network" else d.capacity for d in some)

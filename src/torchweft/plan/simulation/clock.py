@@ -277,7 +277,10 @@ class SimulatedRank:
         """How many times as long a step takes beside what is under way on other lanes."""
         others = chain(*(other.price.demands[:1] for other in self.active if other is not line))
         pairs = product(line.price.demands[:1], others)
-        return max((self.slowdowns.get((a, b), 1.0) for (a, _), (b, _) in pairs), default=1.0)
+        named = [f for (a, _), (b, _) in pairs if (f := self.slowdowns.get((a, b))) is not None]
+        if named and line.price.factor is not None:
+            return line.price.factor
+        return max(named, default=1.0)
 
     def _end(self, line: _Line) -> None:
         """Write down that a lane's node has ended, and after what; wake whoever waits for it."""
@@ -304,15 +307,23 @@ class SimulatedRank:
     def _take_off(self, step: Step, lane: str, flight: int, way: ChainLink) -> None:
         """Put a flight behind those of its lane; a message behind those of its direction. What all
         members of a collective must reach is its issue, for lanes may be behind on some ranks."""
-        hosted = self.lines[lane]
-        for talk in self.plan.talks(step):
-            if talk.peer is not None:
-                key = f"{lane} {talk.communicator} {talk.kind} {talk.peer}"
-                hosted = self.lines.setdefault(key, _Line(lane, hosted.device))
-        if hosted is self.lines[lane] and len(self.clock.ranks) > 1:
-            self._reach(flight, step, way)
+        device = self.lines[lane].device
+        peers = [talk for talk in self.plan.talks(step) if talk.peer is not None]
+        keys = [f"{lane} {talk.communicator} {talk.kind} {talk.peer}" for talk in peers[-1:]]
+        if not peers:
+            number = self.prices.machine.device[device].num_flights
+            keys = [lane, *(f"{lane} {also}" for also in range(1, number))]
+            if len(self.clock.ranks) > 1:
+                self._reach(flight, step, way)
+        rows = [self.lines.setdefault(key, _Line(lane, device)) for key in keys]
+        hosted = rows[0] if len(rows) == 1 else min(rows, key=self._left_s)
         hosted.queue.append(flight)
         self.clock.ready.append((self, hosted))
+
+    def _left_s(self, line: _Line) -> float:
+        """Seconds at full rate of the flights that a row still has."""
+        steps = [self.plan.steps[node % self.num_steps] for node in line.queue[line.at :]]
+        return sum(self.prices.of(step, line.device, flight=True).busy_s for step in steps)
 
     def stand(self) -> list[str]:
         """Where each lane stands that cannot go on, and why."""

@@ -13,11 +13,15 @@ from torchweft.plan.plan import Plan, Range, Step
 
 
 class StepPrice(NamedTuple):
-    """What a step asks for: seconds at full rate, amounts of resources, what its span uses."""
+    """What a step asks for: seconds at full rate, amounts of resources, what its span uses.
+
+    factor: how many times as long it takes where a slowdown of its device holds; None: as it says.
+    """
 
     busy_s: float = 0.0
     demands: tuple[tuple[str, float], ...] = ()
     uses: str = ""
+    factor: float | None = None
 
 
 NOTHING = StepPrice()
@@ -67,8 +71,10 @@ class StepPrices:
     def _run(self, step: Step, device: str) -> StepPrice:
         ops = [self.graph.op[name] for name in step.names]
         env = self.context.env(self.graph.batch, self.rows(step.parts))
+        factor = None
         if step.by is None:
             seconds = sum(self.costs.run_s(self.graph, op, env, device) for op in ops)
+            factor = self.costs.factor(self.graph, ops[0], env, device)
         else:
             seconds = self.costs.group_s(self.graph, ops, step.by, env, device)
         asked = {f"{device} {op.uses}": 1.0 for op in ops}
@@ -76,4 +82,4 @@ class StepPrices:
         if share > 0 and f"{device} network" in asked:
             asked.setdefault(f"{device} compute", share)
         uses = next((op.uses for op in ops if op.uses != "network"), "network")
-        return StepPrice(seconds, tuple(asked.items()), uses)
+        return StepPrice(seconds, tuple(asked.items()), uses, factor)

@@ -98,6 +98,8 @@ def contexts(spec: Mapping[str, Any], side: dist.ProcessGroup) -> Iterator[dict[
 
 def predict(session: Session, model: Any, x: Any, way: Strategy, costs: Costs) -> float:
     """Seconds that a call with this input would take by a strategy, as simulated."""
+    for piece in session.pieces:
+        piece.traced = None  # of another call, perhaps by another graph
     with session.service.collect():  # which graphs run, and with which sizes
         model(x)
     lone = replace(costs, call_s=0.0)
