@@ -229,7 +229,9 @@ def unequal(rows: int) -> tuple[int, ...]:
 def names_of(tracer: Tracer) -> set[str]:
     """What looks across rows; a last call that was only peeled off does not."""
     reasons = [item for captured in tracer.captures for item in captured.reasons.items()]
-    return {name.split(".")[0] for name, why in reasons if "is needed whole" not in why}
+    return {
+        part for name, why in reasons if "is needed whole" not in why for part in name.split(".")
+    }
 
 
 def compare(got: Any, want: Any, *, exact: bool) -> None:

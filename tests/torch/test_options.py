@@ -132,6 +132,7 @@ WRONG = {
     "splitters": ([3], "names are identifiers"),
     "kernels": ([len], "kernels must be functions by name"),
     "rewrites": (["chunk"], "rewrites must be rewrites, such as [weft.chunk('down_proj', 4)]"),
+    "loads": ("yes", "loads must be True, False or None"),
     "remember": ("no", "remember must be True or False"),
 }
 

@@ -181,15 +181,15 @@ def capture(
     batch: int | str | Sequence[str] | None = None,
     name: str = "graph",
     blocks: bool = False,
-    loads: bool = False,
+    from_disk: bool = False,
     **known: Any,
 ) -> Capture:
     """Turn Dynamo's graph into ours.
 
     `batch` says what a split cuts: a dim of the inputs, the name of a symbol, or several names
     that are one. By default the dims that the user marked dynamic, else dim 0. With `blocks`
-    a region of the graph gives way to what it calls, else each call of it stays whole. With `loads`
-    ops bring in weights that are on disk. `known` are more options of `assemble`.
+    a region of the graph gives way to what it calls, else each call of it stays whole. With
+    `from_disk` ops bring in weights that are on disk. `known` are more options of `assemble`.
 
     Raises `CaptureError` for a graph that cannot be cut into ops, naming call and source line.
     """
@@ -199,7 +199,7 @@ def capture(
             drop_buffers(part)
     if blocks:
         inline(gm, rules)
-    if loads and add_loads(gm, example_inputs):
+    if from_disk and add_loads(gm, example_inputs):
         rules = (*LOADS, *rules)
     tried = candidates(gm, example_inputs, batch)
     captured, _ = analyse(gm, tried, rules=rules, name=name, **known)

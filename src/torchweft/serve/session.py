@@ -120,7 +120,7 @@ class Session:
 
         _drop_switches(gm)
         unsplit = _sets_grad(gm)
-        captured = capture(gm, example_inputs, blocks=blocks, loads=options.has_loads, **known)
+        captured = capture(gm, example_inputs, blocks=blocks, from_disk=options.has_loads, **known)
         if options.strict or options.splitters:  # with side state, to try an op would write it
             return self._piece(gm, untried(captured), unsplit)
         # Numbers are taken by their hint: to ask a symbol for its value would guard on it.
