@@ -12,6 +12,7 @@ from torchweft.plan.context import Cut
 from torchweft.plan.graph import Graph
 from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.plan import Pair, Plan, Range, Step, pairs_of
+from torchweft.plan.precedence import precedence
 from torchweft.plan.write.scheduler import Scheduler
 
 
@@ -36,14 +37,14 @@ def from_genes(s: Scheduler, genes: Genes, kernels: Mapping[str, Kernel] | None 
     if genes.cut.num_parts > 1:
         s.split(genes.cut)
     graph, number, waiting = s.graph, genes.cut.num_parts, list(genes.runs)
-    # What must be ready for a run (the ops of a kernel make each other ready), and what ended.
-    heads = {step: {*pairs_of(graph, number, step.names[:1], step.parts)} for step in waiting}
-    edges = {step: _earlier(graph, number, step) for step in waiting}
-    ended: set[Pair] = set()
+    before, ended = precedence(graph, number), set[Pair]()
+    needs: dict[Step, set[Pair]] = {}  # the ops and parts of one run make each other ready
+    for step in waiting:
+        own = pairs_of(graph, number, step.names, step.parts)
+        ahead = {pair for each in own for pair in before[each]}
+        needs[step] = (ahead - {*own}) | _earlier(graph, number, step)
     while waiting:
-        ready = {(op.name, part or 0) for op, part in s.ready()}
-        may = (i for i, run in enumerate(waiting) if heads[run] <= ready and edges[run] <= ended)
-        step = waiting.pop(next(may, 0))
+        step = waiting.pop(next((i for i, run in enumerate(waiting) if needs[run] <= ended), 0))
         by = (kernels or {}).get(step.by, step.by) if step.by else None
         after = [
             (op, at) for op, r in step.after for at in (range(*r) if r is not None else [None])

@@ -26,11 +26,11 @@ from torchweft.plan.precedence import Ledger
 
 
 def lower(plan: Plan) -> Plan:
-    """A plan that can run: all passes in order. One that is lowered already stays as it is.
+    """A plan that can run: all passes in order. One with waits, copies or frees stays as it is.
 
     Raises `MemoryPlanError` if a value cannot be where it is needed.
     """
-    if plan.is_lowered:
+    if any(step.kind in ("wait", "copy", "free") for step in plan.steps):
         return plan
     return add_frees(add_waits(place_wholes(send_values(issue_early(plan)))))
 
