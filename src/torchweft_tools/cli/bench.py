@@ -40,6 +40,7 @@ BENCHES = (
         "races",
         "resources",
         "simulator",
+        "strategies",
         "stream",
         "traffic",
         "verify",

@@ -3,6 +3,7 @@
     SharedMoE   experts on all ranks, and a shared expert that each token takes too
     Sharded     sequence parallel: each rank holds its share of the rows between two products
     Tailed      tensor-parallel layers, then layers that every rank computes by itself
+    Local       only such layers
 
 Beside them `Dense` and `MoE` of the peers. x is [sequences, positions, hidden].
 """
@@ -145,6 +146,19 @@ class Tailed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.tail(self.front(x))
+        return made
+
+
+class Local(nn.Module):
+    """Wide layers that need no other rank."""
+
+    def __init__(self, sizes: Sizes, *, rank: int, num_ranks: int, seed: int = 0) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(1000 * seed + 1 + rank)
+        self.blocks = nn.Sequential(*(LocalBlock(sizes, own) for _ in range(sizes.num_layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.blocks(x)
         return made
 
 
