@@ -49,7 +49,6 @@ from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weigh
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
-from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
@@ -192,6 +191,8 @@ class PlanCache:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
             raise
         if self.graph.level == "boundary":
+            from torchweft.run.eager.build import check_steps
+
             check_steps(bare)
         return verify(lower(bare))
 
