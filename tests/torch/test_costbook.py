@@ -49,6 +49,18 @@ def test_flights_that_share_a_link_take_what_they_take_together() -> None:
     assert seconds_of(book, piece, 64, 64) == pytest.approx(8.1 / 4)
 
 
+def test_flights_of_two_sizes_that_share_a_link_take_by_their_bytes() -> None:
+    """The short one, which ends just behind the long one, is not told to take next to nothing."""
+    op, other = (each.name for each in FLIGHTS[:2])
+    long, short = span("transfer", op, 0.0, 4.0), span("transfer", other, 1.0, 4.1)
+    long, short = long._replace(parts=(1, 2)), short._replace(parts=(0, 1))
+    book, piece = CostBook(), piece_of(64, long, short)
+    piece.traced.bounds = (0, 16, 64)
+    book.read(piece)
+    assert seconds_of(book, piece, 64, 48) == pytest.approx(4.1 * 3 / 4)
+    assert seconds_of(book, piece, 64, 16) == pytest.approx(4.1 / 4)
+
+
 def test_a_flight_that_was_held_up_does_not_count_where_flights_are_alone() -> None:
     ops = [op.name for op in FLIGHTS][:3]
     alone = [
