@@ -6,7 +6,7 @@ flights of a lane, in the order of their ends --taken_by--> key, rows, seconds: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import NamedTuple
 
 Key = tuple[str, str]
@@ -24,10 +24,11 @@ class Flown(NamedTuple):
 
 
 def taken_by(flown: Sequence[Flown]) -> Iterator[tuple[Key, int, float]]:
-    """What flights of a lane took, by size. Those that share the link tell it only together: of
-    two at once, one seems to take nothing. So each has a part of their seconds, by its bytes."""
+    """What flights of a lane took in a call, the mean of each size: of flights of a few kilobytes
+    most are quick and some take ten times as long, and a call pays for all. Those that share the
+    link tell it only together: of two at once, one seems to take nothing. So each has a part of
+    their seconds, by its bytes."""
     seconds: dict[tuple[Key, int], list[float]] = {}
-    sharing: set[tuple[Key, int]] = set()
     train: list[Flown] = []  # each began before the one before it had ended
     for flight in [*flown, None]:
         if train and (flight is None or flight.start_s >= train[-1].end_s):
@@ -36,8 +37,7 @@ def taken_by(flown: Sequence[Flown]) -> Iterator[tuple[Key, int, float]]:
             for key, rows, num_bytes, *_ in train:
                 share = num_bytes / total if total else 1 / len(train)
                 seconds.setdefault((key, rows), []).append(taken_s * share)
-                sharing |= {(key, rows)} if len(train) > 1 else set()
             train = []
         train += [flight] if flight is not None else []
     for size, taken in seconds.items():
-        yield *size, (mean if size in sharing else median)(taken)
+        yield *size, mean(taken)
