@@ -74,12 +74,15 @@ class LostError(Exception):
         self.channel = channel
 
 
-def wait(work: Any, name: str = "", *, in_slices: bool = True) -> None:
+def wait(
+    work: Any, name: str = "", *, in_slices: bool = True, over: Callable[[], bool] = bool
+) -> None:
     """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
 
     In slices, so that Ctrl-C gets through. name: the process group it is of, if that is known.
+    over: says, after a slice, whether nobody wants the work any more.
     """
-    while True:
+    while not over():
         try:
             work.wait(*[SLICE] * in_slices)
             return
@@ -234,10 +237,12 @@ class Channel:
         while (pending := self._pending.get()) is not None:
             work, told, speaker = pending
             try:
-                wait(work, self.name)
+                wait(work, self.name, over=self._is_left)
             except LostError as error:
                 self._take_down(self.why(str(error)))
                 return
+            if self._is_left() and not work.is_completed():
+                return  # a thread that is inside torch when Python ends aborts the process
             rows = self._hear(told.tolist(), speaker)
             if any(row != rows[0] for row in rows):
                 calls = "; ".join(
@@ -247,6 +252,10 @@ class Channel:
                 self._take_down(f"the ranks call different models or plans: {calls}")
                 return
             del pending, work, told, speaker  # which would keep the group open
+
+    def _is_left(self) -> bool:
+        """Whether the channel was closed without a fault."""
+        return self.group is None and not self.dead
 
     def _hear(self, rows: list[list[int]], speaker: Speaker) -> list[list[int]]:
         """What ranks say of a call, without their wishes, which all ranks note alike.
@@ -577,4 +586,4 @@ def _close_all() -> None:
         each.close()
     for thread in threading.enumerate():
         if thread.name in ("weft close", "weft keeper"):
-            thread.join(NOTICE_S)
+            thread.join(SLICE.total_seconds() + NOTICE_S)
