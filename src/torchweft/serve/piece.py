@@ -44,8 +44,9 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
+from torchweft.ranks.checksums import Checksums
 from torchweft.ranks.ranks import EVERY
-from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weights_of
+from torchweft.ranks.talk import Talk, communicators, digests, group_of, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
@@ -113,7 +114,6 @@ class PlanCache:
         self.one_lane = bool(piece.splitters)
         self.entries: list[PlanEntry] = []
         self.strategy_runs = 0
-        self.weights = ""  # a checksum of those that dealt rows meet
         self._known: dict[object, tuple[PlanEntry, str]] = {}
         self._recent: dict[object, list[PlanEntry]] = {}
         self._sequential: PlanEntry | None = None
@@ -177,8 +177,7 @@ class PlanCache:
             refused = first_line(error) if error is not None else refused
             shape = CallShape(bounds, (), {}, refused, error=error)
             if not refused:
-                facts = plan, self.captured.bodies, env, bounds, self.weights
-                said = digests(*facts) if self._talks else {}
+                said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
                 numbers = entry.program.numbers(env, bounds)
                 shape = CallShape(bounds, numbers, said, context=context)
             remember(entry.shapes, key, shape)
@@ -350,6 +349,7 @@ class Piece:
         self.splitters = tuple(item for item in options.splitters if item.name in touched)
         self.writes = bool(self.graph.mutated & inputs - states)
         self.communicators = communicators(self.graph)
+        self.checksums = Checksums(self.graph, group_of) if self.graph.dealt else None
         self.variants = variants or Variants(self)
         self.proof = Proof(self)
         self.plans = PlanCache(self)
@@ -411,8 +411,6 @@ class Piece:
         """Find or make the plan of a call, and run it."""
         self.service.keep(self, inputs)
         given = self._pick(inputs + self._constants)
-        if self.graph.dealt and not self.plans.weights:
-            self.plans.weights = weights_of(self.graph, given)
         try:
             if failed := self._failed.get(key) or self.proof.refused:
                 raise failed
@@ -519,6 +517,9 @@ class Piece:
         told, salt = shape.digests, self.service.salt
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
+        if self.checksums is not None and entry.plan.num_parts > 1:
+            weights = self.checksums.numbers(given)
+            told = {name: (told[name] ^ weights.get(name, 0)) | 1 << 62 for name in told}
         with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
             if options.graphs:
                 talk.agree()
