@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -214,13 +215,22 @@ def group_of(communicator: str) -> str:
 
 
 class Talk:
-    """One call with collectives: told to the others at its start, ended or failed for all."""
+    """One call with collectives: told to the others at its start, ended or failed for all.
+
+    weights: of each group with dealt rows, a number for what these meet (`Checksums`).
+    """
 
     def __init__(
-        self, plan: Plan | None, told: Mapping[str, int], speaker: Speaker, watchdog_s: float
+        self,
+        plan: Plan | None,
+        told: Mapping[str, int],
+        speaker: Speaker,
+        watchdog_s: float,
+        weights: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
+        self.weights = weights
         self.channels: list[Channel] = []
 
     def __enter__(self) -> Talk:
@@ -236,8 +246,11 @@ class Talk:
         return self
 
     def _begin(self, name: str, digest: int) -> Channel:
-        begun = channel(name, self.watchdog_s)
-        begun.begin(digest, self.speaker, self.plan.graph_name if self.plan is not None else "")
+        begun, graph = channel(name, self.watchdog_s), self.plan.graph_name if self.plan else ""
+        if (weights := self.weights.get(name)) is not None:
+            digest = (digest ^ weights) | 1 << 62
+            graph += f", dealt rows meet weights {weights:016x}"
+        begun.begin(digest, self.speaker, graph)
         self.channels.append(begun)
         return begun
 

@@ -517,10 +517,9 @@ class Piece:
         told, salt = shape.digests, self.service.salt
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
-        if self.checksums is not None and entry.plan.num_parts > 1:
-            weights = self.checksums.numbers(given)
-            told = {name: (told[name] ^ weights.get(name, 0)) | 1 << 62 for name in told}
-        with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
+        in_shares = self.checksums if entry.plan.num_parts > 1 else None
+        weights = in_shares.numbers(given) if in_shares is not None else {}
+        with Talk(entry.plan, told, self.service.speaker, options.watchdog_s, weights) as talk:
             if options.graphs:
                 talk.agree()
             return self._run(entry, given, shape)
