@@ -315,8 +315,8 @@ class Channel:
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
-            + "\n  Every rank must call the same models in the same order, dealt rows must meet the "
-            "same weights; compile on each rank only the models that it calls.",
+            + "\n  Every rank must call the same models in the same order, and dealt rows must "
+            "meet the same weights; compile on each rank only the models that it calls.",
             rule=RANKS,
         )
 
