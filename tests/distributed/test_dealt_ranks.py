@@ -173,6 +173,18 @@ def flattened(rank):
     check_overlap(weft.plans(compiled)[0])
 
 
+def flattened_odd(rank):
+    """Sequences of three tokens: shares end within rows, so parts are multiples of the ranks."""
+    size = dist.get_world_size()
+    model = Flat(rank)
+    compiled = woven(model)
+    for rows in (3 * size, 4 * size):
+        tokens = tokens_of(rows, 3)
+        torch.testing.assert_close(compiled(tokens), Flat(rank)(tokens), rtol=1e-5, atol=1e-5)
+    assert session_of(compiled).pieces[0].graph.row_unit == size
+    check_overlap(weft.plans(compiled)[0])
+
+
 def whole(rank, end):
     """What needs the shares of the whole batch: eager's numbers, and a reason."""
     model = Model(rank, end=end)
@@ -358,7 +370,12 @@ def batch_second(rank):
         check_clean(compiled)
 
 
-COMMON = {"functional": functional, "in place": in_place, "flattened": flattened}
+COMMON = {
+    "functional": functional,
+    "in place": in_place,
+    "flattened": flattened,
+    "flattened odd": flattened_odd,
+}
 WHOLE = {
     "share handed out": share_handed_out, "looks across shares": looks_across_shares,
     "shares are summed": shares_are_summed, "scattered weight": scattered_weight,
