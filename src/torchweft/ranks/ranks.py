@@ -34,6 +34,7 @@ from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Roles, Speaker
+from torchweft.ranks.waiters import beside
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
@@ -74,9 +75,7 @@ class LostError(Exception):
         self.channel = channel
 
 
-def wait(
-    work: Any, name: str = "", *, in_slices: bool = True, over: Callable[[], bool] = bool
-) -> None:
+def wait(work: Any, name: str = "", *, over: Callable[[], bool] = bool) -> None:
     """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
 
     In slices, so that Ctrl-C gets through. name: the process group it is of, if that is known.
@@ -84,11 +83,23 @@ def wait(
     """
     while not over():
         try:
-            work.wait(*[SLICE] * in_slices)
+            work.wait(SLICE)
             return
         except RuntimeError as error:
             if SLICE_OVER not in str(error):
                 raise LostError(str(error).splitlines()[0], _channels.get(name)) from error
+
+
+def wait_for_message(work: Any, name: str = "") -> None:
+    """Wait for a message as `wait` does, on another thread: Ctrl-C gets through, and what other
+    ranks tell of a fault. Raises `LostError`."""
+    known = _channels.get(name)
+    try:
+        error = beside(work, lambda: known is not None and known.is_told)
+    except TimeoutError:
+        raise LostError("another rank has given up", known) from None
+    if error is not None:
+        raise LostError(str(error).splitlines()[0], known) from error
 
 
 def lost(error: BaseException, name: str) -> LostError | None:
@@ -311,8 +322,8 @@ class Channel:
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
-            + "\n  Every rank must call the same models in the same order; compile on each rank "
-            "only the models that it calls.",
+            + "\n  Every rank must call the same models in the same order, and dealt rows must "
+            "meet the same weights; compile on each rank only the models that it calls.",
             rule=RANKS,
         )
 
@@ -418,6 +429,11 @@ class Channel:
                 f"{self.title}: it is stopped, slow or busy with something else"
             )
         return f"a rank of {self.title} closed its connections ({error})"
+
+    @property
+    def is_told(self) -> bool:
+        """Whether another rank has left word of a fault, and not only of what it waits for."""
+        return any(not note.startswith(WAITS) for note in self._notes().values())
 
     def _notes(self) -> dict[int, str]:
         def read() -> dict[int, str]:
