@@ -229,6 +229,10 @@ class Bucket:
         """Whether a call of this batch may have to look which plan was used last."""
         return any(band.first <= batch < band.border for band in self.bands)
 
+    def meets(self, other: Bucket) -> bool:
+        """Whether some batch is in both."""
+        return self.first < other.end and other.first < self.end
+
     def __contains__(self, batch: int) -> bool:
         return self.first <= batch < self.end
 

@@ -127,7 +127,9 @@ class Channel:
         self._told: tuple[Any, torch.Tensor] | None = None
         self._announced: tuple[Any, torch.Tensor, Speaker] | None = None
         self._speaker: Speaker | None = None
+        self._num_talks: MutableMapping[Speaker, int] = weakref.WeakKeyDictionary()
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
+        self._asks = False  # whether this rank wants to agree on costs in this call
         self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
         self._pending: queue.Queue[Any] = queue.Queue(MAX_AHEAD)  # agreements still to come
         self._keeper: threading.Thread | None = None
@@ -160,7 +162,9 @@ class Channel:
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
         self._place = speaker.place(self.name)
         wish = NO_WISH if speaker.wanted is None else speaker.wanted
-        message = [self.num_calls, digest, self._claim, self._place, wish]
+        number = self._num_talks[speaker] = self._num_talks.get(speaker, 0) + 1
+        self._asks = speaker.asks_costs(number)
+        message = [self.num_calls, digest, self._claim, self._place, wish, self._asks]
         self._told = self._send(message, torch.int64)
 
     def announce(self, speaker: Speaker) -> None:
@@ -194,7 +198,8 @@ class Channel:
         if self._told is None:
             return
         (work, told), self._told = self._told, None
-        if self.carried and (self._digest, self._claim, self._place) in self._agreed:
+        claimed = self._digest, self._claim, self._place
+        if self.carried and not self._asks and claimed in self._agreed:
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="weft keeper", daemon=True)
                 self._keeper.start()
@@ -205,7 +210,9 @@ class Channel:
             return
         wait(work, self.name)
         assert self._speaker is not None, "only a call that has begun is agreed on"
-        rows = self._hear(told.tolist(), self._speaker)
+        said = told.tolist()
+        all_ask = all(row[-1] for row in said)
+        rows = self._hear(said, self._speaker)
         _, digest, claim, _ = rows[0]
         if any(row != rows[0] for row in rows) or digest == REFUSED:
             _, digests, claims, _ = zip(*rows, strict=True)
@@ -228,6 +235,8 @@ class Channel:
             self.roles[self._speaker] = claim
         if digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
+        if all_ask:
+            self._speaker.agree_on_costs(self._gather, f"agreed at call {self.num_calls}")
 
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""
@@ -254,7 +263,9 @@ class Channel:
         A wish comes true at a call that no host can have come to. Until then others are not heard:
         who has one says it again. Of two the smaller share is taken.
         """
-        number, wishes = rows[0][0], {row.pop() for row in rows} - {NO_WISH}
+        number, wishes = rows[0][0], {row[-2] for row in rows} - {NO_WISH}
+        for row in rows:
+            del row[-2:]
         _, now, at = self._shares.get(speaker, (EVERY, EVERY, 0))
         if wishes and number >= at:
             share = min(wishes)
@@ -290,7 +301,7 @@ class Channel:
         """The error of ranks that cannot talk, with what each of them was about to do."""
         speaker = self._speaker
         assert speaker is not None, "only a call that has begun can differ"
-        plan = f"plans collectives {self._digest:016x} of {self._graph}"
+        plan = f"plans collectives {self._digest:016x} of {self._graph}{speaker.costs_name}"
         role = f"model {self.roles[speaker]}" if speaker in self.roles else "new"
         text = f"call {self.num_calls}, {WITHOUT_PLAN.get(self._digest, plan)}: {speaker.name}"
         letters = f"{text} ({role} of this group)".encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
@@ -303,7 +314,7 @@ class Channel:
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
             + "\n  Every rank must call the same models in the same order; compile on each rank "
-            "only the models that it calls.",
+            "only the models that it calls, and all with the same costs=.",
             rule=RANKS,
         )
 

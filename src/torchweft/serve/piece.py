@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from torchweft.capture.guards import guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
 from torchweft.errors import (
     CaptureError,
-    MemoryPlanError,
     RefusedError,
     RunError,
     StateError,
@@ -53,49 +52,14 @@ from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
+from torchweft.serve.book.entry import CallShape, PlanEntry
+from torchweft.serve.book.measured import asks
 from torchweft.serve.memory_limit import MemoryLimit
 from torchweft.serve.variants import Proof, Variants
 
 MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 NO_DEVICE = "graphs: the inputs live on no accelerator"
-
-
-class CallShape(NamedTuple):
-    """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
-
-    refused: why the call must not be cut at these borders, or run by the plan; empty if it may.
-    context: what was known of the call. error: that the plan needs more memory than there is.
-    """
-
-    bounds: tuple[int, ...]
-    numbers: tuple[int, ...]
-    digests: dict[str, int]
-    refused: str = ""
-    context: Context = Context()
-    error: MemoryPlanError | None = None
-
-
-@dataclass
-class PlanEntry:
-    """A plan in use, with its program and what calls have shown of it.
-
-    piece: the graph that it is of, as it is or as a strategy has rewritten it.
-    inner: what runs the calls inside of its ops. traced: the call that its trace is of.
-    recent: the entry of the last call, for all that were written for the same facts.
-    """
-
-    piece: Piece
-    plan: Plan
-    program: Any
-    bucket: Bucket
-    facts: tuple[object, ...] = ()
-    inner: str | None = None
-    num_calls: int = 0
-    trace: Trace | None = None
-    traced: CallShape | None = None
-    shapes: dict[object, CallShape] = field(default_factory=dict)
-    recent: list[PlanEntry] = field(default_factory=list)
 
 
 class PlanCache:
@@ -119,6 +83,7 @@ class PlanCache:
         self._sequential: PlanEntry | None = None
         self._talks = piece.talks
         self.limit = MemoryLimit(self.options.resolved_machine)
+        self.costs = self.options.resolved_costs  # equal on all ranks that the model talks with
         self._lock = threading.Lock()
 
     def all_entries(self) -> list[PlanEntry]:
@@ -131,6 +96,15 @@ class PlanCache:
             self._known.clear()
             self._recent.clear()
             self.entries.clear()
+
+    def take_costs(self, costs: Costs) -> None:
+        """Plans are written at these costs from now on; those that depend on them, anew."""
+        with self._lock:
+            self.costs = costs
+            for entry in filter(asks, self.entries):
+                entry.is_spent = True
+            self._known.clear()
+            self._recent.clear()
 
     def entry(self, context: Context, env: Mapping[str, int]) -> tuple[PlanEntry, str]:
         """The plan for a call; with the reason if it is not the strategy's own."""
@@ -186,7 +160,7 @@ class PlanCache:
 
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         try:
-            bare = self._bare(strategy, context, Costs(self.options.resolved_machine))
+            bare = self._bare(strategy, context)
         except StrategyError as error:
             if error.rule == "split" and self.graph.batch is None:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
@@ -195,12 +169,12 @@ class PlanCache:
             check_steps(bare)
         return verify(lower(bare))
 
-    def _bare(self, strategy: Strategy, context: Context, costs: Costs) -> Plan:
+    def _bare(self, strategy: Strategy, context: Context) -> Plan:
         """What a strategy writes, of this graph or of one that it has rewritten."""
         variants = self.piece.variants  # a fallback runs the graph that it stands in for
         base = self.graph if strategy is sequential else variants.base
         plan = write(
-            strategy, base, context, costs.machine, costs=costs,
+            strategy, base, context, self.costs.machine, costs=self.costs,
             kernels=self.options.kernels, rewriter=variants.graph_of,
         )  # fmt: skip
         done = [line for line in variants.history(plan.graph) if line not in plan.history]
@@ -210,7 +184,8 @@ class PlanCache:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
         facts = _facts(context)
         for entry in [*self._recent.get(facts, ()), *self.entries]:
-            if context.batch in entry.bucket and entry.facts == facts:
+            fits = context.batch in entry.bucket and entry.facts == facts
+            if fits and not entry.is_spent:
                 return entry, ""
         try:
             return self._write(context.strategy or self.options.resolved_strategy, context), ""
@@ -239,20 +214,27 @@ class PlanCache:
             raise StrategyError(
                 f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
             )
-        program, facts = self.compile(plan, strategy.inner), _facts(context)
+        facts = _facts(context)
+        for entry in self.entries:
+            known = entry.is_spent and (entry.bucket, entry.facts, entry.inner)
+            if known == (bucket, facts, strategy.inner) and _alike(entry.plan, plan):
+                entry.plan, entry.trace, entry.is_spent = plan, None, False  # it is traced again
+                return self._keep(entry)
+        program = self.compile(plan, strategy.inner)
         return self._keep(PlanEntry(self.piece, plan, program, bucket, facts, strategy.inner))
 
     def _keep(self, entry: PlanEntry) -> PlanEntry:
         entry.recent = self._recent.setdefault(entry.facts, [])
-        if len(self.entries) >= MAX_ENTRIES:
-            self.entries.pop(0)
-        self.entries.append(entry)
+        alike = [e for e in self.entries if e.facts == entry.facts and e.bucket.meets(entry.bucket)]
+        gone = [entry, *(e for e in alike if e.is_spent)]
+        kept = [e for e in self.entries if all(e is not other for other in gone)]
+        self.entries = [*kept[-MAX_ENTRIES + 1 :], entry]
         return entry
 
     def predict(self, strategy: Strategy, context: Context, costs: Costs) -> float:
         """Seconds of a call by a strategy, as simulated; without end if it cannot run so."""
         try:
-            plan = lower(self._bare(strategy, context, costs))
+            plan = lower(self._bare(strategy, context))
             if plan.num_parts > 1:
                 bounds = plan.bounds(context.batch, context.tokens_per_request)
                 if self._refusal(bounds, context.env(self.graph.batch)):
@@ -280,6 +262,10 @@ def remember(memory: dict[object, Any], key: object, value: Any) -> None:
     if len(memory) >= MAX_SHAPES:
         memory.clear()
     memory[key] = value
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    return replace(one, history=()) == replace(other, history=())
 
 
 def _facts(context: Context) -> tuple[object, ...]:
@@ -503,6 +489,8 @@ class Piece:
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
         if entry.bucket.wavers(shape.context.batch):  # it depends on the call before
             return
+        if entry.is_spent:
+            return
         trusted = self.inner(entry.inner).trusted
         remember(self._ready, key, Ready(entry, alone, shape, trusted))
 
@@ -516,7 +504,7 @@ class Piece:
             self._fall_back(reason)
         if not shape.digests:
             return self._run(entry, given, shape)
-        told, salt = shape.digests, self.service.salt
+        told, salt = shape.digests, self.service.salt ^ self.service.costs_salt
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
         with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
@@ -550,6 +538,9 @@ class Piece:
             return outputs
         outputs, entry.trace = self._runs_traced(program, given, bounds, numbers=numbers)
         self.traced = entry.traced = shape
+        measured = self.service.speaker.costs
+        if measured is not None and not self.communicators:
+            measured.note_trace(entry)
         if collected is not None:
             collected.append(entry.trace)
         return outputs
@@ -573,6 +564,12 @@ class Piece:
         compiler = compile_program if self.runtime is None else self.runtime.compile
         bodies, jitter = self.inner(inner).bodies, self.service.options.jitter
         return compiler(plan, bodies, traced=traced, jitter=jitter)
+
+    def take_costs(self, costs: Costs) -> None:
+        """Write plans at these costs from the next call on."""
+        for piece in self.variants.pieces:
+            piece.plans.take_costs(costs)
+            piece._ready.clear()
 
     def forget(self) -> None:
         """Forget all plans: the next call writes a new one."""

@@ -34,9 +34,9 @@ def close(readings: Sequence[Reading]) -> None:
             if not before(_end(one), _start(two)):
                 raise UnsafeError(f"edge: {two.label} may begin before {one.label} has ended")
     for met in first_run.arrivals.values():
-        for (earlier, one, _), (later, two, _) in pairwise(met):
+        for (earlier, its_label, _), (later, label, _) in pairwise(met):
             if earlier != later and not before(earlier, later):
-                raise UnsafeError(f"collectives {one} and {two} are not ordered")
+                raise UnsafeError(f"collectives {its_label} and {label} are not ordered")
     contents = [dict(reading.first) for reading in readings]
     for rank, at, is_end in order:
         action = first_run.begins.get((rank, at))

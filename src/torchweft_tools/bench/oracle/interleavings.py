@@ -140,8 +140,9 @@ class _StateSearch:
         action, reading = self.begins.get((rank, at)), self.readings[rank]
         if action is None:
             arrivals, ended = moment.arrivals, self.ends.get((rank, at))
-            for talk in ended.late if ended is not None else ():
-                arrivals = self.arrive(arrivals, rank, talk, f"the end of {ended.label}")
+            if ended is not None:
+                for talk in ended.late:
+                    arrivals = self.arrive(arrivals, rank, talk, f"the end of {ended.label}")
             return _Moment(later, moment.contents, arrivals)
         for other in self.in_flight(moment.positions, rank):
             if (cell := conflict(action, other, reading.overlaps)) is not None:
