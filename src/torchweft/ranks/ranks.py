@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
+from torchweft.ranks.faults import EagerError, LostError, WholeError
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Roles, Speaker
 
@@ -52,26 +53,6 @@ Answer = TypeVar("Answer")
 def is_among(number: int, share: int) -> bool:
     """Whether a call is among the share (of a thousand) that runs by plans; they lie evenly."""
     return number * share // EVERY > (number - 1) * share // EVERY
-
-
-class EagerError(PlanError):
-    """Some rank runs its model as it is, and this one has a plan, or the other way round.
-
-    is_over: whether that rank waits for nobody; then nothing hinders this one from doing the same.
-    """
-
-    is_over = False
-
-
-class LostError(Exception):
-    """Another rank did not do its share; becomes a `RunError` that names the step.
-
-    channel: where it was waited for, if that is known.
-    """
-
-    def __init__(self, text: str, channel: Channel | None = None) -> None:
-        super().__init__(text)
-        self.channel = channel
 
 
 def wait(work: Any, name: str = "", *, in_slices: bool = True) -> None:
@@ -127,6 +108,7 @@ class Channel:
         self._told: tuple[Any, torch.Tensor] | None = None
         self._announced: tuple[Any, torch.Tensor, Speaker] | None = None
         self._speaker: Speaker | None = None
+        self._whole: Callable[[], int] = int
         self._num_talks: MutableMapping[Speaker, int] = weakref.WeakKeyDictionary()
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
         self._asks = False  # whether this rank wants to agree on costs in this call
@@ -141,10 +123,13 @@ class Channel:
 
     # A call: begin, agree, end or fail.
 
-    def begin(self, digest: int, speaker: Speaker, graph: str = "") -> None:
+    def begin(
+        self, digest: int, speaker: Speaker, graph: str = "", whole: Callable[[], int] = int
+    ) -> None:
         """Tell the other ranks what this call will do. Raises `RunError` on a dead group.
 
-        graph: the name of the planned graph, for the others to read if they do not agree.
+        graph: the name of the planned graph, for the others to read if they do not agree. whole:
+        gives the digest of the call with the batch whole, if it can be run so instead, else 0.
         """
         if self.dead:
             raise RunError(
@@ -158,7 +143,7 @@ class Channel:
             )
         self._await_announced()
         self.num_calls, self.differs = self.num_calls + 1, False
-        self._digest, self._speaker, self._graph = digest, speaker, graph
+        self._digest, self._speaker, self._graph, self._whole = digest, speaker, graph, whole
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
         self._place = speaker.place(self.name)
         wish = NO_WISH if speaker.wanted is None else speaker.wanted
@@ -223,6 +208,8 @@ class Channel:
                 raise over
             if REFUSED in digests or len(set(digests)) > 1:
                 kind = EagerError if EAGER in digests else PlanError
+                if min(digests) > STOCK:
+                    self._look_for_whole()
                 raise self._disagree(kind, "do not plan the same collectives")
             if len({(number, place) for number, _, _, place in rows}) > 1:
                 raise self._disagree(PlanError, "are not at the same place of a call")
@@ -237,6 +224,17 @@ class Channel:
             self._agreed.add((digest, claim, self._place))
         if all_ask:
             self._speaker.agree_on_costs(self._gather, f"agreed at call {self.num_calls}")
+
+    def _look_for_whole(self) -> None:
+        """Raise `WholeError`, on all ranks, if all can run this call with the batch whole."""
+        said = {row[0] for row in self._gather([self._whole()], torch.int64).tolist()}
+        if len(said) == 1 and 0 not in said:
+            self.differs = True
+            raise WholeError(
+                "ranks: the ranks cut this call differently, as one with fewer rows than parts "
+                "does, so all of them run it whole.",
+                rule=RANKS,
+            )
 
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,8 @@ from torchweft.errors import PlanError, RunError
 from torchweft.plan.graph import Collective, Graph
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import TorchDispatchMode
-from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
+from torchweft.ranks.faults import LostError
+from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
@@ -247,8 +248,14 @@ class Talk:
     """One call with collectives: told to the others at its start, ended or failed for all."""
 
     def __init__(
-        self, plan: Plan | None, told: Mapping[str, int], speaker: Speaker, watchdog_s: float
+        self,
+        plan: Plan | None,
+        told: Mapping[str, int],
+        speaker: Speaker,
+        watchdog_s: float,
+        whole: Callable[[], int] = int,
     ) -> None:
+        self.whole = whole  # gives the digest of the call with the batch whole, or 0
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
         self.channels: list[Channel] = []
@@ -267,7 +274,8 @@ class Talk:
 
     def _begin(self, name: str, digest: int) -> Channel:
         begun = channel(name, self.watchdog_s)
-        begun.begin(digest, self.speaker, self.plan.graph_name if self.plan is not None else "")
+        graph = self.plan.graph_name if self.plan is not None else ""
+        begun.begin(digest, self.speaker, graph, self.whole)
         self.channels.append(begun)
         return begun
 

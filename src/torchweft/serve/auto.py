@@ -37,7 +37,8 @@ from torchweft.plan.machine import FORMULAS
 from torchweft.plan.strategies import sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
-from torchweft.ranks.ranks import RANKS, EagerError, LostError
+from torchweft.ranks.faults import EagerError, LostError
+from torchweft.ranks.ranks import RANKS
 from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import Ear, announce, meet
 from torchweft.run.accelerator.accelerator import devices_of

@@ -44,7 +44,7 @@ from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.ranks import EVERY
-from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weights_of
+from torchweft.ranks.talk import communicators, digests, is_planned, weights_of
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
@@ -55,6 +55,7 @@ from torchweft.run.writer import compile_program
 from torchweft.serve.book.entry import CallShape, PlanEntry
 from torchweft.serve.book.measured import asks
 from torchweft.serve.memory_limit import MemoryLimit
+from torchweft.serve.together import Together
 from torchweft.serve.variants import Proof, Variants
 
 MAX_ENTRIES = 256
@@ -317,7 +318,7 @@ class Piece:
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(
-            examples, graphs=bool(options.graphs), fall_back=self._fall_back,
+            examples, graphs=bool(options.graphs), fall_back=self.fall_back,
             constants=captured.constants, saved=captured.saved,
         )  # fmt: skip
         self.device = self.runtime.device if self.runtime is not None else None
@@ -339,6 +340,7 @@ class Piece:
         self.variants = variants or Variants(self)
         self.proof = Proof(self)
         self.plans = PlanCache(self)
+        self.together = Together(self)
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
         self._constants = (*captured.constants.values(), None)
@@ -414,7 +416,7 @@ class Piece:
                 switch, reason = self._switch(entry, context, env)
             if reason:
                 entry = self.plans.sequential(context)
-                self._fall_back(reason)
+                self.fall_back(reason)
             shape = self.plans.shape(entry, context, env)
             if shape.error is not None:  # nor does the plan without parts fit
                 raise shape.error
@@ -470,7 +472,7 @@ class Piece:
         if not refused and (broken := self.plans.guards.refuse(filled)):
             refused = f"graphs: calls are not padded, for {size} rows break {broken}"
         if refused:
-            self._fall_back(refused)
+            self.fall_back(refused)
         return env if refused else filled
 
     def _switch(
@@ -499,18 +501,11 @@ class Piece:
 
     def run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        options = self.service.options
         for reason in filter(None, self._limits(entry)):
-            self._fall_back(reason)
+            self.fall_back(reason)
         if not shape.digests:
-            return self._run(entry, given, shape)
-        told, salt = shape.digests, self.service.salt ^ self.service.costs_salt
-        if salt:
-            told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
-        with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
-            if options.graphs:
-                talk.agree()
-            return self._run(entry, given, shape)
+            return self.run_agreed(entry, given, shape)
+        return self.together(entry, given, shape)
 
     def _limits(self, entry: PlanEntry) -> Iterator[str]:
         """What the device cannot do of what was asked for."""
@@ -523,11 +518,14 @@ class Piece:
             if has_budget or len(used | {step.lane for step in steps}) > 1:
                 yield self.device.one_stream
 
-    def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
+    def run_agreed(
+        self, entry: PlanEntry, given: Sequence[Any], shape: CallShape
+    ) -> tuple[Any, ...]:
+        """Run an entry's program, traced or not, whatever other ranks do."""
         bounds, numbers = shape.bounds, shape.numbers
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
-            return self.pads.take(self._run(entry, filled, shape), rows, bounds[-1])
+            return self.pads.take(self.run_agreed(entry, filled, shape), rows, bounds[-1])
         collected = self.service.traces
         wanted = collected is not None or (entry.num_calls >= 2 and entry.trace is None)
         if self.device is not None and self.device.is_capturing():  # a host must not wait inside
@@ -556,7 +554,7 @@ class Piece:
             if self.service.traces is not None:
                 raise own from error
             entry.trace = Trace(self.graph.name, ())
-            self._fall_back(first_line(own))
+            self.fall_back(first_line(own))
             return None
 
     def compile(self, plan: Plan, inner: str | None = None, *, traced: bool = False) -> Any:
@@ -589,5 +587,5 @@ class Piece:
     def talks(self) -> bool:
         return bool(self.communicators)
 
-    def _fall_back(self, reason: str) -> None:
+    def fall_back(self, reason: str) -> None:
         self.service.fall_back(reason, self.graph.name)

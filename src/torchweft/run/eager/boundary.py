@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.marks import listener, listening
 from torchweft.errors import CaptureError, RunError
-from torchweft.ranks.ranks import EagerError
+from torchweft.ranks.faults import EagerError
 from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
