@@ -77,6 +77,27 @@ class Remembers(nn.Module):
         return dispatch(self.first(cache).relu()) + 1
 
 
+class Exchanges(nn.Module):
+    """All rows go to the other rank and come back; how many they are is told first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.first(x).relu()
+        SEEN.append(len(y))
+        counts = torch.empty(2, dtype=torch.int64)
+        dist.all_gather_single(counts, torch.tensor([len(y)]))
+        rank, theirs = dist.get_rank(), int(counts[1 - dist.get_rank()])
+        there, back = ([0, len(y)], [0, theirs]) if rank == 0 else ([len(y), 0], [theirs, 0])
+        got, own = torch.empty(theirs, WIDTH), torch.empty(len(y), WIDTH)
+        dist.all_to_all_single(got, y, back, there)
+        dist.all_to_all_single(own, got * 2, there, back)
+        return self.second(own) + x
+
+
 def rows_of(number, rank, many):
     generator = torch.Generator().manual_seed(10 * number + rank)
     return torch.randn(many, WIDTH, generator=generator)
@@ -142,6 +163,23 @@ def check_other_choice(rank):
     assert [count for _, count in weft.report(model).fallbacks] == [2]
 
 
+def check_no_rows(rank):
+    """In boundary mode a part may have no rows, and takes part in all exchanges of that part."""
+    plain = Exchanges().eval()
+    for strategy, parts in ((weft.overlap(parts=3), 3), (weft.dual_batch, 2)):
+        model = weft.compile(
+            copy.deepcopy(plain), strategy, capture="boundary", strict=False, watchdog_s=20
+        )
+        for number, sizes in enumerate(((6, 6), (6, 6), (5, 1), (1, 5), (2, 4), (1, 1), (6, 6))):
+            x = rows_of(number, rank, sizes[rank])
+            wanted = plain(x)
+            SEEN.clear()
+            torch.testing.assert_close(model(x), wanted)
+            if number >= 2:  # the first call is recorded, the first one in parts compared
+                assert len(SEEN) == parts and sum(SEEN) == sizes[rank], (sizes, SEEN)
+        assert not weft.report(model).fallbacks, weft.report(model)
+
+
 def check_error(rank):
     """Under fallback="error" the call raises on both ranks, and the next one is fine."""
     plain = Experts().eval()
@@ -169,8 +207,8 @@ def check_auto(rank):
 
 CASES = {
     "fewer rows than parts": check_fewer_rows_than_parts, "not in parts": check_not_in_parts,
-    "written once": check_written_once, "other choice": check_other_choice,
-    "error": check_error, "auto": check_auto,
+    "written once": check_written_once, "no rows": check_no_rows,
+    "other choice": check_other_choice, "error": check_error, "auto": check_auto,
 }  # fmt: skip
 
 

@@ -7,9 +7,10 @@
 
 Ranks may have unequal numbers of rows where no collective says otherwise: experts on several ranks,
 attention of other requests on each. One of them may have fewer rows than parts, and cannot cut: a
-part without rows would need a graph that holds for none, and Dynamo has no symbol for 0 and 1. So
-all of them run that call whole. They find out before the first collective; what was computed until
-then is computed again, and where that must not be, ranks wait for each other before the first op.
+part without rows would need a graph that holds for none, and Dynamo has no symbol for 0 and 1
+(boundary mode has no graph, and cuts: `Graph.takes_empty`). So all of them run that call whole.
+They find out before the first collective; what was computed until then is computed again, and
+where that must not be, ranks wait for each other before the first op.
 """
 
 from __future__ import annotations

@@ -495,7 +495,8 @@ class Scheduler:
 
     def _bounds(self, cut: Cut) -> tuple[int, ...]:
         context = self.context
-        return cut.bounds(context.batch, context.tokens_per_request, self.graph.row_unit)
+        told, unit = context.tokens_per_request, self.graph.row_unit
+        return cut.bounds(context.batch, told, unit, empty=self.graph.takes_empty)
 
     def _open(self, call: str) -> None:
         if self._closed:
