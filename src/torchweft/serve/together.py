@@ -48,7 +48,7 @@ class Together:
         self.may_run_whole = is_plain and is_graph and not (once and are_equal)
         self.agrees_first = bool(options.graphs) or (self.may_run_whole and once)
 
-    def __call__(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> Any:
+    def __call__(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run a call by its plan, or whole if the ranks cut it differently."""
         try:
             return self._talk(entry, given, shape)
@@ -58,7 +58,7 @@ class Together:
             entry.num_calls += 1
             return self._talk(entry, given, shape)
 
-    def _talk(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> Any:
+    def _talk(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         service = self.piece.service
         salt = service.salt ^ service.costs_salt
 
