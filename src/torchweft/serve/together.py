@@ -34,7 +34,8 @@ class Together:
     def __init__(self, piece: Piece) -> None:
         self.piece, graph, options = piece, piece.graph, piece.service.options
         talks = [op for op in graph.ops if op.collective is not None]
-        # What has rows and equal sizes on all ranks says that the rows are equal.
+        # What has rows and equal sizes on all ranks says that the rows are equal: then plans that
+        # differ are a mistake.
         are_equal = any(
             graph.value[name].batch is not None
             for op in talks
@@ -45,7 +46,7 @@ class Together:
         # Several groups would hear of it one by one; and side state is that of a plan's parts.
         is_plain = len(piece.communicators) == 1 and not piece.splitters
         is_graph = graph.level != "boundary" and options.fallback != "error"
-        self.may_run_whole = is_plain and is_graph and not (once and are_equal)
+        self.may_run_whole = is_plain and is_graph and not are_equal
         self.agrees_first = bool(options.graphs) or (self.may_run_whole and once)
 
     def __call__(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
