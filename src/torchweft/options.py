@@ -15,6 +15,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
+from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -22,14 +24,15 @@ from torchweft.capture.marks import INNERS, MarkRule, touches_state
 from torchweft.capture.splitters import Splitter, check_splitters
 from torchweft.errors import StrategyError, unknown
 from torchweft.plan.graph import NAME
-from torchweft.plan.improve.predict import auto  # noqa: F401 - so that the name is known
+from torchweft.plan.improve.predict import auto
 from torchweft.plan.kernels.kernel import as_kernel
-from torchweft.plan.machine import Machine, cpu
+from torchweft.plan.machine import Costs, Machine, cpu
 from torchweft.plan.plan import Plan
 from torchweft.plan.rewrite import Rewrite
 from torchweft.plan.write.strategy import Strategy, Way, as_strategy
 from torchweft.private.core import has_mkldnn
 from torchweft.ranks.ranks import WATCHDOG_S
+from torchweft.ranks.speakers import number_of
 
 MAX_SIZES = 64
 CHOICES: Mapping[str, tuple[str, tuple[str | None, ...]]] = MappingProxyType(
@@ -76,6 +79,8 @@ class Options:
     kernels: by name, the functions or declared kernels that a strategy, or a plan's text, names.
     rewrites: changes of the graph, such as `weft.chunk("down_proj", 4)`, before plans are written.
     remember: whether choices of "auto" are kept on disk for the next process.
+    costs: what ops take, for strategies that ask: the path of a file of `torchweft profile`, or the
+        `Costs` of one, equal on all ranks; by default what calls show, agreed between ranks.
     loads: whether weights that `weft.offload` put on disk are brought in by ops of the graph, each
         block by one that uses io; else they are read as they are touched. By default under the
         strategy `prefetch`, which keeps such ops from filling the memory.
@@ -103,6 +108,7 @@ class Options:
     rewrites: Sequence[Rewrite] = ()
     remember: bool = True
     loads: bool | None = None
+    costs: str | Path | Costs | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -113,6 +119,7 @@ class Options:
             "splitters": check_splitters(self.splitters),
             "graphs": self.graph_sizes or bool(self.graphs),
             "rewrites": tuple(self.rewrites),
+            "costs": _costs_of(self.costs),
             "kernels": {name: as_kernel(own).called(name) for name, own in kernels.items()},
         }
         for name, value in frozen.items():
@@ -148,7 +155,34 @@ class Options:
     @cached_property
     def resolved_machine(self) -> Machine:
         """The machine that plans are written for."""
-        return self.machine or cpu()
+        known = self.costs.machine if isinstance(self.costs, Costs) else None
+        return self.machine or known or cpu()
+
+    @cached_property
+    def resolved_costs(self) -> Costs:
+        """What ops take before calls have shown it."""
+        machine = self.resolved_machine
+        known = self.costs if isinstance(self.costs, Costs) else Costs(machine)
+        return replace(known, machine=machine)
+
+    @cached_property
+    def costs_number(self) -> int:
+        """What ranks with equal costs have in common; 0 without costs of one's own."""
+        own = self.costs
+        if not isinstance(own, Costs):
+            return 0
+        return number_of(repr((own.machine, own.table.entries, own.call_s, own.factors.entries)))
+
+    @property
+    def costs_name(self) -> str:
+        """The costs as errors of ranks that differ name them."""
+        number = self.costs_number
+        return f", costs {number:016x} ({self.resolved_costs.about})" if number else ""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the way that calls run is found out."""
+        return self.resolved_strategy == auto
 
     @cached_property
     def all_rules(self) -> tuple[MarkRule, ...]:
@@ -170,6 +204,15 @@ def _kernels_of(strategy: object) -> dict[str, Any]:
     """The kernels that plans, given as a strategy, bring with them."""
     plans = strategy if isinstance(strategy, list | tuple) else [strategy]
     return {n: k for each in plans if isinstance(each, Plan) for n, k in each.kernels.items()}
+
+
+def _costs_of(given: object) -> Costs | None:
+    """The costs of a file. Raises `MachineError` for one that is none."""
+    if not isinstance(given, str | Path):
+        return given if isinstance(given, Costs) else None
+    files = import_module("torchweft_tools.formats.weft_files")
+    costs: Costs = files.load_measured(given)
+    return replace(costs, about=f"of {Path(given).name}")
 
 
 def is_disabled() -> bool:
@@ -232,6 +275,10 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "shadow": (
             lambda n: _is_count(n, least=0) or (isinstance(n, float) and 0 < n < 1),
             "a number of calls, 0 for none, or a share of the time such as 0.02",
+        ),
+        "costs": (
+            lambda c: c is None or isinstance(c, str | Path | Costs),
+            "the path of a file of `torchweft profile`, or Costs",
         ),
         "loads": (lambda v: v is None or _is_flag(v), "True, False or None"),
         "watchdog_s": (

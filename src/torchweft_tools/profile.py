@@ -46,7 +46,8 @@ from torchweft.plan.strategies import overlap
 from torchweft.plan.trace import Span
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import Strategy
-from torchweft.serve.piece import CallShape, Piece, PlanEntry
+from torchweft.serve.book.entry import CallShape, PlanEntry
+from torchweft.serve.piece import Piece
 from torchweft.serve.session import context
 from torchweft.serve.tuned import processor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchweft.plan.graph import Batch, Collective, Graph, Op, Value
+from torchweft.plan.kernels.declaration import Declaration
 from torchweft.plan.plan import Plan
 from torchweft.plan.sizes import Size
+from torchweft.plan.verify import findings_ranks
 from torchweft_tools.bench import verify as bench
 from torchweft_tools.bench.cases.mutations import MUTATIONS
 from torchweft_tools.bench.cases.random_graphs import random_graph
@@ -226,6 +229,50 @@ def test_both_methods_agree_on_two_thousand_small_cases() -> None:
             decided, safe = decided + 1, safe + verdict
         index += 1
     assert 0.4 < safe / decided < 0.6
+
+
+def talking_late(rng: Random, plans: list[Plan]) -> list[Plan] | None:
+    """The same plans, some collectives by kernels that talk at their complete, if there are any."""
+    graph, placed = plans[0].graph, {place.value for each in plans for place in each.places}
+    issued = {s.names[0] for each in plans for s in each.steps if s.kind == "issue" and not s.by}
+    kinds = {
+        name: talk.kind
+        for name in sorted(issued)
+        if (talk := graph.op[name].collective) is not None and talk.peer is None
+        if not placed.intersection(graph.op[name].makes) and rng.random() < 0.7
+    }
+    told = []
+    for found in plans if kinds else ():
+        steps = [
+            s._replace(by=f"late_{kinds[s.names[0]]}")
+            if s.kind in ("issue", "complete", "run") and s.names[0] in kinds and not s.by
+            else s
+            for s in found.steps
+        ]
+        label = {s.label: new.label for s, new in zip(found.steps, steps, strict=True)}
+        steps = [s._replace(target=label.get(s.target)) if s.target else s for s in steps]
+        declared = [
+            Declaration(f"late_{kind}", 2, talks=((kind, "complete"),) * rng.choice((1, 2)))
+            if rng.random() < 0.7
+            else Declaration(f"late_{kind}", 2, talks=((kind, "issue"), (kind, "complete")))
+            for kind in sorted({*kinds.values()})
+        ]
+        told.append(replace(found, steps=tuple(steps), declared=(*found.declared, *declared)))
+    return told or None
+
+
+def test_kernels_that_talk_at_their_complete_are_judged_as_the_verifier_does() -> None:
+    judged, safe, index = 0, 0, 0
+    while judged < 120:
+        plans = talking_late(Random(index), bench.case(11, index))
+        index += 1
+        if plans is None:
+            continue
+        verdict, tried = by_closure(plans), by_interleavings(plans, max_states=300)
+        assert verdict == (not findings_ranks(plans)), f"case(11, {index - 1})"
+        assert tried in (None, verdict), f"case(11, {index - 1})"
+        judged, safe = judged + 1, safe + verdict
+    assert 20 < safe < 100
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -182,6 +182,10 @@ def test_flights_at_once_share_the_network() -> None:
         spans = simulate(plan_of(graph, where, text), Context(batch=4), where, costs).spans
         flights = {s.label: s.end_s for s in spans if s.kind == "transfer"}
         ends.append([flights[name] for name in ("r", "r1", "r2")])
+        alone = simulate(
+            plan_of(graph, where, text), Context(batch=4), where, costs, contention=False
+        )
+        assert alone.makespan_s == 7.0, "what nothing slows down still shares one network"
     assert ends == [[4.0, 5.0, 7.0], [pytest.approx(5.0), pytest.approx(5.0), pytest.approx(7.0)]]
 
 

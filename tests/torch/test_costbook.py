@@ -10,7 +10,7 @@ import pytest
 from torchweft.plan.context import Context
 from torchweft.plan.machine import cost_key, cpu
 from torchweft.plan.trace import Span, Trace
-from torchweft.serve.costbook import CostBook
+from torchweft.serve.book.costbook import CostBook
 from torchweft_tools.demo.blueprint import transformer
 
 GRAPH = transformer(2)

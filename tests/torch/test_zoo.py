@@ -14,7 +14,8 @@ def test_a_model_is_captured_split_and_equal(name, library):
     rows, summary = zoo.run(models=name)
     assert rows[0]["error"] == ""
     assert summary["captured"] == summary["sequential_equal"] == summary["split_equal"] == 1
-    assert rows[0]["split_share"] > 0.8
+    assert rows[0]["split_share"] is not None  # of time; how much of it depends on the machine
+    assert len(rows[0]["whole_ops"]) < 0.2 * rows[0]["num_ops"], rows[0]["whole_ops"]
     assert rows[0]["unsafe"] == []
     assert rows[0]["plans"] >= 20
 

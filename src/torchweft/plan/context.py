@@ -84,11 +84,14 @@ class Cut:
         rule = f" at {self.rule}" if self.rule else ""
         return " ".join(map(str, self.fractions)) + rule
 
-    def bounds(self, num_rows: int, requests: Sequence[int] = (), unit: int = 1) -> tuple[int, ...]:
+    def bounds(
+        self, num_rows: int, requests: Sequence[int] = (), unit: int = 1, *, empty: bool = False
+    ) -> tuple[int, ...]:
         """Row borders 0 = b0 < b1 < ... = num_rows; `requests` are the rows of each request.
 
-        unit: borders are multiples of it (`Graph.row_unit`). Raises `StrategyError` where there are
-        fewer rows (or requests) than parts, or rows that do not divide by the unit.
+        unit: borders are multiples of it (`Graph.row_unit`). empty: parts may have no rows. Raises
+        `StrategyError` where there are fewer rows (or requests) than parts otherwise, or rows that
+        do not divide by the unit.
         """
         if num_rows % unit and self.num_parts > 1:
             raise StrategyError(
@@ -114,7 +117,7 @@ class Cut:
                 told = "decode requests and prefill requests, one kind behind the other"
                 raise StrategyError(f"split: a batch is cut at phases if it has {told}.")
         bounds = (0, *inner, num_rows)
-        if any(end <= start for start, end in pairwise(bounds)):
+        if any(end < start + (not empty) for start, end in pairwise(bounds)):
             what = f"{len(requests)} requests" if self.rule else f"{num_rows} rows"
             units = f" of a multiple of {unit} rows" if unit > 1 else ""
             raise StrategyError(
@@ -228,6 +231,10 @@ class Bucket:
     def wavers(self, batch: int) -> bool:
         """Whether a call of this batch may have to look which plan was used last."""
         return any(band.first <= batch < band.border for band in self.bands)
+
+    def meets(self, other: Bucket) -> bool:
+        """Whether some batch is in both."""
+        return self.first < other.end and other.first < self.end
 
     def __contains__(self, batch: int) -> bool:
         return self.first <= batch < self.end

@@ -218,6 +218,13 @@ class Graph:
         return frozenset(v.name for v in self.values if v.batch is not None and v.batch.deal)
 
     @cached_property
+    def takes_empty(self) -> bool:
+        """Whether parts may have no rows: the model itself runs them, and where ranks exchange
+        unequal numbers of rows, one with few of them says in each part what the others say."""
+        kinds = [op.collective.kind for op in self.ops if op.collective is not None]
+        return self.level == "boundary" and any(kind.startswith("all_to_all") for kind in kinds)
+
+    @cached_property
     def row_unit(self) -> int:
         """What the rows of each part must be a multiple of, for the code and for what is dealt."""
         batches = [value.batch for value in self.values if value.batch is not None]

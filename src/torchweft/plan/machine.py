@@ -39,6 +39,7 @@ VERSION = 1
 MAX_RATE = 1e30
 MAX_S = 1e9
 MAX_PRIORITY, MAX_SMS, MAX_DEVICES = 100, 100_000, 1000
+FORMULAS = "formulas"  # where costs are from that nobody has measured
 MAX_FIXED = 4  # times what the formula has for any size
 LANE = re.compile(
     rf"({NAME.pattern}) on ({NAME.pattern}) uses ([a-z,]+)(?: to ({NAME.pattern}))?"
@@ -346,12 +347,14 @@ class Costs:
     call_s: what a call takes before its plan begins and after it has ended.
     factors: how many times as long ops take beside work of the other kind, by rows, where the
     slowdowns of the device name it; those of an op that is not in it are the device's.
+    about: where they come from, for people.
     """
 
     machine: Machine
     table: CostTable = CostTable()
     call_s: float = 0.0
     factors: CostTable = CostTable()
+    about: str = FORMULAS
 
     def run_s(self, graph: Graph, op: Op, env: Env, device: str = "cpu") -> float:
         """Seconds of one run of an op. Of a network op: from its start to its end."""

@@ -164,7 +164,8 @@ class Plan:
     def bounds(self, num_rows: int, requests: Sequence[int] = ()) -> tuple[int, ...]:
         """The row borders of the parts, as `Cut.bounds` has them, at rows where the graph allows
         them. Raises `StrategyError` where there are none."""
-        return self.cut.bounds(num_rows, requests, self.graph.row_unit)
+        graph = self.graph
+        return self.cut.bounds(num_rows, requests, graph.row_unit, empty=graph.takes_empty)
 
     @cached_property
     def is_lowered(self) -> bool:

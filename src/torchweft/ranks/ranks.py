@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchweft.errors import PlanError, RunError
 from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
+from torchweft.ranks.faults import EagerError, LostError, WholeError
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Roles, Speaker
 from torchweft.ranks.waiters import beside
@@ -53,26 +54,6 @@ Answer = TypeVar("Answer")
 def is_among(number: int, share: int) -> bool:
     """Whether a call is among the share (of a thousand) that runs by plans; they lie evenly."""
     return number * share // EVERY > (number - 1) * share // EVERY
-
-
-class EagerError(PlanError):
-    """Some rank runs its model as it is, and this one has a plan, or the other way round.
-
-    is_over: whether that rank waits for nobody; then nothing hinders this one from doing the same.
-    """
-
-    is_over = False
-
-
-class LostError(Exception):
-    """Another rank did not do its share; becomes a `RunError` that names the step.
-
-    channel: where it was waited for, if that is known.
-    """
-
-    def __init__(self, text: str, channel: Channel | None = None) -> None:
-        super().__init__(text)
-        self.channel = channel
 
 
 def wait(work: Any, name: str = "", *, over: Callable[[], bool] = bool) -> None:
@@ -141,7 +122,10 @@ class Channel:
         self._told: tuple[Any, torch.Tensor] | None = None
         self._announced: tuple[Any, torch.Tensor, Speaker] | None = None
         self._speaker: Speaker | None = None
+        self._whole: Callable[[], int] = int
+        self._num_talks: MutableMapping[Speaker, int] = weakref.WeakKeyDictionary()
         self._digest, self._claim, self._place, self._graph = REFUSED, 0, 0, ""
+        self._asks = False  # whether this rank wants to agree on costs in this call
         self._agreed: set[tuple[int, int, int]] = set()  # what all ranks have said alike before
         self._pending: queue.Queue[Any] = queue.Queue(MAX_AHEAD)  # agreements still to come
         self._keeper: threading.Thread | None = None
@@ -153,10 +137,13 @@ class Channel:
 
     # A call: begin, agree, end or fail.
 
-    def begin(self, digest: int, speaker: Speaker, graph: str = "") -> None:
+    def begin(
+        self, digest: int, speaker: Speaker, graph: str = "", whole: Callable[[], int] = int
+    ) -> None:
         """Tell the other ranks what this call will do. Raises `RunError` on a dead group.
 
-        graph: the name of the planned graph, for the others to read if they do not agree.
+        graph: the name of the planned graph, for the others to read if they do not agree. whole:
+        gives the digest of the call with the batch whole, if it can be run so instead, else 0.
         """
         if self.dead:
             raise RunError(
@@ -170,11 +157,13 @@ class Channel:
             )
         self._await_announced()
         self.num_calls, self.differs = self.num_calls + 1, False
-        self._digest, self._speaker, self._graph = digest, speaker, graph
+        self._digest, self._speaker, self._graph, self._whole = digest, speaker, graph, whole
         self._claim = self.roles.get(speaker) or speaker.first_claim(self.roles)
         self._place = speaker.place(self.name)
         wish = NO_WISH if speaker.wanted is None else speaker.wanted
-        message = [self.num_calls, digest, self._claim, self._place, wish]
+        number = self._num_talks[speaker] = self._num_talks.get(speaker, 0) + 1
+        self._asks = speaker.asks_costs(number)
+        message = [self.num_calls, digest, self._claim, self._place, wish, self._asks]
         self._told = self._send(message, torch.int64)
 
     def announce(self, speaker: Speaker) -> None:
@@ -208,7 +197,8 @@ class Channel:
         if self._told is None:
             return
         (work, told), self._told = self._told, None
-        if self.carried and (self._digest, self._claim, self._place) in self._agreed:
+        claimed = self._digest, self._claim, self._place
+        if self.carried and not self._asks and claimed in self._agreed:
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="weft keeper", daemon=True)
                 self._keeper.start()
@@ -219,7 +209,9 @@ class Channel:
             return
         wait(work, self.name)
         assert self._speaker is not None, "only a call that has begun is agreed on"
-        rows = self._hear(told.tolist(), self._speaker)
+        said = told.tolist()
+        all_ask = all(row[-1] for row in said)
+        rows = self._hear(said, self._speaker)
         _, digest, claim, _ = rows[0]
         if any(row != rows[0] for row in rows) or digest == REFUSED:
             _, digests, claims, _ = zip(*rows, strict=True)
@@ -230,6 +222,8 @@ class Channel:
                 raise over
             if REFUSED in digests or len(set(digests)) > 1:
                 kind = EagerError if EAGER in digests else PlanError
+                if min(digests) > STOCK:
+                    self._look_for_whole()
                 raise self._disagree(kind, "do not plan the same collectives")
             if len({(number, place) for number, _, _, place in rows}) > 1:
                 raise self._disagree(PlanError, "are not at the same place of a call")
@@ -242,6 +236,19 @@ class Channel:
             self.roles[self._speaker] = claim
         if digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
+        if all_ask:
+            self._speaker.agree_on_costs(self._gather, f"agreed at call {self.num_calls}")
+
+    def _look_for_whole(self) -> None:
+        """Raise `WholeError`, on all ranks, if all can run this call with the batch whole."""
+        said = {row[0] for row in self._gather([self._whole()], torch.int64).tolist()}
+        if len(said) == 1 and 0 not in said:
+            self.differs = True
+            raise WholeError(
+                "ranks: the ranks cut this call differently, as one with fewer rows than parts "
+                "does, so all of them run it whole.",
+                rule=RANKS,
+            )
 
     def _keep(self) -> None:
         """Compare what ranks say of calls that have gone on meanwhile."""
@@ -274,7 +281,9 @@ class Channel:
         A wish comes true at a call that no host can have come to. Until then others are not heard:
         who has one says it again. Of two the smaller share is taken.
         """
-        number, wishes = rows[0][0], {row.pop() for row in rows} - {NO_WISH}
+        number, wishes = rows[0][0], {row[-2] for row in rows} - {NO_WISH}
+        for row in rows:
+            del row[-2:]
         _, now, at = self._shares.get(speaker, (EVERY, EVERY, 0))
         if wishes and number >= at:
             share = min(wishes)
@@ -310,7 +319,7 @@ class Channel:
         """The error of ranks that cannot talk, with what each of them was about to do."""
         speaker = self._speaker
         assert speaker is not None, "only a call that has begun can differ"
-        plan = f"plans collectives {self._digest:016x} of {self._graph}"
+        plan = f"plans collectives {self._digest:016x} of {self._graph}{speaker.costs_name}"
         role = f"model {self.roles[speaker]}" if speaker in self.roles else "new"
         text = f"call {self.num_calls}, {WITHOUT_PLAN.get(self._digest, plan)}: {speaker.name}"
         letters = f"{text} ({role} of this group)".encode()[:NUM_LETTERS].ljust(NUM_LETTERS)
@@ -322,8 +331,8 @@ class Channel:
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
-            + "\n  Every rank must call the same models in the same order, and dealt rows must "
-            "meet the same weights; compile on each rank only the models that it calls.",
+            + "\n  Every rank must call the same models in the same order, with equal costs= and, "
+            "for dealt rows, equal weights; compile on each rank only the models that it calls.",
             rule=RANKS,
         )
 

@@ -19,14 +19,40 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 _numbers = itertools.count()
 _speakers: weakref.WeakValueDictionary[int, Speaker] = weakref.WeakValueDictionary()
 Roles = MutableMapping["Speaker", int]
 """The numbers that the ranks of one group have given to their models."""
+
+
+FIRST_COSTS = 4
+"""The talk of a model in which ranks first agree on what its ops cost; then they do at 8, 16 ..."""
+
+
+class AgreedCosts(Protocol):
+    """The costs of a model's ops, to be the same on all ranks."""
+
+    def wanted(self) -> bool:
+        """Whether this rank has plans that depend on them."""
+        ...
+
+    def tell(self) -> bytes:
+        """What was seen here."""
+        ...
+
+    def hear(self, told: Sequence[bytes], where: str) -> None:
+        """Take what all ranks have seen."""
+        ...
+
+    def note_trace(self, entry: Any) -> None:
+        """A plan was traced by a model that talks with nobody."""
+        ...
 
 
 class Speaker:
@@ -37,6 +63,8 @@ class Speaker:
         self.talked = self.is_silent = False
         self.wanted: int | None = None  # the share of calls that the ranks are still to agree on
         self.share: int | None = None  # what they agreed on last; None as long as it is all
+        self.costs: AgreedCosts | None = None
+        self.costs_name = ""  # which costs were given to it, as errors say it
         self._here = threading.local()
         _speakers[next(_numbers)] = self
 
@@ -55,6 +83,21 @@ class Speaker:
             return 0
         talks[group] = talks.get(group, -1) + 1
         return talks[group]
+
+    def asks_costs(self, number: int) -> bool:
+        """Whether this talk of the model is one in which it wants to agree on costs."""
+        due = number >= FIRST_COSTS and number & (number - 1) == 0
+        return due and self.costs is not None and self.costs.wanted()
+
+    def agree_on_costs(
+        self, gather: Callable[[Sequence[float], torch.dtype], torch.Tensor], where: str
+    ) -> None:
+        """Tell all ranks what was seen here, and take what they have; each of them is here."""
+        assert self.costs is not None, "only who asks for costs agrees on them"
+        mine = self.costs.tell()
+        size = int(gather([len(mine)], torch.int64).max())
+        rows = gather([*mine.ljust(size)], torch.uint8)
+        self.costs.hear([bytes(row) for row in rows.tolist()], where)
 
     def claim(self, roles: Roles) -> int:
         """Its role, from 1 on; below 0 if it has none yet: then its name and its place tell it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -27,7 +27,8 @@ from torchweft.plan.deals import beside
 from torchweft.plan.graph import Collective, Graph
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import TorchDispatchMode
-from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, LostError, channel
+from torchweft.ranks.faults import LostError
+from torchweft.ranks.ranks import EAGER, RANKS, REFUSED, WAITS, Channel, channel
 from torchweft.ranks.speakers import Speaker, number_of, stable_name
 
 SEQUENCE = "sequence"
@@ -227,7 +228,9 @@ class Talk:
         speaker: Speaker,
         watchdog_s: float,
         weights: Mapping[str, int] = MappingProxyType({}),
+        whole: Callable[[], int] = int,
     ) -> None:
+        self.whole = whole  # gives the digest of the call with the batch whole, or 0
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
         self.weights = weights
@@ -250,7 +253,7 @@ class Talk:
         if (weights := self.weights.get(name)) is not None:
             digest = (digest ^ weights) | 1 << 62
             graph += f", dealt rows meet weights {weights:016x}"
-        begun.begin(digest, self.speaker, graph)
+        begun.begin(digest, self.speaker, graph, self.whole)
         self.channels.append(begun)
         return begun
 

@@ -29,7 +29,8 @@ from torchweft.plan.kernels.fitting import given_to, makes_of, used_up
 from torchweft.plan.kernels.kernel import Kernel
 from torchweft.plan.plan import Plan, Step
 from torchweft.private.core import TorchDispatchMode
-from torchweft.ranks.ranks import LostError, group, lost
+from torchweft.ranks.faults import LostError
+from torchweft.ranks.ranks import group, lost
 from torchweft.ranks.talk import KERNEL, PLAIN, group_of
 
 MAX_SHAPES = 4096

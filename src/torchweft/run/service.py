@@ -37,6 +37,7 @@ class Service:
         self.here = threading.local()  # ran: whether a graph has run in this thread's call
         self.num_stock = 0  # calls, of graphs or models, that were not to run by plans
         self.salt = 0  # what ranks must have in common in this call, beyond its collectives
+        self.costs_salt = options.costs_number  # nor do ranks with unequal costs agree
         self.watches = False  # whether calls are traced or kept: they take the long way then
         self.traces: list[Trace] | None = None
         self.kept: dict[Any, list[Any]] | None = None

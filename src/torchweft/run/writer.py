@@ -79,6 +79,8 @@ def putter(value: Value) -> Callable[[Any, Any, int, int, int], None]:
         take(whole, rows, start, stop).copy_(part)
 
     def put_outer(whole: Any, part: Any, rows: int, start: int, stop: int) -> None:
+        if start == stop:
+            return
         into = rows_apart(whole, batch, rows).narrow(batch.dim + 1, start, stop - start)
         into.copy_(rows_apart(part, batch, stop - start))
 
@@ -118,14 +120,17 @@ def whole_like(
 
     Dims lie in memory in the part's order, so a transposed part gives a transposed whole. Of a part
     with a single entry there, where its rows lie cannot be seen: then it is as the whole `lies`.
+    How large the whole is, a part without rows does not show: the graph says it.
     """
     dim = _batch(value).dim
+    size = value.shape[dim]
 
     def make(part: Any, part_rows: int, rows: int) -> Any:
         shape = list(part.shape)
         order = sorted(range(part.dim()), key=lambda d: (-part.stride(d), d))
-        order = list(lies) if lies is not None and shape[dim] == 1 else order
-        shape[dim] = shape[dim] // part_rows * rows
+        order = list(lies) if lies is not None and shape[dim] < 2 else order
+        known = shape[dim] // part_rows * rows if part_rows else None
+        shape[dim] = size.evaluate(dict.fromkeys(size.symbols, rows)) if known is None else known
         room = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
         return _poisoned(room, poison)
 

@@ -33,16 +33,18 @@ from torchweft.errors import PlanError, RunError, WeftError
 from torchweft.plan.context import TOLD, HostFacts
 from torchweft.plan.improve import replay
 from torchweft.plan.improve.predict import candidates
+from torchweft.plan.machine import FORMULAS
 from torchweft.plan.strategies import sequential
 from torchweft.plan.write.strategy import Strategy
 from torchweft.private.core import has_mkldnn, tree_leaves
-from torchweft.ranks.ranks import RANKS, EagerError, LostError
+from torchweft.ranks.faults import EagerError, LostError
+from torchweft.ranks.ranks import RANKS
 from torchweft.ranks.speakers import number_of
 from torchweft.ranks.talk import Ear, announce, meet
 from torchweft.run.accelerator.accelerator import devices_of
 from torchweft.run.compare import leaves_of
+from torchweft.serve.book.costbook import Calls, CostBook, same_on_all
 from torchweft.serve.budget import Budget
-from torchweft.serve.costbook import Calls, CostBook, same_on_all
 from torchweft.serve.piece import Piece, remember
 from torchweft.serve.session import Session
 from torchweft.serve.trials import COMPILED, Choice, Race, Trials, Way
@@ -372,6 +374,7 @@ class Auto:
             for piece in pieces:
                 self.book.read(piece)
             self.traced[kind] = [(p, p.traced.context) for p in pieces if p.traced is not None]
+            self._share_costs(self.traced[kind])
             return self._known(kind, pieces) or self._predicted(pieces)
         if race.num_heats <= 3 and all(way.inner is None for way in race.speeds if way):
             best = race.winner() or sequential
@@ -382,6 +385,17 @@ class Auto:
             ways: list[Way] = [replace(best, inner=inner) for inner in others]
             return [*ways, COMPILED] if self.tries_compiled else ways
         return ()
+
+    def _share_costs(self, calls: Calls) -> None:
+        """Let strategies ask for what was seen, once, if all ranks have seen the same ops."""
+        told = [(piece.graph.digest, piece.plans.costs.about) for piece, _ in calls]
+        if not same_on_all(told, self.trials.agreed):
+            return
+        for piece, context in calls:
+            if piece.plans.costs.about == FORMULAS:
+                costs = self.book.agreed_costs(piece, context, self.trials.agreed)
+                if costs is not None:
+                    piece.take_costs(replace(costs, about="measured by auto"))
 
     def _known(self, kind: Hashable, pieces: Sequence[Piece]) -> Choice | None:
         """What a race in an earlier process has shown, if all ranks know the same."""

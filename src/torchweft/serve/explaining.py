@@ -20,7 +20,7 @@ from torchweft.plan.explain.timeline import timeline_of
 from torchweft.plan.explain.what_if import WhatIf, seen_costs, what_ifs
 from torchweft.plan.trace import Trace, side_by_side
 from torchweft.plan.write.strategy import option_defaults
-from torchweft.serve.piece import PlanEntry
+from torchweft.serve.book.entry import PlanEntry
 from torchweft.serve.session import Session
 
 

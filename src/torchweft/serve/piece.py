@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from torchweft.capture.guards import guards_of, shared_bytes
 from torchweft.capture.splitters import STATE, Switch, switch_for
 from torchweft.errors import (
     CaptureError,
-    MemoryPlanError,
     RefusedError,
     RunError,
     StateError,
@@ -46,56 +45,22 @@ from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.checksums import Checksums
 from torchweft.ranks.ranks import EVERY
-from torchweft.ranks.talk import Talk, communicators, digests, group_of, is_planned
+from torchweft.ranks.talk import communicators, digests, group_of, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
 from torchweft.run.program import Program
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
+from torchweft.serve.book.entry import CallShape, PlanEntry
+from torchweft.serve.book.measured import asks
 from torchweft.serve.memory_limit import MemoryLimit
+from torchweft.serve.together import Together
 from torchweft.serve.variants import Proof, Variants
 
 MAX_ENTRIES = 256
 MAX_SHAPES = 4096
 NO_DEVICE = "graphs: the inputs live on no accelerator"
-
-
-class CallShape(NamedTuple):
-    """Row borders of the parts, sizes that bodies need, digests of the collectives by group.
-
-    refused: why the call must not be cut at these borders, or run by the plan; empty if it may.
-    context: what was known of the call. error: that the plan needs more memory than there is.
-    """
-
-    bounds: tuple[int, ...]
-    numbers: tuple[int, ...]
-    digests: dict[str, int]
-    refused: str = ""
-    context: Context = Context()
-    error: MemoryPlanError | None = None
-
-
-@dataclass
-class PlanEntry:
-    """A plan in use, with its program and what calls have shown of it.
-
-    piece: the graph that it is of, as it is or as a strategy has rewritten it.
-    inner: what runs the calls inside of its ops. traced: the call that its trace is of.
-    recent: the entry of the last call, for all that were written for the same facts.
-    """
-
-    piece: Piece
-    plan: Plan
-    program: Any
-    bucket: Bucket
-    facts: tuple[object, ...] = ()
-    inner: str | None = None
-    num_calls: int = 0
-    trace: Trace | None = None
-    traced: CallShape | None = None
-    shapes: dict[object, CallShape] = field(default_factory=dict)
-    recent: list[PlanEntry] = field(default_factory=list)
 
 
 class PlanCache:
@@ -118,6 +83,7 @@ class PlanCache:
         self._sequential: PlanEntry | None = None
         self._talks = piece.talks
         self.limit = MemoryLimit(self.options.resolved_machine)
+        self.costs = self.options.resolved_costs  # equal on all ranks that the model talks with
         self._lock = threading.Lock()
 
     def all_entries(self) -> list[PlanEntry]:
@@ -130,6 +96,15 @@ class PlanCache:
             self._known.clear()
             self._recent.clear()
             self.entries.clear()
+
+    def take_costs(self, costs: Costs) -> None:
+        """Plans are written at these costs from now on; those that depend on them, anew."""
+        with self._lock:
+            self.costs = costs
+            for entry in filter(asks, self.entries):
+                entry.is_spent = True
+            self._known.clear()
+            self._recent.clear()
 
     def entry(self, context: Context, env: Mapping[str, int]) -> tuple[PlanEntry, str]:
         """The plan for a call; with the reason if it is not the strategy's own."""
@@ -184,7 +159,7 @@ class PlanCache:
 
     def plan(self, strategy: Strategy, context: Context) -> Plan:
         try:
-            bare = self._bare(strategy, context, Costs(self.options.resolved_machine))
+            bare = self._bare(strategy, context)
         except StrategyError as error:
             if error.rule == "split" and self.graph.batch is None:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
@@ -195,12 +170,12 @@ class PlanCache:
             check_steps(bare)
         return verify(lower(bare))
 
-    def _bare(self, strategy: Strategy, context: Context, costs: Costs) -> Plan:
+    def _bare(self, strategy: Strategy, context: Context) -> Plan:
         """What a strategy writes, of this graph or of one that it has rewritten."""
         variants = self.piece.variants  # a fallback runs the graph that it stands in for
         base = self.graph if strategy is sequential else variants.base
         plan = write(
-            strategy, base, context, costs.machine, costs=costs,
+            strategy, base, context, self.costs.machine, costs=self.costs,
             kernels=self.options.kernels, rewriter=variants.graph_of,
         )  # fmt: skip
         done = [line for line in variants.history(plan.graph) if line not in plan.history]
@@ -210,7 +185,8 @@ class PlanCache:
         """An entry whose bucket fits, or a new one; with the reason if it is the fallback."""
         facts = _facts(context)
         for entry in [*self._recent.get(facts, ()), *self.entries]:
-            if context.batch in entry.bucket and entry.facts == facts:
+            fits = context.batch in entry.bucket and entry.facts == facts
+            if fits and not entry.is_spent:
                 return entry, ""
         try:
             return self._write(context.strategy or self.options.resolved_strategy, context), ""
@@ -239,20 +215,27 @@ class PlanCache:
             raise StrategyError(
                 f"state: a plan with splitters must use one lane; this one uses {', '.join(lanes)}."
             )
-        program, facts = self.compile(plan, strategy.inner), _facts(context)
+        facts = _facts(context)
+        for entry in self.entries:
+            known = entry.is_spent and (entry.bucket, entry.facts, entry.inner)
+            if known == (bucket, facts, strategy.inner) and _alike(entry.plan, plan):
+                entry.plan, entry.trace, entry.is_spent = plan, None, False  # it is traced again
+                return self._keep(entry)
+        program = self.compile(plan, strategy.inner)
         return self._keep(PlanEntry(self.piece, plan, program, bucket, facts, strategy.inner))
 
     def _keep(self, entry: PlanEntry) -> PlanEntry:
         entry.recent = self._recent.setdefault(entry.facts, [])
-        if len(self.entries) >= MAX_ENTRIES:
-            self.entries.pop(0)
-        self.entries.append(entry)
+        alike = [e for e in self.entries if e.facts == entry.facts and e.bucket.meets(entry.bucket)]
+        gone = [entry, *(e for e in alike if e.is_spent)]
+        kept = [e for e in self.entries if all(e is not other for other in gone)]
+        self.entries = [*kept[-MAX_ENTRIES + 1 :], entry]
         return entry
 
     def predict(self, strategy: Strategy, context: Context, costs: Costs) -> float:
         """Seconds of a call by a strategy, as simulated; without end if it cannot run so."""
         try:
-            plan = lower(self._bare(strategy, context, costs))
+            plan = lower(self._bare(strategy, context))
             if plan.num_parts > 1:
                 bounds = plan.bounds(context.batch, context.tokens_per_request)
                 if self._refusal(bounds, context.env(self.graph.batch)):
@@ -280,6 +263,10 @@ def remember(memory: dict[object, Any], key: object, value: Any) -> None:
     if len(memory) >= MAX_SHAPES:
         memory.clear()
     memory[key] = value
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    return replace(one, history=()) == replace(other, history=())
 
 
 def _facts(context: Context) -> tuple[object, ...]:
@@ -331,7 +318,7 @@ class Piece:
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self.runtime = runtime_of(
-            examples, graphs=bool(options.graphs), fall_back=self._fall_back,
+            examples, graphs=bool(options.graphs), fall_back=self.fall_back,
             constants=captured.constants, saved=captured.saved,
         )  # fmt: skip
         self.device = self.runtime.device if self.runtime is not None else None
@@ -354,6 +341,7 @@ class Piece:
         self.variants = variants or Variants(self)
         self.proof = Proof(self)
         self.plans = PlanCache(self)
+        self.together = Together(self)
         compiling = CompileContext.current_compile_id()
         self.frame = compiling.frame_id if compiling is not None else None
         self._constants = (*captured.constants.values(), None)
@@ -427,7 +415,7 @@ class Piece:
                 switch, reason = self._switch(entry, context, env)
             if reason:
                 entry = self.plans.sequential(context)
-                self._fall_back(reason)
+                self.fall_back(reason)
             shape = self.plans.shape(entry, context, env)
             if shape.error is not None:  # nor does the plan without parts fit
                 raise shape.error
@@ -483,7 +471,7 @@ class Piece:
         if not refused and (broken := self.plans.guards.refuse(filled)):
             refused = f"graphs: calls are not padded, for {size} rows break {broken}"
         if refused:
-            self._fall_back(refused)
+            self.fall_back(refused)
         return env if refused else filled
 
     def _switch(
@@ -502,6 +490,8 @@ class Piece:
         alone = entry.program if by_plan and len(entry.program.functions) == 1 else None
         if entry.bucket.wavers(shape.context.batch):  # it depends on the call before
             return
+        if entry.is_spent:
+            return
         trusted = self.inner(entry.inner).trusted
         remember(self._ready, key, Ready(entry, alone, shape, trusted))
 
@@ -510,20 +500,11 @@ class Piece:
 
     def run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        options = self.service.options
         for reason in filter(None, self._limits(entry)):
-            self._fall_back(reason)
+            self.fall_back(reason)
         if not shape.digests:
-            return self._run(entry, given, shape)
-        told, salt = shape.digests, self.service.salt
-        if salt:
-            told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
-        in_shares = self.checksums if entry.plan.num_parts > 1 else None
-        weights = in_shares.numbers(given) if in_shares is not None else {}
-        with Talk(entry.plan, told, self.service.speaker, options.watchdog_s, weights) as talk:
-            if options.graphs:
-                talk.agree()
-            return self._run(entry, given, shape)
+            return self.run_agreed(entry, given, shape)
+        return self.together(entry, given, shape)
 
     def _limits(self, entry: PlanEntry) -> Iterator[str]:
         """What the device cannot do of what was asked for."""
@@ -536,11 +517,14 @@ class Piece:
             if has_budget or len(used | {step.lane for step in steps}) > 1:
                 yield self.device.one_stream
 
-    def _run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
+    def run_agreed(
+        self, entry: PlanEntry, given: Sequence[Any], shape: CallShape
+    ) -> tuple[Any, ...]:
+        """Run an entry's program, traced or not, whatever other ranks do."""
         bounds, numbers = shape.bounds, shape.numbers
         if self.pads is not None and (rows := self.pads.rows(given)) < bounds[-1]:
             filled = self.pads.fill(given, rows, bounds[-1])
-            return self.pads.take(self._run(entry, filled, shape), rows, bounds[-1])
+            return self.pads.take(self.run_agreed(entry, filled, shape), rows, bounds[-1])
         collected = self.service.traces
         wanted = collected is not None or (entry.num_calls >= 2 and entry.trace is None)
         if self.device is not None and self.device.is_capturing():  # a host must not wait inside
@@ -551,6 +535,9 @@ class Piece:
             return outputs
         outputs, entry.trace = self._runs_traced(program, given, bounds, numbers=numbers)
         self.traced = entry.traced = shape
+        measured = self.service.speaker.costs
+        if measured is not None and not self.communicators:
+            measured.note_trace(entry)
         if collected is not None:
             collected.append(entry.trace)
         return outputs
@@ -566,7 +553,7 @@ class Piece:
             if self.service.traces is not None:
                 raise own from error
             entry.trace = Trace(self.graph.name, ())
-            self._fall_back(first_line(own))
+            self.fall_back(first_line(own))
             return None
 
     def compile(self, plan: Plan, inner: str | None = None, *, traced: bool = False) -> Any:
@@ -574,6 +561,12 @@ class Piece:
         compiler = compile_program if self.runtime is None else self.runtime.compile
         bodies, jitter = self.inner(inner).bodies, self.service.options.jitter
         return compiler(plan, bodies, traced=traced, jitter=jitter)
+
+    def take_costs(self, costs: Costs) -> None:
+        """Write plans at these costs from the next call on."""
+        for piece in self.variants.pieces:
+            piece.plans.take_costs(costs)
+            piece._ready.clear()
 
     def forget(self) -> None:
         """Forget all plans: the next call writes a new one."""
@@ -593,5 +586,5 @@ class Piece:
     def talks(self) -> bool:
         return bool(self.communicators)
 
-    def _fall_back(self, reason: str) -> None:
+    def fall_back(self, reason: str) -> None:
         self.service.fall_back(reason, self.graph.name)

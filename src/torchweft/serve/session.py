@@ -33,7 +33,9 @@ from torchweft.private.core import set_grad_enabled_
 from torchweft.ranks.ranks import EVERY, introduce, is_among
 from torchweft.ranks.speakers import Speaker
 from torchweft.run.service import Service
-from torchweft.serve.piece import Piece, PlanEntry
+from torchweft.serve.book.entry import PlanEntry
+from torchweft.serve.book.measured import MeasuredCosts
+from torchweft.serve.piece import Piece
 
 if TYPE_CHECKING:
     from torchweft.run.eager.boundary import Boundary
@@ -86,6 +88,10 @@ class Session:
         self.auto: Any = None  # what chooses how calls run, if nobody has said it: `Auto`
         self.heard: set[str] | None = None  # the communicators of a call as it is, if it was heard
         self.breaks: dict[str, None] = {}
+        # With costs of a file there is nothing to agree on, and `auto` agrees on them in its races.
+        measures = options.costs is None and options.capture == "graph"
+        self.speaker.costs = MeasuredCosts(self) if measures and not options.is_auto else None
+        self.speaker.costs_name = options.costs_name
         self._held = contextlib.ExitStack()  # hooks and threads of boundary mode
         introduce()
 

@@ -30,6 +30,7 @@ from torchweft.private.core import tree_leaves
 
 BLOCK = "weft_block"  # of a node: the call of a block at whose borders ops end
 PIECE = "weft_piece"  # of a node: which piece it is of what a rewrite has cut, such as "2of4"
+ROOM = ("empty", "zeros", "ones", "full")
 SMALL_BYTES, SMALL_FLOPS = 1 << 16, 1 << 20
 COPYING = frozenset(
     {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
@@ -243,7 +244,10 @@ def mark_cheap(units: list[Unit], rows: Rows, noticed: set[int]) -> None:
             unit.cheap = all(first[number] is node for node, number in results)
         elif all(shown[number] == 1 for _, number in results) and _is_pure(unit, rows, written):
             alone = len(readers[id(unit)]) == 1
-            unit.cheap = alone and _bytes(rows.value(unit.nodes[0])) <= SMALL_BYTES
+            # What is sent is made by an op of its own, as it is on a rank with more rows.
+            sent = any(user.collective is not None for user in others) and _computes(unit, rows)
+            small = _bytes(rows.value(unit.nodes[0])) <= SMALL_BYTES
+            unit.cheap = alone and small and not sent
 
 
 def handed_out(rows: Rows) -> set[int]:
@@ -283,6 +287,12 @@ def _is_pure(unit: Unit, rows: Rows, written: set[int]) -> bool:
     if not str(made.flops).isdigit() or int(made.flops) > SMALL_FLOPS:
         return False
     return not (unit.reads | storages(rows.value(unit.nodes[0]))) & written
+
+
+def _computes(unit: Unit, rows: Rows) -> bool:
+    """Whether the calls of a unit make numbers of others, and not just room for some."""
+    calls = [call for node in unit.nodes for call in rows.calls[node].atens]
+    return not all(call.name.removeprefix("new_").startswith(ROOM) for call in calls)
 
 
 def _bytes(value: Any) -> int:

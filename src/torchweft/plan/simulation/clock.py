@@ -319,7 +319,9 @@ class SimulatedRank:
         peers = [talk for talk in self.plan.talks(step) if talk.peer is not None]
         keys = [f"{lane} {talk.communicator} {talk.kind} {talk.peer}" for talk in peers[-1:]]
         if not peers:
-            number = self.prices.machine.device[device].num_flights
+            # Those at once share the network; where nobody slows another down, they take turns.
+            many = self.prices.machine.device[device].num_flights
+            number = many if self.clock.contention else 1
             keys = [lane, *(f"{lane} {also}" for also in range(1, number))]
             if len(self.clock.ranks) > 1:
                 self._reach(flight, step, way)

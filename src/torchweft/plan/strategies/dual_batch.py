@@ -32,7 +32,8 @@ def dual_batch(
     # 1. The variant of this phase, and whether the call is worth two halves.
     decode = s.context.phase == "decode"
     ahead, least = (decode_offset, decode_min_tokens) if decode else (offset, min_tokens)
-    if s.graph.batch is None or s.context.batch < 2 or s.context.num_tokens < 2 * least:
+    rows = s.context.batch if not s.graph.takes_empty else 2
+    if s.graph.batch is None or rows < 2 or s.context.num_tokens < 2 * least:
         return s.sequential(f"{s.context.num_tokens} tokens are too few for halves of {least}")
     requests = s.context.tokens_per_request
     s.split(2, at="requests" if len(requests) > 1 and all(requests) else None)

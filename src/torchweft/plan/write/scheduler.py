@@ -29,6 +29,8 @@ from torchweft.plan.precedence import precedence
 from torchweft.plan.rewrite import Rewrite, check_rewrites
 
 MAX_IDLE_CALLS = 10_000
+COSTS_NOTE = "costs: "
+"""How the history of a plan begins to say what costs it depends on."""
 MAX_SHARE = 1000  # the denominator of a share that is given as a number such as 1/3
 Rewriter = Callable[[tuple[Rewrite, ...]], Graph]
 """What the graph becomes by rewrites. Raises `StrategyError`."""
@@ -51,7 +53,7 @@ class Scheduler:
     ) -> None:
         self.rewriter, self.rewrites = rewriter, tuple[Rewrite, ...]()
         self.graph, self.context, self.machine = graph, context, machine
-        self.costs = costs or Costs(machine)
+        self._costs, self._asks = costs or Costs(machine), False
         self.cut = Cut()
         self.steps: list[Step] = []
         self.known, self.kernels = known or {}, dict[str, Kernel]()
@@ -61,6 +63,13 @@ class Scheduler:
         self._scopes: list[dict[str, Op]] = []
         self._adopted: Plan | None = None
         self._reset()
+
+    @property
+    def costs(self) -> Costs:
+        """What ops are expected to take. Who looks at it writes a plan that depends on it; the
+        plan's history says so."""
+        self._asks = True
+        return self._costs
 
     @property
     def num_parts(self) -> int:
@@ -264,7 +273,8 @@ class Scheduler:
         self._closed = "" if self._scopes else "merge()"
 
     def cost(self, op: Op | str, *parts: int | None) -> float:
-        """Seconds that an op is expected to take on these parts (none: on the whole batch)."""
+        """Seconds that an op is expected to take on these parts (none: on the whole batch): as it
+        was measured, the same on all ranks; by formulas where nothing was."""
         item, span = self._op(op), self._range(parts)
         bounds = self._bounds(self.cut)
         start, stop = span or (0, self.num_parts)
@@ -293,7 +303,8 @@ class Scheduler:
         outputs = dict.fromkeys(graph.outputs) if self.num_parts > 1 else ()
         tails = [Step("merge", lane, (name,)) for name in outputs if graph.value[name].batch]
         steps = (*heads, *self.steps, *tails)
-        history = (f"write {note}", *self.notes)
+        asked = (f"{COSTS_NOTE}{one_line(self._costs.about)}",) if self._asks else ()
+        history = (f"write {note}", *self.notes, *asked)
         return Plan(
             graph.name, graph.digest, self.cut, self.machine.lanes, steps,
             history=history, bound=graph, kernels=dict(self.kernels),
@@ -484,7 +495,8 @@ class Scheduler:
 
     def _bounds(self, cut: Cut) -> tuple[int, ...]:
         context = self.context
-        return cut.bounds(context.batch, context.tokens_per_request, self.graph.row_unit)
+        told, unit = context.tokens_per_request, self.graph.row_unit
+        return cut.bounds(context.batch, told, unit, empty=self.graph.takes_empty)
 
     def _open(self, call: str) -> None:
         if self._closed:

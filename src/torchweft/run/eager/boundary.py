@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchweft.capture.failures import FAILURE, as_own, first_line
 from torchweft.capture.marks import listener, listening
 from torchweft.errors import CaptureError, RunError
-from torchweft.ranks.ranks import EagerError
+from torchweft.ranks.faults import EagerError
 from torchweft.ranks.talk import SEQUENCE, Talk
 from torchweft.run.compare import compare
 from torchweft.run.cpu import Lanes
@@ -83,6 +83,8 @@ class Boundary:
         except Exception as error:
             return self._fall_back(first_line(as_own(error, "capture")), args, kwargs)
         form, reason = self.forms.get(key), self.failed.get(key)
+        if given.rows < 2 and (larger := self.forms.get(self._key(given, few=False))) is not None:
+            form = larger if larger.piece.graph.takes_empty else form
         if form is not None:
             return self._run(form, given, args, kwargs)
         if reason is None and len(self.forms) + len(self.failed) < MAX_FORMS:
@@ -90,14 +92,14 @@ class Boundary:
         reason = reason or f"forms: calls come in more than {MAX_FORMS} forms"
         return self._fall_back(reason, args, kwargs)
 
-    def _key(self, given: Arguments) -> object:
+    def _key(self, given: Arguments, few: bool | None = None) -> object:
         """What tells calls of unlike forms apart; sizes do not, but for one row or none."""
         state = (
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"), tuple(module.training for _, module in self.named),
         )  # fmt: skip
         leaves = tuple(map(_kind, given.nest.leaves))
-        return given.nest.key, leaves, given.batched, given.rows < 2, state
+        return given.nest.key, leaves, given.batched, given.rows < 2 if few is None else few, state
 
     def _record(self, key: object, given: Arguments, args: Any, kwargs: Any) -> Any:
         """The first call of a form: unsplit, as it is, and recorded."""

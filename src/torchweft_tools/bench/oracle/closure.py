@@ -18,7 +18,7 @@ from torchweft_tools.bench.oracle.content import Action, Cell, OracleTalk, Unsaf
 from torchweft_tools.bench.oracle.reading import Reading
 
 Event = tuple[int, int, bool]  # rank, step, whether it is the end
-Met = tuple[Action, OracleTalk]
+Met = tuple[Event, str, OracleTalk]
 
 
 def close(readings: Sequence[Reading]) -> None:
@@ -34,9 +34,9 @@ def close(readings: Sequence[Reading]) -> None:
             if not before(_end(one), _start(two)):
                 raise UnsafeError(f"edge: {two.label} may begin before {one.label} has ended")
     for met in first_run.arrivals.values():
-        for (earlier, _), (later, _) in pairwise(met):
-            if earlier is not later and not before(_start(earlier), _start(later)):
-                raise UnsafeError(f"collectives {earlier.label} and {later.label} are not ordered")
+        for (earlier, its_label, _), (later, label, _) in pairwise(met):
+            if earlier != later and not before(earlier, later):
+                raise UnsafeError(f"collectives {its_label} and {label} are not ordered")
     contents = [dict(reading.first) for reading in readings]
     for rank, at, is_end in order:
         action = first_run.begins.get((rank, at))
@@ -81,6 +81,8 @@ class _FirstRun:
                 while lane:
                     rank, at = lane[-1]
                     if (rank, at, False) not in order:
+                        if any(event not in order for event in self.opens(rank, at)):
+                            break
                         order[rank, at, False] = None
                         self.arrive(rank, at)
                         progress = True
@@ -96,11 +98,16 @@ class _FirstRun:
         return list(order)
 
     def arrive(self, rank: int, at: int) -> None:
-        action = self.begins.get((rank, at))
-        for talk in action.talks if action is not None else ():
+        action = self.begins.get((rank, at)) or self.ends.get((rank, at))
+        for talk in action.talks_of(at) if action is not None else ():
             met = self.arrivals.setdefault((rank, talk.key), [])
             self.number[id(talk)] = len(met)
-            met.append((action, talk))  # type: ignore[arg-type]
+            met.append(((rank, at, False), action.label, talk))  # type: ignore[union-attr]
+
+    def opens(self, rank: int, at: int) -> list[Event]:
+        """The events before the start of a step, apart from those of its lane."""
+        issue = self.readings[rank].opens(at, self.ends.get((rank, at)))
+        return [] if issue is None else [(rank, issue, True)]
 
     def needs(self, rank: int, at: int) -> list[Event]:
         """The events before the end of a step, apart from its own start.
@@ -114,9 +121,10 @@ class _FirstRun:
         action = self.ends.get((rank, at))
         if action is None or len(self.readings) == 1:
             return events
-        if any(id(talk) not in self.number for talk in action.talks):
+        talks = action.talks + action.late
+        if any(id(talk) not in self.number for talk in talks):
             return [*events, (rank, -1, True)]
-        return events + [self.partner(rank, talk, m) for talk in action.talks for m in talk.members]
+        return events + [self.partner(rank, talk, m) for talk in talks for m in talk.members]
 
     def partner(self, rank: int, talk: OracleTalk, member: int) -> Event:
         if rank not in talk.members:
@@ -124,12 +132,12 @@ class _FirstRun:
         theirs = self.arrivals.get((member, talk.key), [])
         if len(theirs) <= self.number[id(talk)]:
             return member, -1, True
-        action, other = theirs[self.number[id(talk)]]
+        event, _, other = theirs[self.number[id(talk)]]
         if other.facts != talk.facts:
             raise UnsafeError(
                 f"{talk.key}: ranks {rank} and {member} talk of {talk.facts}, {other.facts}"
             )
-        return _start(action)
+        return event
 
 
 class _Before:
@@ -153,6 +161,7 @@ def _precede(first_run: _FirstRun, order: list[Event]) -> _Before:
             direct = [(rank, at, False), *first_run.needs(rank, at)]
         else:
             direct = [previous[rank, at]] if (rank, at) in previous else []
+            direct += first_run.opens(rank, at)
         bits = 0
         for event in direct:
             bits |= sets[numbers[event]] | 1 << numbers[event]

@@ -45,7 +45,10 @@ class OracleTalk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """What happens from the start of step `first` to the end of step `last` of a rank's plan."""
+    """What happens from the start of step `first` to the end of step `last` of a rank's plan.
+
+    late: the talks that begin where step `last` does; the others begin with the action.
+    """
 
     rank: int
     first: int
@@ -53,6 +56,11 @@ class Action:
     label: str
     moves: tuple[Move, ...]
     talks: tuple[OracleTalk, ...] = ()
+    late: tuple[OracleTalk, ...] = ()
+
+    def talks_of(self, at: int) -> tuple[OracleTalk, ...]:
+        """The talks that begin where a step does."""
+        return (self.talks if at == self.first else ()) + (self.late if at == self.last else ())
 
     @cached_property
     def writes(self) -> dict[Cell, None]:

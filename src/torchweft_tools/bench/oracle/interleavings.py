@@ -3,7 +3,8 @@
 A state says for each lane of each rank how far it is: `2 * steps ended + 1 if one is running`.
 From each state every event that can happen is tried:
 
-    begin the next step of a lane     always; if another step holds its bytes, that is a race
+    begin the next step of a lane     always (but a complete that talks: when its issue has ended);
+                                      if another step holds its bytes, that is a race
     end the running step of a lane    a wait: its target has ended; a complete: its issue has ended;
                                       a collective: the k-th of this rank has begun on all members
 
@@ -111,6 +112,9 @@ class _StateSearch:
             rank, at = thread[position // 2]
             later = (*moment.positions[:number], position + 1, *moment.positions[number + 1 :])
             if position % 2 == 0:
+                opens = self.readings[rank].opens(at, self.ends.get((rank, at)))
+                if opens is not None and not self.has_ended(moment.positions, rank, opens):
+                    continue
                 moments.append(self.begin(moment, rank, at, later))
             elif self.may_end(moment, rank, at):
                 moments.append(_Moment(later, moment.contents, moment.arrivals))
@@ -135,7 +139,11 @@ class _StateSearch:
     def begin(self, moment: _Moment, rank: int, at: int, later: Positions) -> _Moment:
         action, reading = self.begins.get((rank, at)), self.readings[rank]
         if action is None:
-            return _Moment(later, moment.contents, moment.arrivals)
+            arrivals, ended = moment.arrivals, self.ends.get((rank, at))
+            if ended is not None:
+                for talk in ended.late:
+                    arrivals = self.arrive(arrivals, rank, talk, f"the end of {ended.label}")
+            return _Moment(later, moment.contents, arrivals)
         for other in self.in_flight(moment.positions, rank):
             if (cell := conflict(action, other, reading.overlaps)) is not None:
                 raise UnsafeError(f"race: {action.label} and {other.label} touch {cell} at once")
@@ -169,7 +177,8 @@ class _StateSearch:
         action = self.ends.get((rank, at))
         if action is None or len(self.readings) == 1:
             return True
-        return all(self.is_met(moment.arrivals, rank, talk) for talk in action.talks)
+        talks = action.talks + action.late
+        return all(self.is_met(moment.arrivals, rank, talk) for talk in talks)
 
     def is_met(self, arrivals: Arrivals, rank: int, talk: OracleTalk) -> bool:
         """Whether all members have begun the collective that this one of ours is matched with."""

@@ -43,6 +43,11 @@ class Reading:
     last: tuple[tuple[Cell, int], ...]
     edges: tuple[tuple[Action, Action], ...] = ()
 
+    def opens(self, at: int, action: Action | None) -> int | None:
+        """The issue that must have ended before a complete begins: one that talks itself, of what
+        has landed; any other only waits."""
+        return self.issues.get(at) if action is not None and action.late else None
+
     def check_last(self, content: Content) -> None:
         """Raise `UnsafeError` unless every output and mutated input has its final version."""
         for cell, version in self.last:
@@ -260,7 +265,8 @@ class _PlanReader:
 
     def talks(self, step: Step) -> list[OracleTalk]:
         talks = []
-        ops = [self.graph.op[name] for name in step.names if step.kind in ("run", "issue")]
+        spoken_in = ("run", "issue", "complete") if step.by is not None else ("run", "issue")
+        ops = [self.graph.op[name] for name in step.names if step.kind in spoken_in]
         spoken = [(op.name, op.collective) for op in ops if op.collective is not None]
         for name, talk in self.said(step, spoken) if step.by is not None else spoken:
             cut = self.plan.cut if step.parts else None
@@ -281,9 +287,8 @@ class _PlanReader:
         declared = [one for one in self.plan.declared if one.name == step.by]
         if replaced and not declared:
             raise UnsafeError(f"{step.label}: nobody knows what the kernel {step.by} says")
-        talks = declared[0].talks if replaced else ()
-        if any(phase == "complete" for _, phase in talks):
-            raise NotImplementedError("the oracle knows no talks at a complete")
+        told = declared[0].talks if replaced else ()
+        talks = [(kind, phase) for kind, phase in told if step.kind in ("run", phase)]
         names = [replaced[min(at, len(replaced) - 1)] for at in range(len(talks))]
         return [
             (name, replace(talk, kind=kind))
@@ -306,8 +311,9 @@ class _PlanReader:
         for at, step in enumerate(self.plan.steps):
             if step.kind not in ("wait", "complete"):
                 moves = tuple(self.moves(step, at))
-                talks = tuple(self.talks(step))
-                actions.append(Action(self.rank, at, ends.get(at, at), step.label, moves, talks))
+                talks, end = tuple(self.talks(step)), ends.get(at, at)
+                late = tuple(self.talks(self.plan.steps[end])) if end != at else ()
+                actions.append(Action(self.rank, at, end, step.label, moves, talks, late))
         overlaps = self.overlaps()
         for action in actions:
             _check_alone(action, overlaps)

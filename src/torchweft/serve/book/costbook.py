@@ -36,7 +36,8 @@ from torchweft.plan.write.strategy import Strategy, write
 from torchweft.ranks.speakers import number_of
 
 if TYPE_CHECKING:
-    from torchweft.serve.piece import Piece, PlanEntry
+    from torchweft.serve.book.entry import PlanEntry
+    from torchweft.serve.piece import Piece
 
 NUM_KEPT = 32
 MAX_RUNS = 25_000  # of all plans that a search simulates
