@@ -494,7 +494,7 @@ _registering = threading.Lock()
 
 def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
-    user = _user_group(name)
+    user = user_group(name)
     with _registering:
         known = _channels.get(name)
         if known is None or known.user() is not user or (known.dead and known.mends):
@@ -521,9 +521,9 @@ def group(name: str) -> Any:
     """The group that a collective of a plan runs on, once all ranks agree on the call."""
     known = _channels.get(name)
     if known is None:
-        return _user_group(name)  # outside of a call
+        return user_group(name)  # outside of a call
     known.agree()
-    return _user_group(name) if known.carried else known.group
+    return user_group(name) if known.carried else known.group
 
 
 def place_in(name: Any, rank: int) -> int:
@@ -535,7 +535,8 @@ def place_in(name: Any, rank: int) -> int:
     return world.index(rank)
 
 
-def _user_group(name: str) -> dist.ProcessGroup:
+def user_group(name: str) -> dist.ProcessGroup:
+    """The process group of the user's that a graph names."""
     try:
         return _resolve_process_group(c10d.GroupName(name))
     except RuntimeError as error:

@@ -45,6 +45,7 @@ from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.ranks import EVERY
+from torchweft.ranks.shares import Sums
 from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weights_of
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
@@ -363,6 +364,7 @@ class Piece:
         # What every call needs, looked up once.
         self._sizes, self._pick, self._here = captured.sizes_of, captured.pick, service.here
         self._as_made = captured.gives_as_made
+        self._sums = Sums(captured.alike, self.graph.inputs) if captured.alike else None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one call. This is what Dynamo calls in the place of the graph.
@@ -517,6 +519,7 @@ class Piece:
         if not shape.digests:
             return self._run(entry, given, shape)
         told, salt = shape.digests, self.service.salt
+        told = told if self._sums is None else self._sums(told, given)
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
         with Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:

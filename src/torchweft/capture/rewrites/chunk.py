@@ -90,7 +90,7 @@ def chunk(
     """
     cutter = Cutter(built)
     chains, reasons = list[Passage](), list[str]()
-    for node in _starts(named):
+    for node in starts_of(named):
         try:
             chains.append(chain_to(node))
         except CannotError as why:
@@ -132,7 +132,7 @@ class Passage:
         return f"{name} and {kind_of(self.start)}" if self.start is not None else name
 
 
-def _starts(named: Sequence[fx.Node]) -> list[fx.Node]:
+def starts_of(named: Sequence[fx.Node]) -> list[fx.Node]:
     """The collectives among calls, and those that their products feed."""
     starts: dict[fx.Node, None] = {}
     for node in named:
@@ -156,7 +156,7 @@ def _fed(product: fx.Node) -> Iterator[fx.Node]:
 
 def chain_to(start: fx.Node) -> Passage:
     """The product behind a collective, and all calls between them. Raises `CannotError`."""
-    if kind_of(start) not in COLLECTIVES:
+    if kind_of(start) not in COLLECTIVES or target_name(start).startswith("weft."):
         raise CannotError(f"{kind_of(start)} is none of {', '.join(COLLECTIVES)}")
     waits = [user for user in start.users if is_wait(user)]
     if len(waits) != 1 or len(start.users) > 1:
