@@ -164,9 +164,13 @@ def _take_over(built: Assembly, given: fx.Node, start: fx.Node, end: fx.Node) ->
 
 
 def _written(built: Assembly) -> dict[fx.Node, set[int]]:
-    """For each call that writes in place, the bytes."""
-    calls = built.rows.calls.items()
-    return {node: {id_of(tensor) for tensor in call.written} for node, call in calls if call.written}
+    """For each call that writes into what it is given, the bytes; what it makes itself is its own."""
+    written = dict[fx.Node, set[int]]()
+    for node, call in built.rows.calls.items():
+        given = storages([built.rows.value(used) for used in node.all_input_nodes])
+        if ids := given & {id_of(tensor) for tensor in call.written}:
+            written[node] = ids
+    return written
 
 
 @dataclass
@@ -227,7 +231,7 @@ class Dealing:
     def _check(self, node: fx.Node, deck: Deck) -> None:
         """Raise `CannotError` if a call does not treat each row by itself."""
         call, made = self.rows.calls[node], tensors_in(self.rows.value(node))
-        if is_collective(node) or is_wait(node) or call.draws or call.written:
+        if is_collective(node) or is_wait(node) or call.draws or node in self.written:
             raise CannotError("it talks, writes in place or draws random numbers")
         if not made or not all(self._has_rows(tensor, deck) for tensor in made):
             raise CannotError("its result has other rows")
