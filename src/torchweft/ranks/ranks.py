@@ -226,7 +226,7 @@ class Channel:
             claim = self.num_roles = self.num_roles + 1
         if claim != self._claim:
             self.roles[self._speaker] = claim
-        if digest != REFUSED:
+        if self.carried and digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
 
     def _keep(self) -> None:

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import torch
 
+from torchweft.errors import PlanError
 from torchweft.ranks.flights import all_gather_into_tensor, land, reduce_scatter_tensor
 from torchweft.ranks.ranks import user_group
 from torchweft.ranks.speakers import number_of
@@ -94,6 +95,12 @@ class Alike:
     code: str
 
 
+UNLIKE = (
+    "A rank computes its share of the rows for all of them here (weft.decompose), so each must be "
+    "given the same inputs and weights there; without that rewrite it need not."
+)
+
+
 class Sums:
     """Checksums of what ranks must be given alike; those of weights are kept while they stay."""
 
@@ -112,6 +119,13 @@ class Sums:
                 if each.communicator == re.sub(r"\W", "_", f"group_{name}"):
                     told[name] = number_of(f"{told[name]} {each.code} {sums}")
         return told
+
+    def __enter__(self) -> None:
+        """Around a call: if its ranks do not agree, say what else that may come from."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if type(error) is PlanError:
+            raise PlanError(f"{error}\n  {UNLIKE}", rule=error.rule) from error
 
     def _sum(self, at: int, tensor: Any) -> int:
         if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:

@@ -14,7 +14,7 @@ down past calls that treat each row by itself, up to whatever needs other rows, 
 
 Alike on all ranks is what all_reduce and all_gather of the same group make, and what is computed
 of that and of inputs, which ranks then compare at each call (`Alike`). A call whose operands are
-all put together anyway, and whose result is too, stays with the rows of the whole.
+all put together anyway stays with the rows of the whole, for its result may be needed whole too.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def decompose(
     if not dealing.ends:
         none = "it has no all_reduce, and no product that feeds one"
         raise CannotError(f"{'; '.join(reasons[:3]) or none}.")
-    alike = dealing.alike()
+    alike = list(dealing.alike())
     sites = Writer(dealing).write()
     built.gm.meta[CALLS] = []  # blocks are no longer alike: what is dealt goes from one to the next
     built.gm.meta[ALIKE] = (*built.gm.meta.get(ALIKE, ()), *alike)
@@ -206,7 +206,7 @@ class Dealing:
                     self.dealt[node] = deck
             whole = {node for node in self.dealt if any(u not in self.dealt for u in node.users)}
             vain = {
-                node for node in whole - self.ends.keys()
+                node for node in self.dealt.keys() - self.ends.keys()
                 if all(used in whole for used in node.all_input_nodes if used in self.dealt)
             }  # fmt: skip
             if not vain:

@@ -7,11 +7,14 @@ The scheme of TokenWeave (arXiv 2505.11329): a reduce_scatter, the norm of the r
 an all_gather stand where an all_reduce and the norm of all rows did; so the norm costs a share of
 what it did, and the three of them are hidden behind the compute of the other part. A graph with
 all_reduces is rewritten so; where it cannot be, they are woven whole, with a note in the history.
+The other way is a declared kernel that does all three: `kernel` names it, in the place of each
+all_reduce and of the op that reads it.
 """
 
 from __future__ import annotations
 
 from torchweft.errors import StrategyError
+from torchweft.plan.graph import Graph, Op
 from torchweft.plan.rewrite import decompose as taken_apart
 from torchweft.plan.write.scheduler import Scheduler
 from torchweft.plan.write.strategy import strategy
@@ -19,7 +22,7 @@ from torchweft.plan.write.strategy import strategy
 
 @strategy
 def tokenweave(
-    s: Scheduler, *, parts: int = 2, min_tokens: int = 0, decompose: bool = True
+    s: Scheduler, *, parts: int = 2, min_tokens: int = 0, decompose: bool = True, kernel: str = ""
 ) -> None:
     """Weave parts of the tokens: what moves shares on goes first, what has just left goes last."""
     # 1. Small calls gain nothing from splitting: each part reads all weights again.
@@ -29,7 +32,7 @@ def tokenweave(
         return s.sequential("it has no collectives")
     # 2. Each all_reduce in two legs, with what follows row by row on the rank's share in between.
     whole = [op for op in s.graph.ops if op.collective and op.collective.kind == "all_reduce"]
-    if decompose and whole and s.rewriter is not None:
+    if decompose and whole and not kernel and s.rewriter is not None:
         try:
             s.rewrite(taken_apart(whole))
         except StrategyError as why:
@@ -50,10 +53,17 @@ def tokenweave(
                 pair[0].name not in shares,
             ),
         )
-        s.run(op, part)
+        fused = (op, *_reader(s.graph, op)) if kernel and op in whole else (op,)
+        s.run(fused, part, replace=kernel if len(fused) > 1 else None)
         # 5. Compute of a part is what the collectives of the others hide behind.
         long = op.collective is None and op.name not in shares
         fresh = [each for each in fresh if each != part and not long]
         fresh += [part] if op.collective is not None else []
     s.merge()
     return None
+
+
+def _reader(graph: Graph, op: Op) -> tuple[Op, ...]:
+    """The first op that reads what a collective gives."""
+    given, later = {*op.makes, *op.mutates}, graph.ops[graph.ops.index(op) + 1 :]
+    return tuple(other for other in later if given.intersection(other.reads))[:1]
