@@ -1,4 +1,4 @@
-"""`decompose` and `fuse` in one process: what moves to shares, what stops it, ops that become one."""
+"""`decompose` and `fuse` in one process: what moves to shares, what stops it, ops as one."""
 
 from __future__ import annotations
 
@@ -112,20 +112,21 @@ def test_averages_and_numbers_of_rows_that_change():
 
 
 @pytest.mark.parametrize(
-    ("past", "between"), [("*", 2), (["add", "*norm*"], 2), ("add", 1), (None, 0)]
+    ("past", "moved", "line"),
+    [
+        ("*", True, "decompose(all_reduce):"),
+        (["add", "*norm*"], True, "decompose(all_reduce, past add *norm*):"),
+        (None, False, "decompose(all_reduce, past nothing):"),
+    ],
 )
-def test_past_says_how_far(past, between):
+def test_past_says_how_far(past, moved, line):
     def model(x):
         h = x + reduced(F.linear(x, WEIGHT))
         return F.linear(F.layer_norm(h, (WIDE,)), WEIGHT)
 
     plan = woven(model, weft.decompose("all_reduce", past=past))
     gather = next(op for op in plan.graph.ops if op.collective and "gather" in op.collective.kind)
-    maker = plan.graph.maker[gather.reads[0]]
-    calls = 0 if maker.collective else 1
-    assert bool(between) == bool(calls), plan.graph
-    text = {"*": "", None: ", past nothing"}.get(past if not isinstance(past, list) else "", None)
-    line = f"decompose(all_reduce{text})" if text is not None else "decompose(all_reduce, past"
+    assert (plan.graph.maker[gather.reads[0]].collective is None) == moved, plan.graph
     assert line in str(plan)
 
 
@@ -190,7 +191,10 @@ def last(x):
     ("model", "message"),
     [
         (mean_over_rows, "nothing that follows can be done on shares: mean: "),
-        (mean_over_tokens, "nothing that follows can be done on shares: mean: its result has other rows"),
+        (
+            mean_over_tokens,
+            "nothing that follows can be done on shares: mean: its result has other rows",
+        ),
         (positions, "which has other rows"),
         (sorted_rows, "nothing that follows can be done on shares"),
         (written_later, "what it makes is written in place"),
@@ -340,7 +344,7 @@ def test_ops_that_treat_rows_unlike_are_not_one():
         return F.linear(x, WEIGHT).relu() - F.linear(x, WEIGHT).cumsum(0)
 
     compiled = weft.compile(model, "sequential", rewrites=[weft.fuse(["relu", "cumsum"])])
-    with pytest.raises(CaptureError, match="is row-wise, .* is mixing"):
+    with pytest.raises(CaptureError, match=r"is row-wise, .* is mixing"):
         compiled(X)
 
 

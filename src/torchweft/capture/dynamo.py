@@ -21,7 +21,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -221,7 +221,7 @@ def analyse(
 
     rewrites: what is changed of the graph first. known: the options of `assemble`.
     """
-    anew = partial(_anew, gm, tried, name=name, rewrites=tuple(rewrites), known=known)
+    anew = cache(partial(_anew, gm, tried, name=name, rewrites=tuple(rewrites), known=known))
     look, rewritten = partial(_best, tried=tried, known=known), Rewritten()
     if rewrites:
         gm, rewritten = rewrite(gm, rewrites, lambda graph: look(graph)[0], KINDS)

@@ -73,7 +73,9 @@ def fuse(what: Names) -> Rewrite:
 
 def _shown(targets: Sequence[str]) -> str:
     more = len(targets) - MAX_SHOWN
-    return " ".join(targets[:MAX_SHOWN]).replace("=", "") + (f" and {more} more" if more > 0 else "")
+    return " ".join(targets[:MAX_SHOWN]).replace("=", "") + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _targets(what: Names) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ rank computes its rows for all of them. What they hold is part of what ranks agr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -49,9 +49,7 @@ def _(
     "weft::all_gather_into_tensor", mutates_args=(),
     schema="(Tensor input, int group_size, str group_name, SymInt rows) -> Tensor",
 )  # fmt: skip
-def gather_rows(
-    input: torch.Tensor, group_size: int, group_name: str, rows: int
-) -> torch.Tensor:
+def gather_rows(input: torch.Tensor, group_size: int, group_name: str, rows: int) -> torch.Tensor:
     """The shares of all ranks, one after another along dim 0, as many rows as there are."""
     return land(all_gather_into_tensor(input, group_size, group_name, rows))[0]
 
@@ -110,9 +108,9 @@ class Sums:
         ]
         self._known: dict[int, tuple[tuple[int, int], int]] = {}
 
-    def __call__(self, told: Mapping[str, int], given: Sequence[Any]) -> Mapping[str, int]:
+    def __call__(self, told: dict[str, int], given: Sequence[Any]) -> dict[str, int]:
         """What ranks tell each other, with checksums. `told`: by process group."""
-        told = dict(told)
+        told = dict(told) if self.alike else told
         for each, places in self.alike:
             sums = [self._sum(at, given[at]) for at in places]
             for name in told:
@@ -124,7 +122,7 @@ class Sums:
         """Around a call: if its ranks do not agree, say what else that may come from."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if type(error) is PlanError:
+        if self.alike and type(error) is PlanError:
             raise PlanError(f"{error}\n  {UNLIKE}", rule=error.rule) from error
 
     def _sum(self, at: int, tensor: Any) -> int:

@@ -364,7 +364,7 @@ class Piece:
         # What every call needs, looked up once.
         self._sizes, self._pick, self._here = captured.sizes_of, captured.pick, service.here
         self._as_made = captured.gives_as_made
-        self._sums = Sums(captured.alike, self.graph.inputs) if captured.alike else None
+        self._sums = Sums(captured.alike, self.graph.inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one call. This is what Dynamo calls in the place of the graph.
@@ -518,12 +518,10 @@ class Piece:
             self._fall_back(reason)
         if not shape.digests:
             return self._run(entry, given, shape)
-        told, salt = shape.digests, self.service.salt
-        told = told if self._sums is None else self._sums(told, given)
+        told, salt = self._sums(shape.digests, given), self.service.salt
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
-        talk = Talk(entry.plan, told, self.service.speaker, options.watchdog_s)
-        with self._sums or nullcontext(), talk:
+        with self._sums, Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
             if options.graphs:
                 talk.agree()
             return self._run(entry, given, shape)

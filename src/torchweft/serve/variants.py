@@ -32,7 +32,6 @@ class Variants:
     def __init__(self, piece: Piece) -> None:
         self.piece, self.base = piece, piece.graph
         self._known: dict[tuple[Rewrite, ...], Piece] = {}
-        self._refused: dict[tuple[Rewrite, ...], str] = {}
 
     @property
     def pieces(self) -> list[Piece]:
@@ -45,11 +44,8 @@ class Variants:
             first, anew = self.piece, self.piece.captured.anew
             if anew is None:
                 raise StrategyError("rewrite: boundary mode has no graph to rewrite.")
-            if rewrites in self._refused:
-                raise StrategyError(self._refused[rewrites], rule="rewrite")
             old, captured = first.captured, anew(rewrites)
             for why in captured.rewritten.refused.values():
-                self._refused[rewrites] = why
                 raise StrategyError(why, rule="rewrite")
             pairs = zip(old.outputs, captured.outputs, strict=True)
             saved = frozenset(new.value or "" for slot, new in pairs if slot.value in old.saved)

@@ -1,6 +1,6 @@
 """`decompose`: an all_reduce as a reduce_scatter and an all_gather, with work on shares in between.
 
-    z = all_reduce(y)                r = reduce_scatter(y)        rows of this rank, of everybody's sum
+    z = all_reduce(y)                r = reduce_scatter(y)        rows of this rank, summed
     h = x + z                 ->     g = share(x) + r             the residual stream stays dealt
     n = norm(h)                      n = all_gather(norm(g))
     linear(n, w)                     linear(n, w)
@@ -9,7 +9,7 @@ A *row* is an entry of all dims but the last. The rows of all these dims are dea
 of [1, ..., rows, H], so that dims counted from either side mean what they did. The all_gather moves
 down past calls that treat each row by itself, up to whatever needs other rows, or is a product.
 
-    moves past    entry by entry; along the last dim (norms, softmax, mean that keeps it); cat of columns
+    moves past    calls entry by entry, along the last dim (norms, softmax), cat of columns
     beside it     weights and numbers without rows; other shares; values that all ranks have alike
 
 Alike on all ranks is what all_reduce and all_gather of the same group make, and what is computed
@@ -101,14 +101,14 @@ def decompose(
     for leg in legs if rewrite.past else ():
         if not any(user in dealing.dealt for user in leg.end.users):
             del dealing.ends[leg.end]
-            why = dealing.stops.get(next(iter(leg.end.users), leg.end), "")
-            reasons.append(f"{leg.start.name}: nothing that follows can be done on shares{why}")
+            stop = dealing.stops.get(next(iter(leg.end.users), leg.end), "")
+            reasons.append(f"{leg.start.name}: nothing that follows can be done on shares{stop}")
     dealing.settle()
     if not dealing.ends:
         none = "it has no all_reduce, and no product that feeds one"
         raise CannotError(f"{'; '.join(reasons[:3]) or none}.")
     alike = list(dealing.alike())
-    sites = Writer(dealing).write()
+    sites = ShareWriter(dealing).write()
     built.gm.meta[CALLS] = []  # blocks are no longer alike: what is dealt goes from one to the next
     built.gm.meta[ALIKE] = (*built.gm.meta.get(ALIKE, ()), *alike)
     return sites, reasons
@@ -126,7 +126,9 @@ def _legs(built: Assembly, start: fx.Node, written: dict[fx.Node, set[int]]) -> 
     leading = tuple(built.rows.symbols.shape(value)[:-1])
     axis = built.rows.axis(value)
     if how not in ("sum", "avg") or not value.dtype.is_floating_point:
-        raise CannotError(f"it is {how} of {value.dtype}; sums and averages of floats are taken apart")
+        raise CannotError(
+            f"it is {how} of {value.dtype}; sums and averages of floats are taken apart"
+        )
     if not leading or all(size == 1 for size in leading) or (axis and axis.dim == len(leading)):
         raise CannotError("it has no rows but in its last dim")
     copies = [user for user in wait.users if is_copy(user) and user.args[1] is wait]
@@ -164,7 +166,7 @@ def _take_over(built: Assembly, given: fx.Node, start: fx.Node, end: fx.Node) ->
 
 
 def _written(built: Assembly) -> dict[fx.Node, set[int]]:
-    """For each call that writes into what it is given, the bytes; what it makes itself is its own."""
+    """For each call that writes into what it is given, the bytes."""
     written = dict[fx.Node, set[int]]()
     for node, call in built.rows.calls.items():
         given = storages([built.rows.value(used) for used in node.all_input_nodes])
@@ -322,10 +324,11 @@ class Dealing:
         decks = {deck.group: deck for deck in self.dealt.values()}
         lists = {group: self._behind(group) for group in decks}
         for group, nodes in lists.items():
-            number = {node: at for at, node in enumerate(nodes)}
+            known = {node: f"%{at}" for at, node in enumerate(nodes)}
+            known = {node: known.get(node, "%") for node in self.graph.nodes}
             lines = []
             for node in nodes:
-                given = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number.get(n, '')}")
+                given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 lines.append(f"{node.op} {target_name(node)} {given}" if node.op in CALLED else "-")
             names = [node.name for node in nodes if node.op in ("placeholder", "get_attr")]
             code = blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
@@ -352,7 +355,7 @@ def _group_of(start: fx.Node) -> str:
 
 
 @dataclass
-class Writer:
+class ShareWriter:
     """Writes what `Dealing` has found into the graph.
 
     flat: shares as they come in, and made: as calls have them. shares: of what all ranks have.
@@ -417,7 +420,9 @@ class Writer:
     def _gather(self, near: fx.Node, deck: Deck) -> fx.Node:
         """All rows of shares, in the shape of the whole."""
         graph, value = near.graph, self.dealing.rows.value(near)
-        sizes: list[Any] = [self._size(near, dim, size) for dim, size in enumerate(value.shape[:-1])]
+        sizes: list[Any] = [
+            self._size(near, dim, size) for dim, size in enumerate(value.shape[:-1])
+        ]
         rows = sizes[0]
         for size in sizes[1:]:
             rows = rows * size if isinstance(rows, int) and isinstance(size, int) else (

@@ -2,9 +2,9 @@
 
     [norm] [gate] [act]      ->      [norm gate act]     one body, one step of a plan
 
-Ops end at marks, at the borders of repeated blocks, and where something slow is waited for. Calls of
-ops that are fused share a key, so they are cut as one, like those of a mark. What a strategy could
-not run as one op is refused: a collective, other rows, a call in between that one of them waits for.
+Ops end at marks, at the borders of repeated blocks, and where something slow is waited for. Calls
+of ops that are fused share a key, so they are cut as one, like those of a mark. What a strategy
+could not run as one op is refused: a collective, other rows, a call in between that one waits for.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def _gather(built: Assembly, calls: Sequence[fx.Node], names: str) -> None:
     for node in [node for node, at in order.items() if ends[0] <= at <= ends[-1]]:
         if node in inside and behind.intersection(node.all_input_nodes):
             between = next(used for used in node.all_input_nodes if used in behind)
-            raise CannotError(f"{names}: {between.name} stands between them, which {node.name} needs")
+            raise CannotError(
+                f"{names}: {between.name} stands between them, which {node.name} needs"
+            )
         if node not in inside and (inside | behind).intersection(node.all_input_nodes):
             behind.add(node)
     for node in span:

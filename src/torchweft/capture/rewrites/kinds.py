@@ -10,4 +10,6 @@ from torchweft.capture.rewrites.decompose import decompose
 from torchweft.capture.rewrites.fuse import fuse
 from torchweft.capture.rewrites.rewriting import Rewriter
 
-KINDS: Mapping[str, Rewriter] = MappingProxyType({"chunk": chunk, "decompose": decompose, "fuse": fuse})
+KINDS: Mapping[str, Rewriter] = MappingProxyType(
+    {"chunk": chunk, "decompose": decompose, "fuse": fuse}
+)
