@@ -52,10 +52,11 @@ from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
 from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
+from torchweft.run.proof import Proof
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
 from torchweft.serve.memory_limit import MemoryLimit
-from torchweft.serve.variants import Proof, Variants
+from torchweft.serve.variants import Variants
 
 MAX_ENTRIES = 256
 MAX_SHAPES = 4096
