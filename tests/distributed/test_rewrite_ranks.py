@@ -194,8 +194,8 @@ CASES = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            columns_that_are_dealt_out, rows_of_dealt_tokens, columns_of_dealt_tokens, a_strategy_asks, comet,
-            one_rank_sees_a_difference, unlike_pieces,
+            columns_that_are_dealt_out, rows_of_dealt_tokens, columns_of_dealt_tokens,
+            a_strategy_asks, comet, one_rank_sees_a_difference, unlike_pieces,
         )
     },
 }  # fmt: skip
