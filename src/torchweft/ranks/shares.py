@@ -13,9 +13,10 @@ rank computes its rows for all of them. What they hold is part of what ranks agr
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -99,6 +100,14 @@ UNLIKE = (
 )
 
 
+class Summed(NamedTuple):
+    """An input as it was when its checksum was taken."""
+
+    tensor: weakref.ReferenceType[torch.Tensor]
+    version: int
+    total: int
+
+
 class Sums:
     """Checksums of what ranks must be given alike; those of weights are kept while they stay."""
 
@@ -106,7 +115,7 @@ class Sums:
         self.alike = [
             (each, [at for at, name in enumerate(names) if name in each.names]) for each in alike
         ]
-        self._known: dict[int, tuple[tuple[int, int], int]] = {}
+        self._known: dict[int, Summed] = {}
 
     def __call__(self, told: dict[str, int], given: Sequence[Any]) -> dict[str, int]:
         """What ranks tell each other, with checksums. `told`: by process group."""
@@ -126,15 +135,17 @@ class Sums:
             raise PlanError(f"{error}\n  {UNLIKE}", rule=error.rule) from error
 
     def _sum(self, at: int, tensor: Any) -> int:
+        """The checksum of an input; the same tensor, unchanged, has that of the call before."""
         if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
             return 0
-        # Weights stay where they are; a look at others of an accelerator would wait for it.
-        stays = isinstance(tensor, torch.nn.Parameter) or tensor.device.type != "cpu"
-        fact = (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        known = self._known.get(at) if stays else None
-        if known is not None and (known[0] == fact or tensor.device.type != "cpu"):
-            return known[1]
+        bare, known = tensor.is_inference(), self._known.get(at)  # such have no version
+        version = 0 if bare else tensor._version
+        if known is not None and tensor.device.type != "cpu":
+            return known.total  # to look would be to wait for the device
+        steady = not bare or isinstance(tensor, torch.nn.Parameter)
+        if known is not None and steady and known.tensor() is tensor and known.version == version:
+            return known.total
         plain = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         total = crc32(plain.cpu().numpy().data)
-        self._known[at] = fact, total
+        self._known[at] = Summed(weakref.ref(tensor), version, total)
         return total

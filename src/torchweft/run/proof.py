@@ -63,7 +63,7 @@ class Proof:
         pair = [wanted, [given[n] for n in written]], [made, [inputs[n] for n in written]]
         self.verdict, self.wanted = compare(*pair, least=0.0), False
         self._left -= 1
-        worst = [float(not self.verdict), float(not tells(wanted) and self._left > 0)]
+        worst = [float(not self.verdict), float(not tells(pair[0]) and self._left > 0)]
         if piece.communicators:
             worst = slowest(piece.communicators, worst, service.options.watchdog_s)
         if not worst[0]:

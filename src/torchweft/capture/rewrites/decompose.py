@@ -150,7 +150,7 @@ def _take_over(built: Assembly, given: fx.Node, start: fx.Node, end: fx.Node) ->
     Raises `CannotError` if they see it by another name, or it belongs to somebody else.
     """
     rows, order = built.rows, {node: at for at, node in enumerate(start.graph.nodes)}
-    mine, after = storages(rows.value(given)), set[fx.Node]()
+    mine = storages(rows.value(given))
     for node in start.graph.nodes:
         if node.op == "output" or not storages(rows.value(node)) & mine:
             continue
@@ -161,7 +161,6 @@ def _take_over(built: Assembly, given: fx.Node, start: fx.Node, end: fx.Node) ->
             behind = {user for user in behind if order[user] < order[end]}
         if order[node] < order[start] and behind - {end}:
             raise CannotError("what it reduces in place is read by others too")
-        after.add(node)
     given.replace_all_uses_with(end, delete_user_cb=lambda user: order[user] > order[end])
 
 
