@@ -339,6 +339,21 @@ def test_what_cannot_be_one_op_is_refused(what, message):
         compiled(X)
 
 
+def test_what_is_written_in_between_keeps_its_place():
+    class Written(Gated):
+        def forward(self, x):
+            a = self.gate(x)
+            b = F.silu(a)
+            a.add_(1)
+            return self.down(b * self.up(x) + a)
+
+    model = torch.nn.Sequential(Written()).eval()
+    rewrites = [weft.fuse(["gate", "up"])]
+    compiled = weft.compile(model, "sequential", rules=RULES, rewrites=rewrites)
+    with pytest.raises(CaptureError, match="keeps its place"):
+        compiled(X)
+
+
 def test_ops_that_treat_rows_unlike_are_not_one():
     def model(x):
         return F.linear(x, WEIGHT).relu() - F.linear(x, WEIGHT).cumsum(0)

@@ -33,9 +33,16 @@ from torchweft.capture.marks import target_name
 from torchweft.capture.ops.collectives import kind_of
 from torchweft.capture.ops.units import is_collective, is_copy, is_wait, storages
 from torchweft.capture.rewrites.chunk import Cutter, starts_of
-from torchweft.capture.rewrites.rewriting import CALLED, CannotError, Site, copy_of, find
+from torchweft.capture.rewrites.rewriting import (
+    CALLED,
+    CannotError,
+    Site,
+    copy_of,
+    find,
+    written_in,
+)
 from torchweft.capture.rows.axes import SYMBOLIC, AtenCall, tensors_in
-from torchweft.capture.rows.rows import id_of, is_getitem
+from torchweft.capture.rows.rows import is_getitem
 from torchweft.capture.rows.table import ALONG, POINTWISE, REDUCE, communicator_of
 from torchweft.plan.rewrite import Rewrite
 from torchweft.private.core import HigherOrderOperator, OpOverload, tree_leaves
@@ -86,7 +93,7 @@ def decompose(
     graph, legs, reasons = built.gm.graph, list[Legs](), list[str]()
     if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
         raise CannotError("a backward graph is left as it is.")
-    written = _written(built)
+    written = written_in(built)
     for start in starts_of(named):
         try:
             legs.append(_legs(built, start, written))
@@ -162,16 +169,6 @@ def _take_over(built: Assembly, given: fx.Node, start: fx.Node, end: fx.Node) ->
         if order[node] < order[start] and behind - {end}:
             raise CannotError("what it reduces in place is read by others too")
     given.replace_all_uses_with(end, delete_user_cb=lambda user: order[user] > order[end])
-
-
-def _written(built: Assembly) -> dict[fx.Node, set[int]]:
-    """For each call that writes into what it is given, the bytes."""
-    written = dict[fx.Node, set[int]]()
-    for node, call in built.rows.calls.items():
-        given = storages([built.rows.value(used) for used in node.all_input_nodes])
-        if ids := given & {id_of(tensor) for tensor in call.written}:
-            written[node] = ids
-    return written
 
 
 @dataclass

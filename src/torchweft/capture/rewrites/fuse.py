@@ -18,7 +18,7 @@ from torch import fx
 from torchweft.capture.marks import Mark
 from torchweft.capture.ops.regions import is_slow
 from torchweft.capture.ops.units import FUSED, state_name
-from torchweft.capture.rewrites.rewriting import CannotError, Site
+from torchweft.capture.rewrites.rewriting import CannotError, Site, written_in
 from torchweft.plan.graph import Op
 from torchweft.plan.rewrite import Rewrite
 
@@ -88,10 +88,12 @@ def _gather(built: Assembly, calls: Sequence[fx.Node], names: str) -> None:
     Raises `CannotError` if one of them waits for such a call, or something is written in between.
     """
     order = {node: at for at, node in enumerate(built.gm.graph.nodes)}
-    inside, ends = set(calls), sorted(map(order.__getitem__, calls))
-    span = [node for node, at in order.items() if ends[0] <= at <= ends[-1] and node not in inside]
-    behind = set[fx.Node]()
-    for node in [node for node, at in order.items() if ends[0] <= at <= ends[-1]]:
+    ends = sorted(map(order.__getitem__, calls))
+    stretch = [node for node, at in order.items() if ends[0] <= at <= ends[-1]]
+    # Sizes, and what each op computes for itself, may stay where they are.
+    inside = {*calls, *filter(built.is_copied, stretch)}
+    span, behind = [node for node in stretch if node not in inside], set[fx.Node]()
+    for node in stretch:
         if node in inside and behind.intersection(node.all_input_nodes):
             between = next(used for used in node.all_input_nodes if used in behind)
             raise CannotError(
@@ -99,10 +101,13 @@ def _gather(built: Assembly, calls: Sequence[fx.Node], names: str) -> None:
             )
         if node not in inside and (inside | behind).intersection(node.all_input_nodes):
             behind.add(node)
-    for node in span:
-        if built.rows.calls[node].written or built.rows.calls[node].draws or state_name(node):
-            raise CannotError(f"{names}: {node.name} stands between them, which keeps its place")
-    first, last = (node for node, at in order.items() if at in (ends[0], ends[-1]))
+    written = written_in(built)
+    for node in (*span, *calls) if span else ():
+        if node in written or built.rows.calls[node].draws or state_name(node):
+            raise CannotError(
+                f"{names}: {node.name} is or stands between them, and keeps its place"
+            )
+    first, last = stretch[0], stretch[-1]
     for node in span:
         if node in behind:
             last.append(node)
