@@ -11,6 +11,8 @@ import torch.distributed as dist
 from ranks import check_clean, check_overlap, check_phases, run_once, talks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import torchweft as weft
@@ -268,6 +270,33 @@ def reduced_by(product, rank):
     product.forward = lambda x: funcol.all_reduce(plain(x), "sum", dist.group.WORLD)
 
 
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16)
+        self.down = nn.Linear(16, HIDDEN, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def dtensors(rank):
+    """At the aten level, where the collectives of DTensors are seen."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Mlp(), Mlp()).eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.arange(4.0 * 3 * HIDDEN).reshape(4, 3, HIDDEN).sin()
+    want = model(x)
+    given = {"rewrites": [weft.decompose("all_reduce")], "watchdog_s": WATCHDOG_S}
+    weft.compile(model, weft.overlap(parts=2), fallback="error", **given)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+    assert [kind for kind, _ in talks(model)] == list(LEGS) * 2
+    check_clean(model)
+
+
 COMMON = {
     "flat": flat,
     "flat in place": functools.partial(flat, kind="in place"),
@@ -285,7 +314,7 @@ TWO = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            jitter, gradients, a_mean_over_rows, llama, unlike_inputs, unlike_in_place,
+            jitter, gradients, dtensors, a_mean_over_rows, llama, unlike_inputs, unlike_in_place,
             unlike_weights, unlike_code,
         )
     },
