@@ -53,6 +53,35 @@ def test_what_a_user_imports_does_not_grow() -> None:
     assert total > MAX_TOTAL - MAX_SLACK, f"lower the ratchet to {total}"
 
 
+CALLED = """
+import pathlib, sys
+import torch
+import torchweft as weft
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)).eval()
+x = torch.randn(4, 8)
+for strategy in ("auto", "overlap"):
+    weft.compile(model, strategy, remember=False)
+    with torch.no_grad():
+        model(x)
+    print(weft.report(model), weft.trace(model, x))
+house = pathlib.Path(weft.__file__).parent
+files = {pathlib.Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)}
+print(sum(len(f.read_text().splitlines()) for f in files if f.is_relative_to(house)))
+"""
+MAX_CALLED = 27_000
+
+
+def test_what_a_compiled_call_imports_is_bounded() -> None:
+    """Training, boundary mode, explanations, dynamic models: loaded by those who ask for them."""
+    told = subprocess.run(
+        [sys.executable, "-c", CALLED], capture_output=True, text=True, check=True
+    )
+    total = int(told.stdout.splitlines()[-1])
+    print(f"{total} lines are loaded; the limit is at {MAX_CALLED}")
+    assert total <= MAX_CALLED, f"{total - MAX_CALLED} lines too many: what can be loaded later?"
+
+
 ROOMS = sorted({path.parent for path in FILES})
 
 

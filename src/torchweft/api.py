@@ -30,7 +30,6 @@ from torchweft.capture.blocks.blocks import Blocks
 from torchweft.capture.tracing import Watch, compile_by
 from torchweft.errors import WeftError, clip
 from torchweft.options import Options, is_disabled
-from torchweft.plan.explain.explanation import Explanation
 from torchweft.plan.improve.predict import auto
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import overlap, sequential
@@ -40,12 +39,11 @@ from torchweft.ranks.ranks import EVERY
 from torchweft.ranks.speakers import Speaker, stable_name
 from torchweft.run.compare import Check, compare
 from torchweft.serve.auto import Auto
-from torchweft.serve.explaining import explain_call
-from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
 from torchweft.serve.session import Report, Session
 
 if TYPE_CHECKING:
     from torchweft.dynamic.model import Dynamic, DynamicReport
+    from torchweft.plan.explain.explanation import Explanation
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -268,6 +266,8 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run one call and tell where its time went: planned against actual, owners, what-ifs."""
+    from torchweft.serve.explaining import explain_call  # no other call needs it
+
     return explain_call(session_of(model), model, args, kwargs)
 
 
@@ -283,6 +283,8 @@ def check(
     differs. Outputs of low precision (bfloat16, float16, float8) may differ from those of the plain
     model by no more than these differ from themselves in batches of other sizes; that is measured.
     """
+    from torchweft.serve.gate import first_difference, own_differences, run_copy, wrong_kernel
+
     args, kwargs = arguments_of(inputs)
     known = _session(model) if "strategy" in options else session_of(model)
     chosen = (known.options if known is not None else Options()).but(**options)

@@ -54,9 +54,9 @@ VERSION = 1
 PARTS = (1, 2, 4, 8)
 NUM_WARM, NUM_CALLS = 2, 8
 MIN_BESIDE = 0.05  # the share of a run that flights must have for it to count as beside them
-MOSTLY = 0.5  # and that which they must have for it to tell the factor of its op
+MOSTLY = 0.2  # and that which they must have for it to tell the factor of its op
 TWIN, TWINS = 0.4, 0.05  # what a flight takes behind its twin, and the share of flights with one
-MAX_FACTOR = 10.0
+MIN_FACTOR, MAX_FACTOR = 0.5, 10.0
 LEAST_S = 1e-9
 Key = tuple[str, str]
 Told = Callable[[int, int], None]
@@ -102,6 +102,7 @@ class _Run(NamedTuple):
     seconds: float
     flops: int
     num_bytes: int
+    call: int = 0
 
 
 @dataclass
@@ -123,11 +124,12 @@ class _Book:
     behind: list[float] = field(default_factory=list)
     """Of flights that began before another had ended: from end to end, in what one takes alone."""
     call_s: list[float] = field(default_factory=list)
+    num_calls: int = 0
 
     def alone_s(self, run: _Run) -> float | None:
         """What this run takes alone, if that was seen."""
         known = self.seen.get(run.key, {}).get(run.rows)
-        return _middle([each.seconds for each in known]) if known else None
+        return _of_a_run(known) if known else None
 
 
 def measure(
@@ -193,6 +195,7 @@ def _calls(
                 start = time.perf_counter()
                 model(*args, **kwargs)
                 call_s = time.perf_counter() - start
+            book.num_calls += 1
             for piece in session.pieces if number >= NUM_WARM else ():
                 for entry in piece.plans.all_entries():
                     if piece.traced is not None and entry.traced is piece.traced:
@@ -212,7 +215,7 @@ def _note_alone(book: _Book, piece: Piece, entry: PlanEntry, shape: CallShape) -
         since_s, ends[span.lane] = ends.get(span.lane, span.start_s), span.end_s
         if span.kind == "run" and span.op in piece.graph.op:
             run = _run(piece, entry, shape, span, span.end_s - since_s)
-            book.seen[run.key][run.rows].append(run)
+            book.seen[run.key][run.rows].append(run._replace(call=book.num_calls))
 
 
 def _note_beside(book: _Book, piece: Piece, entry: PlanEntry, shape: CallShape) -> None:
@@ -259,17 +262,23 @@ def _run(piece: Piece, entry: PlanEntry, shape: CallShape, span: Span, seconds: 
 def _costs(machine: Machine, book: _Book) -> Costs:
     """The costs that the book shows, on a machine with rates that fit it."""
     table = {
-        key: {rows: _middle([run.seconds for run in runs]) for rows, runs in by_rows.items()}
+        key: {rows: _of_a_run(runs) for rows, runs in by_rows.items()}
         for key, by_rows in book.seen.items()
     }
     factors: dict[Key, dict[int, float]] = {}
+    flights = {
+        key for key, by_rows in book.seen.items() if _is_flight(next(iter(by_rows.values())))
+    }
     for key, mixed in book.mixed.items():
         for rows, seen in mixed.items():
             # Sums: flights that share a link end by twos, and only both together tell something.
             taken_s, beside_s, alone_s = (sum(column) for column in zip(*seen, strict=True))
             if beside_s > MOSTLY * taken_s:
                 rest_s = max(alone_s - (taken_s - beside_s), LEAST_S)
-                factors.setdefault(key, {})[rows] = min(MAX_FACTOR, max(1.0, beside_s / rest_s))
+                factor = min(MAX_FACTOR, beside_s / rest_s)
+                # Small flights, one behind another, take less than each by itself.
+                least = MIN_FACTOR if key in flights else 1.0
+                factors.setdefault(key, {})[rows] = max(least, factor)
     runs = [
         runs[0]._replace(seconds=table[key][rows])
         for key, by_rows in book.seen.items()
@@ -285,6 +294,10 @@ def _costs(machine: Machine, book: _Book) -> Costs:
     call_s = max(0.0, median(book.call_s)) if book.call_s else 0.0
     on = replace(machine, devices=tuple(fitted))
     return Costs(on, CostTable.of(table), call_s, CostTable.of(factors))
+
+
+def _is_flight(runs: Sequence[_Run]) -> bool:
+    return runs[0].op.uses == "network"
 
 
 def _factor(pairs: Sequence[tuple[float, float]]) -> float:
@@ -321,6 +334,15 @@ def _rates(device: Device, runs: Sequence[_Run], book: _Book) -> Device:
     if io:
         rates["io_bytes_per_s"] = sum(r.num_bytes for r in io) / sum(r.seconds for r in io)
     return replace(device, num_flights=num_flights, **rates)  # type: ignore[arg-type]
+
+
+def _of_a_run(runs: Sequence[_Run]) -> float:
+    """What a run takes: the mean of a call, in the middle half of calls. Within a call every run
+    counts: of flights of a few kilobytes, most are quick and some take ten times as long."""
+    by_call: dict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        by_call[run.call].append(run.seconds)
+    return _middle([fmean(seconds) for seconds in by_call.values()])
 
 
 def _middle(seconds: Sequence[float]) -> float:

@@ -50,6 +50,12 @@ def test_mended_programs_pass(dry: Dry) -> None:
     assert check(ranks) == []
 
 
+def test_python_may_end_while_threads_of_torch_want_its_lock(dry: Dry) -> None:
+    code, ranks = dry("ending.py")
+    assert code == 0
+    assert check(ranks) == []
+
+
 def test_ops_of_missing_libraries_are_one_kernel_each(dry: Dry) -> None:
     code, ranks = dry("libraries.py", "convolution,solvers,outer,sizes")
     assert code == 0

@@ -204,10 +204,22 @@ def interrupt(model, x):
     attempt(model, x, "again")
 
 
+def interrupt_message(model, x):
+    """Rank 0 waits for a message that rank 1 has yet to make; it is interrupted, and lives on."""
+    global slow_s
+    model = weft.compile(Exchange().eval(), weft.overlap(), watchdog_s=60.0)
+    for _ in range(3):
+        model(x)
+    slow_s = 8.0 if rank == 1 else 0.0
+    say("waiting")
+    attempt(model, x)
+    attempt(model, x, "again")
+
+
 CASES = {
     "loop": loop, "slow": slow, "raise": raising, "refuse": refuse, "disagree": disagree,
     "mesh": mesh, "cold": cold, "threads": threads, "interrupt": interrupt,
-    "messages": messages,
+    "messages": messages, "interrupt_message": interrupt_message,
 }  # fmt: skip
 
 

@@ -97,6 +97,18 @@ class Model(nn.Module):
             h = h * self.own
         if self.end == "code":
             h = h * (1 + dist.get_rank())
+        if self.end == "made":
+            weight = self.last.weight
+            h = h * (weight.outer(weight) @ weight * (1 + dist.get_rank())).softmax(0)
+        if self.end == "drawn":
+            h = h * torch.rand_like(self.last.weight)
+        if self.end == "scattered":
+            weight = torch.cat([self.last.weight] * dist.get_world_size(self.group))
+            h = h * self.forms[0](weight.cumsum(0), self.group)
+        if self.end == "of rows":
+            h = h * self.embed(tokens).mean(0)
+        if self.end == "reduced":
+            h = h * funcol.all_reduce(self.own, "sum", self.group)
         if self.end == "sum":
             return funcol.all_reduce(h, "sum", self.group)
         return self.forms[1](self.last(h), self.group)
@@ -161,15 +173,29 @@ def flattened(rank):
     check_overlap(weft.plans(compiled)[0])
 
 
+def flattened_odd(rank):
+    """Sequences of three tokens: shares end within rows, so parts are multiples of the ranks."""
+    size = dist.get_world_size()
+    model = Flat(rank)
+    compiled = woven(model)
+    for rows in (3 * size, 4 * size):
+        tokens = tokens_of(rows, 3)
+        torch.testing.assert_close(compiled(tokens), Flat(rank)(tokens), rtol=1e-5, atol=1e-5)
+    assert session_of(compiled).pieces[0].graph.row_unit == size
+    check_overlap(weft.plans(compiled)[0])
+
+
 def whole(rank, end):
     """What needs the shares of the whole batch: eager's numbers, and a reason."""
     model = Model(rank, end=end)
     tokens = tokens_of(8 * dist.get_world_size())
+    torch.manual_seed(rank)
     want = model(tokens)
+    torch.manual_seed(rank)
     compiled = weft.compile(model, weft.overlap(parts=2), watchdog_s=20)
     torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
-    said = dict.fromkeys(rows for kind, rows in talks(compiled) if kind == DEALT[0])
-    assert list(said) == ["mixing"], said
+    said = {rows for kind, rows in talks(compiled) if kind == DEALT[0]}
+    assert said <= {"mixing", "batch-free"} and "mixing" in said, said
     assert "deals out the rows" in str(weft.report(compiled))
 
 
@@ -185,6 +211,28 @@ def shares_are_summed(rank):
     whole(rank, "sum")
 
 
+def scattered_weight(rank):
+    whole(rank, "scattered")
+
+
+def drawn_weight(rank):
+    whole(rank, "drawn")
+
+
+def made_of_rows(rank):
+    whole(rank, "of rows")
+
+
+def reduced_weight(rank):
+    """A weight that ranks have in common only behind an all_reduce."""
+    model = Model(rank, end="reduced")
+    tokens = tokens_of(8 * dist.get_world_size())
+    want = model(tokens)
+    compiled = woven(model)
+    torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
+    assert ("reduce_scatter_tensor", "row-wise") in talks(compiled)
+
+
 def unlike(rank, end):
     """Rows go to other ranks in parts; where ranks treat them unlike, nobody gets wrong numbers."""
     compiled = woven(Model(rank, end=end))
@@ -198,6 +246,69 @@ def unlike_weights(rank):
 
 def unlike_code(rank):
     unlike(rank, "code")
+
+
+def unlike_code_of_a_weight(rank):
+    unlike(rank, "made")
+
+
+class Scaled(Model):
+    def forward(self, tokens, scale):
+        return self.forms[1](self.forms[0](self.embed(tokens), self.group) * scale, self.group)
+
+
+def unlike_arguments(rank):
+    """What a call is given beside the batch may differ between ranks from some call on."""
+    for scales in ([torch.ones(HIDDEN)] * 4, [3, 4, 5, 6]):
+        torch._dynamo.reset()
+        model = Scaled(rank)
+        tokens = tokens_of(8 * dist.get_world_size())
+        wants = [model(tokens, scale) for scale in scales]
+        compiled = woven(model)
+        for scale, want in zip(scales, wants, strict=True):
+            torch.testing.assert_close(compiled(tokens, scale), want, rtol=1e-5, atol=1e-5)
+        with pytest.raises(PlanError, match="do not plan the same collectives"):
+            compiled(tokens, scales[-1] + 1 + rank)
+        torch.testing.assert_close(compiled(tokens, scales[0]), wants[0], rtol=1e-5, atol=1e-5)
+
+
+def weights_that_come_apart(rank):
+    """One rank alone changes a weight: both raise; when the other one follows, all is well."""
+    weight = torch.linspace(2.0, 1.0, HIDDEN)
+    for change in (
+        lambda norm: norm.weight.copy_(weight),
+        lambda norm: norm.weight.mul_(2.0),
+        lambda norm: setattr(norm.weight, "data", weight.clone()),
+        lambda norm: setattr(norm, "weight", nn.Parameter(weight.clone())),
+    ):
+        model, other = Model(rank), Model(rank)
+        tokens = tokens_of(8 * dist.get_world_size())
+        compiled = woven(model)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+        if rank == 0:
+            change(model.last)
+        with pytest.raises(PlanError, match="dealt rows meet weights"):
+            compiled(tokens)
+        if rank == 1:
+            change(model.last)
+        change(other.last)
+        torch.testing.assert_close(compiled(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+
+
+def weights_of_inference_mode(rank):
+    """Nobody counts what is written into them, so they are compared at each call."""
+    model = Model(rank)
+    with torch.inference_mode():
+        model.last.weight = nn.Parameter(model.last.weight.clone(), requires_grad=False)
+        tokens = tokens_of(8 * dist.get_world_size())
+        want = model(tokens)
+        compiled = woven(model)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(tokens), want, rtol=1e-5, atol=1e-5)
+        model.last.weight.add_(rank)
+        with pytest.raises(PlanError, match="do not plan the same collectives"):
+            compiled(tokens)
 
 
 def other_group(rank):
@@ -259,10 +370,16 @@ def batch_second(rank):
         check_clean(compiled)
 
 
-COMMON = {"functional": functional, "in place": in_place, "flattened": flattened}
+COMMON = {
+    "functional": functional,
+    "in place": in_place,
+    "flattened": flattened,
+    "flattened odd": flattened_odd,
+}
 WHOLE = {
     "share handed out": share_handed_out, "looks across shares": looks_across_shares,
-    "shares are summed": shares_are_summed,
+    "shares are summed": shares_are_summed, "scattered weight": scattered_weight,
+    "drawn weight": drawn_weight, "made of rows": made_of_rows,
 }  # fmt: skip
 TWO = {
     **COMMON,
@@ -270,7 +387,12 @@ TWO = {
     "jitter": jitter,
     "tokenweave": tokenweave,
     "batch second": batch_second,
+    "reduced weight": reduced_weight,
     "unlike weights": unlike_weights,
+    "unlike code of a weight": unlike_code_of_a_weight,
+    "unlike arguments": unlike_arguments,
+    "weights that come apart": weights_that_come_apart,
+    "weights of inference mode": weights_of_inference_mode,
 }
 FOUR = {**COMMON, "three parts": three_parts, "other group": other_group, "code": unlike_code}
 

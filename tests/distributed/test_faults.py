@@ -209,3 +209,15 @@ def test_ctrl_c_gets_through_a_wait(ranks):
     pair.send(0, signal.SIGINT)
     assert told(pair.end(0))["failed"]["kind"] == "KeyboardInterrupt"
     assert_lost(pair.end(1), "rank 0 ")
+
+
+def test_ctrl_c_gets_through_the_wait_for_a_message(ranks):
+    pair = ranks("interrupt_message")
+    pair.until(0, "waiting")
+    time.sleep(1)
+    pair.send(0, signal.SIGINT)
+    found = told(pair.end(0))
+    assert found["failed"]["kind"] == "KeyboardInterrupt"
+    assert found["failed"]["took_s"] < 5, found
+    assert found["again"]["kind"] == "RunError" and "is dead" in found["again"]["text"]
+    assert told(pair.end(1))["again"]["kind"] == "RunError"

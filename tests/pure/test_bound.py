@@ -18,7 +18,17 @@ from torchweft.plan.graph import Batch, Graph, Op, Value
 from torchweft.plan.improve import bound as bound_module
 from torchweft.plan.improve.bound import Bound, bound
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Costs, CostTable, Device, Lane, Link, Machine, Slowdown, cpu
+from torchweft.plan.machine import (
+    Costs,
+    CostTable,
+    Device,
+    Lane,
+    Link,
+    Machine,
+    Slowdown,
+    cost_key,
+    cpu,
+)
 from torchweft.plan.simulator import simulate
 from torchweft.plan.sizes import Size
 from torchweft.plan.write.scheduler import Scheduler
@@ -52,6 +62,7 @@ def random_machine(rng: random.Random) -> Machine:
         network_share=rng.choice((0.0, 0.3, 1.0, 2.0)),
         overhead_s=rng.choice((0.0, 1e-6, 0.1)),
         network_latency_s=rng.choice((0.0, 1e-6, 0.1)),
+        num_flights=rng.choice((1, 1, 2)),
         **{name: 10.0 ** rng.randint(1, 9) for name in names},
     )
     if rng.random() < 0.5:
@@ -76,7 +87,15 @@ def random_costs(rng: random.Random, graph: Graph, machine: Machine, batch: int)
         if rng.random() < 0.6:
             rows = rng.sample(range(2 * batch + 2), rng.randint(1, min(5, 2 * batch + 1)))
             table[key] = {r: rng.choice((0.0, rng.random(), r * rng.random())) for r in rows}
-    return rng.choice((Costs, LateCosts))(machine, CostTable.of(table))
+    env = Context(batch=batch, sizes={"s1": 4}).env(graph.batch, batch)
+    factors = {  # flights may take less beside compute than alone
+        (cost_key(graph, op, env), device): {batch: rng.choice((0.5, 0.9, 2.0))}
+        for op in graph.ops
+        for device in machine.device
+        if op.uses == "network" and rng.random() < 0.5
+    }
+    every = CostTable.of(table), rng.choice((0.0, 0.1)), CostTable.of(factors)
+    return rng.choice((Costs, LateCosts))(machine, *every)
 
 
 def anyhow(rng: random.Random):
@@ -98,6 +117,24 @@ def anyhow(rng: random.Random):
             s.merge()
 
     return anyhow
+
+
+def test_flights_that_gain_beside_compute_lower_the_bound() -> None:
+    """Small flights, one behind another, take less than each by itself: half of it here."""
+    slowdowns = (Slowdown("network", "compute", 1.0),)
+    device = replace(cpu().devices[0], overhead_s=0.0, slowdowns=slowdowns)
+    graph, machine, context = row(*"cncn"), replace(cpu(), devices=(device,)), Context(batch=8)
+    env = context.env(graph.batch, 8)
+    keys = {op.name: (cost_key(graph, op, env), "cpu") for op in graph.ops}
+    seconds = {keys[name]: {8: 10.0 if name[0] == "n" else 8.0} for name in keys}
+    halves = {keys[name]: {8: 0.5} for name in keys if name[0] == "n"}
+    costs = Costs(machine, CostTable.of(seconds), factors=CostTable.of(halves))
+    plan = lower(write(get_strategy("overlap")(parts=8), graph, context, machine))
+    least, whole = (
+        bound(graph, context, machine, each).seconds
+        for each in (costs, replace(costs, factors=CostTable()))
+    )
+    assert least <= simulate(plan, context, machine, costs).makespan_s < whole
 
 
 @settings(max_examples=150)

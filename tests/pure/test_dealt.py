@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torchweft.errors import GraphError, PlanError, StrategyError
 from torchweft.plan.context import Context, Cut
+from torchweft.plan.deals import beside
 from torchweft.plan.graph import Batch, Collective, Deal, Graph, Op, Value, graph_data
 from torchweft.plan.lower.lower import lower
 from torchweft.plan.machine import cpu
@@ -228,3 +229,48 @@ def test_tokenweave_is_quicker_than_no_split_where_the_wire_takes_as_long() -> N
     plans = [lower(write(how, graph, context, machine)) for how in (tokenweave, sequential)]
     woven_s, whole_s = [simulate(plan, context, machine).makespan_s for plan in plans]
     assert woven_s < whole_s
+
+
+def weighted(*makers: Op, reads: str = "w") -> tuple[tuple[Op, ...], dict[str, Value]]:
+    """Ops and values of one layer whose norm reads a value without rows that these ops make."""
+    graph = layers(count=1)
+    norm = replace(graph.op["norm0"], reads=("h0", reads))
+    plain = [Value(name, (HIDDEN,)) for name in ("weight", "w", "v")]
+    ops = tuple(norm if op.name == "norm0" else op for op in graph.ops)
+    return (*makers, *ops), {value.name: value for value in (*graph.values, *plain)}
+
+
+def test_shares_meet_inputs_and_what_is_made_of_them() -> None:
+    common, why = beside(*weighted(Op("scale", ("weight",), ("w",), rows="batch-free")))
+    assert not why
+    assert common["tp"].inputs == {"weight"} and "scale" in common["tp"].ops
+    assert "mlp0" not in common["tp"].ops
+
+
+def test_a_weight_that_ranks_have_reduced_need_not_be_compared() -> None:
+    common, why = beside(*weighted(talk("all_reduce", "weight", "w")))
+    assert not why
+    assert common["tp"].inputs == frozenset()
+
+
+ELSEWHERE = replace(talk("all_reduce", "weight", "w"), collective=Collective("all_reduce", "dp"))
+
+
+@pytest.mark.parametrize(
+    ("maker", "why"),
+    [
+        (talk("reduce_scatter_tensor", "weight", "w"), "another on each rank"),
+        (ELSEWHERE, "another on each rank"),
+        (Op("mean", ("x",), ("w",), rows="mixing"), "made of rows"),
+        (Op("draw", (), ("w",), rows="random"), "another on each rank"),
+    ],
+)
+def test_what_differs_between_ranks_may_not_meet_shares(maker: Op, why: str) -> None:
+    for layer in (weighted(maker), weighted(maker, Op("on", ("w",), ("v",)), reads="v")):
+        found = beside(*layer, lambda op: op.rows == "random")[1]
+        assert why in found, found
+
+
+def test_a_weight_that_is_written_before_is_what_was_written() -> None:
+    write = Op("write", ("weight", "x"), (), ("weight",), rows="mixing")
+    assert "made of rows" in beside(*weighted(write, reads="weight"))[1]

@@ -49,15 +49,27 @@ def test_flights_that_share_a_link_take_what_they_take_together() -> None:
     assert seconds_of(book, piece, 64, 64) == pytest.approx(8.1 / 4)
 
 
-def test_a_flight_that_was_held_up_does_not_count_where_flights_are_alone() -> None:
-    ops = [op.name for op in FLIGHTS][:3]
-    alone = [
-        span("transfer", op, 2.0 * n, 2.0 * n + took)
-        for n, (op, took) in enumerate(zip(ops, [0.2, 1.9, 0.3], strict=True))
-    ]
-    book, piece = CostBook(), piece_of(64, *alone)
+def test_flights_of_two_sizes_that_share_a_link_take_by_their_bytes() -> None:
+    """The short one, which ends just behind the long one, is not told to take next to nothing."""
+    op, other = (each.name for each in FLIGHTS[:2])
+    long, short = span("transfer", op, 0.0, 4.0), span("transfer", other, 1.0, 4.1)
+    long, short = long._replace(parts=(1, 2)), short._replace(parts=(0, 1))
+    book, piece = CostBook(), piece_of(64, long, short)
+    piece.traced.bounds = (0, 16, 64)
     book.read(piece)
-    assert seconds_of(book, piece, 64, 64) == pytest.approx(0.3)
+    assert seconds_of(book, piece, 64, 48) == pytest.approx(4.1 * 3 / 4)
+    assert seconds_of(book, piece, 64, 16) == pytest.approx(4.1 / 4)
+
+
+def test_a_call_pays_for_all_of_its_flights_and_an_odd_call_does_not_count() -> None:
+    ops, book = [op.name for op in FLIGHTS][:4], CostBook()
+    for taken in ([0.2, 0.2, 0.2, 2.0], [9.0] * 4, [0.2, 2.0, 0.2, 0.2]):
+        alone = [
+            span("transfer", op, 10.0 * n, 10.0 * n + took)
+            for n, (op, took) in enumerate(zip(ops, taken, strict=True))
+        ]
+        book.read(piece := piece_of(64, *alone))
+    assert seconds_of(book, piece, 64, 64) == pytest.approx(2.6 / 4)
 
 
 def test_flights_are_those_of_calls_of_like_size_if_there_were_any() -> None:

@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 import torchweft as weft
 from torchweft.errors import MachineError, WeftError
+from torchweft.plan.graph import Op
 from torchweft.plan.machine import cpu
 from torchweft_tools.bench.simulator import context_rows, order, summary
 from torchweft_tools.cli import app as cli
 from torchweft_tools.formats.weft_files import load_costs, load_measured
-from torchweft_tools.profile import _Book, _factor, _middle, _rates, measure, save_profile
+from torchweft_tools.profile import (
+    _Book,
+    _factor,
+    _middle,
+    _of_a_run,
+    _rates,
+    _Run,
+    measure,
+    save_profile,
+)
 
 
 @torch.library.custom_op("profiles::fetch", mutates_args=())
@@ -106,6 +116,18 @@ def test_a_factor_is_that_of_all_time_spent_together() -> None:
     assert _middle([1.0, 2.0, 3.0, 100.0]) == 2.5
     assert _middle([7.0]) == 7.0
     assert not _Book().seen
+
+
+def test_a_run_takes_the_mean_of_its_call_and_an_odd_call_does_not_count() -> None:
+    """Three quick flights of four, the fourth ten times as long: each call pays for all of them."""
+    op = Op("r", ("x",), ("r_out",), uses="network")
+    calls = [[0.2, 0.2, 0.2, 2.0]] * 3 + [[9.0] * 4]
+    runs = [
+        _Run(op, ("r", "cpu"), 8, seconds, 0, 0, call)
+        for call, each in enumerate(calls)
+        for seconds in each
+    ]
+    assert _of_a_run(runs) == pytest.approx(2.6 / 4)
 
 
 def test_profile_and_simulation_against_a_trace_by_the_command_line(

@@ -116,8 +116,10 @@ def unit_of(gm: fx.GraphModule, symbols: Symbols) -> int:
     unit = 1
     for guard in env.guards:
         match guard.expr.xreplace(known):
-            case sympy.Eq(args=(Mod(args=(symbols.batch, sympy.Integer() as factor)), 0)):
-                unit = math.lcm(unit, int(factor))
+            case sympy.Eq(args=(Mod(args=(size, sympy.Integer() as factor)), 0)):
+                times = sympy.cancel(size / symbols.batch)  # of flattened sequences `3*s0`
+                if times.is_Integer:
+                    unit = math.lcm(unit, int(factor) // math.gcd(int(times), int(factor)))
     return unit
 
 

@@ -14,11 +14,11 @@ leans on resources of its device:
     network op in flight  1 of network, and `network_share` of compute
 
 There are `capacity` lanes' worth of compute, memory and io, and one of network and of each link. If
-more is asked for, all who ask get the same share of their full rate, and each goes as fast as its
-scarcest resource lets it. On top, work that a device's `slowdowns` name takes so many times as long
-beside work of the other kind. Without contention nobody slows another down: every step takes
-exactly its cost, and the lane of a link takes any number of copies at once, each as soon as what it
-waits for is there.
+more is asked for, all who ask get the same share of their full rate (of the network: one by the
+seconds that a flight takes alone), and each goes as fast as its scarcest resource lets it. On top,
+work that a device's `slowdowns` name takes so many times as long beside work of the other kind.
+Without contention nobody slows another down: every step takes exactly its cost, and the lane of a
+link takes any number of copies at once, each as soon as what it waits for is there.
 
 One rank alone takes the others to be as fast. Ranks together meet: a collective starts on a rank
 when its last member has reached it (its run, or its issue), a send and its receive start at once.

@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import RunError, unknown
 from torchweft.private.core import AllgatherOptions
-from torchweft.ranks.ranks import group, place_in, wait
+from torchweft.ranks.ranks import group, place_in, wait, wait_for_message
 
 Tensors = Sequence[Tensor]
 Out = Tensor | None
@@ -52,20 +52,23 @@ class Flight:
 
     work: None where there is nothing to wait for: a rank outside of the group, or an accelerator.
     back: pairs (target, source), for c10d cannot write into a target with gaps.
-    message: between two ranks: waited for in one go, for gloo closes what a slice gives up on.
+    message: of a message between two ranks the process group; None for collectives.
     """
 
     work: Any
     made: tuple[Tensor, ...]
     back: tuple[tuple[Tensor, Tensor], ...] = ()
     kept: tuple[Tensor, ...] = ()
-    message: bool = False
+    message: str | None = None
 
 
 def land(flight: Flight) -> tuple[Tensor, ...]:
     """Wait until the work has ended; what it made."""
     if flight.work is not None:
-        wait(flight.work, in_slices=not flight.message)
+        if flight.message is not None:
+            wait_for_message(flight.work, flight.message)
+        else:
+            wait(flight.work)
     for target, source in flight.back:
         target.copy_(source)
     return flight.made
@@ -178,14 +181,15 @@ def isend(tensor: Tensor, dst: int, tag: int, group_name: Any) -> Flight:
     """A message to a rank, by its number in the world."""
     given = tensor.contiguous()
     work = _group(group_name).send([given], place_in(group_name, dst), tag)
-    return replace(_flight(work, [given]), made=(), kept=(given,), message=True)
+    flight = _flight(work, [given])
+    return replace(flight, made=(), kept=(given,), message=str(group_name))
 
 
 def irecv(tensor: Tensor, src: int, tag: int, group_name: Any, *, out: Out = None) -> Flight:
     """The message of a rank, by its number in the world, into a new tensor like this one."""
     room = _room(tensor, tensor.shape, out)
     work = _group(group_name).recv([room], place_in(group_name, src), tag)
-    return replace(_flight(work, [room], out), message=True)
+    return replace(_flight(work, [room], out), message=str(group_name))
 
 
 @cache

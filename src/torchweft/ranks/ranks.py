@@ -34,6 +34,7 @@ from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
 from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Roles, Speaker
+from torchweft.ranks.waiters import beside
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
@@ -74,18 +75,31 @@ class LostError(Exception):
         self.channel = channel
 
 
-def wait(work: Any, name: str = "", *, in_slices: bool = True) -> None:
+def wait(work: Any, name: str = "", *, over: Callable[[], bool] = bool) -> None:
     """Wait for a c10d work. It ends by itself: done, the peer gone, or after the watchdog.
 
     In slices, so that Ctrl-C gets through. name: the process group it is of, if that is known.
+    over: says, after a slice, whether nobody wants the work any more.
     """
-    while True:
+    while not over():
         try:
-            work.wait(*[SLICE] * in_slices)
+            work.wait(SLICE)
             return
         except RuntimeError as error:
             if SLICE_OVER not in str(error):
                 raise LostError(str(error).splitlines()[0], _channels.get(name)) from error
+
+
+def wait_for_message(work: Any, name: str = "") -> None:
+    """Wait for a message as `wait` does, on another thread: Ctrl-C gets through, and what other
+    ranks tell of a fault. Raises `LostError`."""
+    known = _channels.get(name)
+    try:
+        error = beside(work, lambda: known is not None and known.is_told)
+    except TimeoutError:
+        raise LostError("another rank has given up", known) from None
+    if error is not None:
+        raise LostError(str(error).splitlines()[0], known) from error
 
 
 def lost(error: BaseException, name: str) -> LostError | None:
@@ -234,10 +248,12 @@ class Channel:
         while (pending := self._pending.get()) is not None:
             work, told, speaker = pending
             try:
-                wait(work, self.name)
+                wait(work, self.name, over=self._is_left)
             except LostError as error:
                 self._take_down(self.why(str(error)))
                 return
+            if self._is_left() and not work.is_completed():
+                return  # a thread that is inside torch when Python ends aborts the process
             rows = self._hear(told.tolist(), speaker)
             if any(row != rows[0] for row in rows):
                 calls = "; ".join(
@@ -247,6 +263,10 @@ class Channel:
                 self._take_down(f"the ranks call different models or plans: {calls}")
                 return
             del pending, work, told, speaker  # which would keep the group open
+
+    def _is_left(self) -> bool:
+        """Whether the channel was closed without a fault."""
+        return self.group is None and not self.dead
 
     def _hear(self, rows: list[list[int]], speaker: Speaker) -> list[list[int]]:
         """What ranks say of a call, without their wishes, which all ranks note alike.
@@ -302,8 +322,8 @@ class Channel:
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
-            + "\n  Every rank must call the same models in the same order; compile on each rank "
-            "only the models that it calls.",
+            + "\n  Every rank must call the same models in the same order, and dealt rows must "
+            "meet the same weights; compile on each rank only the models that it calls.",
             rule=RANKS,
         )
 
@@ -409,6 +429,11 @@ class Channel:
                 f"{self.title}: it is stopped, slow or busy with something else"
             )
         return f"a rank of {self.title} closed its connections ({error})"
+
+    @property
+    def is_told(self) -> bool:
+        """Whether another rank has left word of a fault, and not only of what it waits for."""
+        return any(not note.startswith(WAITS) for note in self._notes().values())
 
     def _notes(self) -> dict[int, str]:
         def read() -> dict[int, str]:
@@ -578,4 +603,4 @@ def _close_all() -> None:
         each.close()
     for thread in threading.enumerate():
         if thread.name in ("weft close", "weft keeper"):
-            thread.join(NOTICE_S)
+            thread.join(SLICE.total_seconds() + NOTICE_S)

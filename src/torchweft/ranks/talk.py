@@ -15,14 +15,15 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from torchweft.errors import PlanError, RunError
+from torchweft.plan.deals import beside
 from torchweft.plan.graph import Collective, Graph
 from torchweft.plan.plan import Plan, Range, Step
 from torchweft.private.core import TorchDispatchMode
@@ -45,12 +46,8 @@ def digests(
     bodies: Mapping[str, Any],
     env: Mapping[str, int],
     bounds: Sequence[int],
-    weights: str = "",
 ) -> dict[str, int]:
-    """For each process group of a plan a number for its collectives, in order, with their sizes.
-
-    weights: of a plan with dealt rows, what `weights_of` says.
-    """
+    """For each process group of a plan a number for its collectives, in order, with their sizes."""
     lines: dict[str, list[str]] = {}
     graph = plan.graph
     messages: dict[str, list[tuple[Collective, str, Range | None]]] = {}
@@ -83,41 +80,15 @@ def digests(
                 sizes = [[size.evaluate(here) for size in shape] for shape in shapes]
                 told.append(f"{getattr(bodies[name], 'key', '')} {sizes}")
     if plan.num_parts > 1:  # the rows of a share are others then, so all ranks must treat all alike
-        for op in graph.ops:
-            for name in sorted(graph.dealt.intersection(op.touched)):
-                told = lines.setdefault(_dealt_by(graph, name), [])
-                told.append(f"shares {getattr(bodies[op.name], 'key', '')} {weights}")
+        for communicator, common in beside(graph.ops, graph.value)[0].items():
+            told = lines.setdefault(communicator, [])
+            for name in common.ops:
+                sizes = [size.evaluate(env) for size in getattr(bodies[name], "sizes", ())]
+                told.append(f"shares {getattr(bodies[name], 'key', '')} {sizes}")
     for communicator, said in messages.items():
         if any(parts is not None for _, _, parts in said):
             lines[communicator].append(f"messages in parts {bounds} {_cut_of(said, plan)}")
     return {group_of(name): number_of("\n".join(told)) for name, told in lines.items()}
-
-
-def weights_of(graph: Graph, given: Sequence[Any]) -> str:
-    """A checksum of what dealt rows are computed with beside themselves. `given`: the inputs.
-
-    Parts deal other rows to a rank than the whole batch does, so it must not matter to whom.
-    """
-    waiting = [n for op in graph.ops if graph.dealt.intersection(op.reads) for n in op.reads]
-    found: dict[str, None] = {}
-    while waiting:
-        name = waiting.pop()
-        if name not in found and graph.value[name].batch is None:
-            found[name] = None
-            waiting += graph.maker[name].reads if name in graph.maker else ()
-    total = 0
-    for name, tensor in zip(graph.inputs, given, strict=True):
-        if name in found and isinstance(tensor, torch.Tensor) and tensor.numel():
-            plain = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-            total = crc32(plain.cpu().numpy().data, total)
-    return str(total)
-
-
-def _dealt_by(graph: Graph, name: str) -> str:
-    """The communicator whose ranks hold the shares of a dealt value."""
-    batch = graph.value[name].batch
-    assert batch is not None and batch.deal is not None, "a dealt value names who has its shares"
-    return batch.deal.communicator
 
 
 def _cut_of(said: Sequence[tuple[Collective, str, Range | None]], plan: Plan) -> object:
@@ -244,13 +215,22 @@ def group_of(communicator: str) -> str:
 
 
 class Talk:
-    """One call with collectives: told to the others at its start, ended or failed for all."""
+    """One call with collectives: told to the others at its start, ended or failed for all.
+
+    weights: of each group with dealt rows, a number for what these meet (`Checksums`).
+    """
 
     def __init__(
-        self, plan: Plan | None, told: Mapping[str, int], speaker: Speaker, watchdog_s: float
+        self,
+        plan: Plan | None,
+        told: Mapping[str, int],
+        speaker: Speaker,
+        watchdog_s: float,
+        weights: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.plan, self.steps = plan, plan.steps if plan is not None else ()
         self.told, self.speaker, self.watchdog_s = told, speaker, watchdog_s
+        self.weights = weights
         self.channels: list[Channel] = []
 
     def __enter__(self) -> Talk:
@@ -266,8 +246,11 @@ class Talk:
         return self
 
     def _begin(self, name: str, digest: int) -> Channel:
-        begun = channel(name, self.watchdog_s)
-        begun.begin(digest, self.speaker, self.plan.graph_name if self.plan is not None else "")
+        begun, graph = channel(name, self.watchdog_s), self.plan.graph_name if self.plan else ""
+        if (weights := self.weights.get(name)) is not None:
+            digest = (digest ^ weights) | 1 << 62
+            graph += f", dealt rows meet weights {weights:016x}"
+        begun.begin(digest, self.speaker, graph)
         self.channels.append(begun)
         return begun
 

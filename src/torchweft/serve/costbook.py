@@ -18,15 +18,17 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import mean, median
+from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchweft.errors import WeftError
 from torchweft.plan.context import Context
+from torchweft.plan.flown import Flown, Key, taken_by
 from torchweft.plan.improve import improve, replay
 from torchweft.plan.improve.bound import Bound, bound
 from torchweft.plan.lower.lower import lower
-from torchweft.plan.machine import Costs, CostTable, cost_key
+from torchweft.plan.machine import Costs, CostTable, cost_key, moved_bytes
 from torchweft.plan.plan import Plan
 from torchweft.plan.strategies import sequential
 from torchweft.plan.trace import Trace
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 NUM_KEPT = 32
 MAX_RUNS = 25_000  # of all plans that a search simulates
 BESIDE = 0.05  # the share of an op's time that flights may take before it counts as beside them
-Key = tuple[str, str]
 Table = dict[Key, dict[int, deque[float]]]
 Calls = Sequence[tuple["Piece", Context]]
 """Graphs, and what was known of a call of each."""
@@ -80,35 +81,26 @@ class CostBook:
     def _read(self, piece: Piece, entry: PlanEntry) -> None:
         assert entry.trace is not None and entry.traced is not None, "only traces are read"
         graph, (bounds, context) = piece.graph, (entry.traced.bounds, entry.traced.context)
-        kinds = ("run", "transfer")
-        spans = [s for s in entry.trace.spans if s.kind in kinds and s.op in graph.op]
+        spans = [s for s in entry.trace.spans if s.kind in ("run", "transfer") and s.op in graph.op]
         flights = sorted(span[-3:-1] for span in spans if span.kind == "transfer")
-        ends: dict[str, float] = {}  # by lane: of the flight before
-        flown: dict[tuple[Key, int], list[float]] = {}
-        sharing: set[tuple[Key, int]] = set()  # of those a flight began before another had ended
+        flown: dict[str, list[Flown]] = {}  # by lane
         for span in sorted(spans, key=lambda span: span.end_s):
             start_s, end_s = span.start_s, span.end_s
             first, last = span.parts or (0, len(bounds) - 1)
             rows = bounds[last] - bounds[first]
-            key = cost_key(graph, graph.op[span.op], context.env(graph.batch, rows)), span.device
+            op, env = graph.op[span.op], context.env(graph.batch, rows)
+            key = cost_key(graph, op, env), span.device
             if span.kind == "transfer":
-                free_s = ends.get(span.lane, 0.0)
-                ends[span.lane] = end_s
-                flown.setdefault((key, rows), []).append(end_s - max(start_s, free_s))
-                sharing |= {(key, rows)} if start_s < free_s else set()
+                flight = Flown(key, rows, moved_bytes(graph, op, env), start_s, end_s)
+                flown.setdefault(span.lane, []).append(flight)
             else:
                 beside_s = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in flights)
                 alone = beside_s <= BESIDE * (end_s - start_s)
-                _keep(
-                    self.seconds.setdefault(Seen(entry.inner, alone), {}),
-                    key,
-                    rows,
-                    end_s - start_s,
-                )
-        for flight, seconds in flown.items():
-            # Flights that share a link end by twos: only their sum says what each of them took.
-            middle = mean if flight in sharing else median
-            _keep(self.flights.setdefault(_near(context), {}), *flight, middle(seconds))
+                table = self.seconds.setdefault(Seen(entry.inner, alone), {})
+                _keep(table, key, rows, end_s - start_s)
+        table = self.flights.setdefault(_near(context), {})
+        for key, rows, taken_s in chain(*map(taken_by, flown.values())):
+            _keep(table, key, rows, taken_s)
 
     def clear(self) -> None:
         """Forget what was seen: it holds for the machine as it was."""

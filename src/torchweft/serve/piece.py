@@ -44,13 +44,13 @@ from torchweft.plan.trace import Trace
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
+from torchweft.ranks.checksums import Checksums
 from torchweft.ranks.ranks import EVERY
 from torchweft.ranks.shares import Sums
-from torchweft.ranks.talk import Talk, communicators, digests, is_planned, weights_of
+from torchweft.ranks.talk import Talk, communicators, digests, group_of, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
-from torchweft.run.eager.build import check_steps
 from torchweft.run.program import Program
 from torchweft.run.proof import Proof
 from torchweft.run.service import Service
@@ -115,7 +115,6 @@ class PlanCache:
         self.one_lane = bool(piece.splitters)
         self.entries: list[PlanEntry] = []
         self.strategy_runs = 0
-        self.weights = ""  # a checksum of those that dealt rows meet
         self._known: dict[object, tuple[PlanEntry, str]] = {}
         self._recent: dict[object, list[PlanEntry]] = {}
         self._sequential: PlanEntry | None = None
@@ -179,8 +178,7 @@ class PlanCache:
             refused = first_line(error) if error is not None else refused
             shape = CallShape(bounds, (), {}, refused, error=error)
             if not refused:
-                facts = plan, self.captured.bodies, env, bounds, self.weights
-                said = digests(*facts) if self._talks else {}
+                said = digests(plan, self.captured.bodies, env, bounds) if self._talks else {}
                 numbers = entry.program.numbers(env, bounds)
                 shape = CallShape(bounds, numbers, said, context=context)
             remember(entry.shapes, key, shape)
@@ -194,6 +192,8 @@ class PlanCache:
                 raise StrategyError(f"{first_line(error)} {self.captured.unbatched}") from error
             raise
         if self.graph.level == "boundary":
+            from torchweft.run.eager.build import check_steps
+
             check_steps(bare)
         return verify(lower(bare))
 
@@ -352,6 +352,7 @@ class Piece:
         self.splitters = tuple(item for item in options.splitters if item.name in touched)
         self.writes = bool(self.graph.mutated & inputs - states)
         self.communicators = communicators(self.graph)
+        self.checksums = Checksums(self.graph, group_of) if self.graph.dealt else None
         self.variants = variants or Variants(self)
         self.proof = Proof(self)
         self.plans = PlanCache(self)
@@ -414,8 +415,6 @@ class Piece:
         """Find or make the plan of a call, and run it."""
         self.service.keep(self, inputs)
         given = self._pick(inputs + self._constants)
-        if self.graph.dealt and not self.plans.weights:
-            self.plans.weights = weights_of(self.graph, given)
         try:
             if failed := self._failed.get(key) or self.proof.refused:
                 raise failed
@@ -514,7 +513,7 @@ class Piece:
 
     def run(self, entry: PlanEntry, given: Sequence[Any], shape: CallShape) -> tuple[Any, ...]:
         """Run an entry's program. Its second call is traced, so that the report can tell shares."""
-        options = self.service.options
+        options, speaker = self.service.options, self.service.speaker
         for reason in filter(None, self._limits(entry)):
             self._fall_back(reason)
         if not shape.digests:
@@ -522,7 +521,9 @@ class Piece:
         told, salt = self._sums(shape.digests, given), self.service.salt
         if salt:
             told = {name: (digest ^ salt) | 1 << 62 for name, digest in told.items()}
-        with self._sums, Talk(entry.plan, told, self.service.speaker, options.watchdog_s) as talk:
+        in_shares = self.checksums if entry.plan.num_parts > 1 else None
+        weights = in_shares.numbers(given) if in_shares is not None else {}
+        with self._sums, Talk(entry.plan, told, speaker, options.watchdog_s, weights) as talk:
             if options.graphs:
                 talk.agree()
             return self._run(entry, given, shape)

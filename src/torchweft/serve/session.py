@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import SymInt, fx
@@ -32,11 +32,12 @@ from torchweft.plan.write.strategy import Strategy, as_strategy
 from torchweft.private.core import set_grad_enabled_
 from torchweft.ranks.ranks import EVERY, introduce, is_among
 from torchweft.ranks.speakers import Speaker
-from torchweft.run.eager.boundary import Boundary
-from torchweft.run.eager.build import EMPTY
 from torchweft.run.service import Service
-from torchweft.serve.gate import Shadow
 from torchweft.serve.piece import Piece, PlanEntry
+
+if TYPE_CHECKING:
+    from torchweft.run.eager.boundary import Boundary
+    from torchweft.serve.gate import Shadow
 
 MAX_TOLD = 8
 
@@ -61,6 +62,12 @@ def context(
         TOLD.reset(token)
 
 
+def _shadow(share: float) -> Shadow:
+    from torchweft.serve.gate import Shadow  # no other call needs it
+
+    return Shadow(share)
+
+
 class Session:
     """Everything that Weft knows of one compiled model."""
 
@@ -71,7 +78,7 @@ class Session:
         self.options, self.blocks = options, blocks
         self.speaker, self.lanes = self.service.speaker, self.service.lanes
         self.fallbacks = self.service.fallbacks
-        self.shadow = Shadow(options.shadow) if options.shadow else None
+        self.shadow = _shadow(options.shadow) if options.shadow else None
         self.unmatched = bool(options.all_rules or options.rewrites)
         self.pieces: list[Piece] = []
         self.num_uncaptured = self.num_shared = 0
@@ -166,7 +173,9 @@ class Session:
         )
 
     def boundary(self, call: Callable[..., Any], model: Any) -> Boundary:
-        """The calls of a model in boundary mode."""
+        """The calls of a model in boundary mode, which no other call needs to load."""
+        from torchweft.run.eager.boundary import Boundary
+        from torchweft.run.eager.build import EMPTY
 
         def adopt(piece: Piece) -> None:
             self.pieces.append(piece)

@@ -122,7 +122,7 @@ def _compile(folders: Iterable[Path], scratch: Path) -> None:
     (scratch / "stubs.c").write_text(stubs(headers), encoding="utf-8")
     slots = ["-std=c++20", "-S", "-w", *includes, str(STANDIN / "slot.cpp"), "-o", "-"]
     places = dict(re.findall(r"^weft_(\w+):\s+\.quad\s+(\d+)", _run(["g++", *slots]), re.MULTILINE))
-    if set(places) != {"slot", "first_trace", "last_trace"}:
+    if set(places) != {"slot", "first_trace", "last_trace", "decref"}:
         raise MachineError("dryrun: the CUDA hooks of this torch are unknown; use torch 2.13.")
     # A pointer to a virtual member is its place, plus one.
     own = [f"-DWEFT_{name.upper()}={int(place) - 1}" for name, place in places.items()]

@@ -38,6 +38,7 @@ from torchweft.capture.ops.units import (
 from torchweft.capture.rows.axes import SYMBOLIC, Axis, Order, Symbols, order_of, size_of
 from torchweft.capture.rows.rows import Rows, find_rows
 from torchweft.errors import SizeError
+from torchweft.plan.deals import beside
 from torchweft.plan.graph import ITEM_BYTES, Op, Value
 from torchweft.plan.sizes import ONE, ZERO, Size
 from torchweft.private.core import OpOverload
@@ -108,7 +109,11 @@ class Assembly:
                 return f"op {op.name!r} needs the shares of the whole batch{why}"
         if handed := sorted(dealt.intersection(map(value_name, self.outputs))):
             return f"{handed[0]} is handed out, as the share of the whole batch"
-        return ""
+        _, why = beside(self.ops, self.values, self._draws)
+        return why
+
+    def _draws(self, op: Op) -> bool:
+        return any(unit.draws for unit in self.regions_of[op.name].units)
 
     def is_copied(self, node: fx.Node) -> bool:
         """Whether each op computes this node for itself: sizes, and cheap batch-free calls."""

@@ -26,7 +26,7 @@ Each size of a run is looked at, so costs may fall as rows grow. Above EXACT_ROW
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -148,10 +148,13 @@ class _Work:
         if key not in self._known:
             graph, env = self.graph, self.context.env
             rows = self.grid[-1:] if self.once(op) else self.grid
-            self._known[key] = [
-                self.costs.run_s(graph, op, env(graph.batch, size), device) for size in rows
-            ]
+            self._known[key] = [self._run_s(op, env(graph.batch, size), device) for size in rows]
         return self._known[key]
+
+    def _run_s(self, op: Op, env: Mapping[str, int], device: str) -> float:
+        """The least seconds of a run: a flight may gain beside compute (`Costs.factors`)."""
+        factor = self.costs.factor(self.graph, op, env, device)
+        return self.costs.run_s(self.graph, op, env, device) * min(1.0, factor or 1.0)
 
     def whole_s(self, op: Op) -> float:
         """The least seconds from the start to the end of one run over all rows."""

@@ -20,6 +20,7 @@ from torchweft.plan.simulation.prices import NOTHING, StepPrice, StepPrices
 from torchweft.plan.trace import Span, Trace
 
 _MISSING = _BEGIN = -1
+LEAST_S = 1e-9
 
 
 class ChainLink(NamedTuple):
@@ -51,6 +52,10 @@ class _Line:
     paced_s: float = 0.0
     rate: float = 1.0
     end_s: float = 0.0
+
+    def weight(self, resource: str) -> float:
+        """Its claim on a resource that is short: equal ones, but on the network by length."""
+        return max(self.price.busy_s, LEAST_S) if resource.endswith(" network") else 1.0
 
 
 class VirtualClock:
@@ -259,14 +264,17 @@ class SimulatedRank:
         return max(ways, key=lambda way: way.reach_s)
 
     def share(self) -> None:
-        """Set every rate by what is asked of each resource now."""
+        """Set every rate by what is asked of each resource now. Flights share the network by their
+        seconds alone, so that those which begin together end together."""
         asked: dict[str, float] = {}
         for line in self.active:
             for resource, amount in line.price.demands:
-                asked[resource] = asked.get(resource, 0.0) + amount
-        shares = {name: self.capacity.get(name, 1.0) / amount for name, amount in asked.items()}
+                asked[resource] = asked.get(resource, 0.0) + amount * line.weight(resource)
         for line in self.active:
-            rate = min([1.0] + [shares[resource] for resource, _ in line.price.demands])
+            rate = 1.0
+            for resource, _ in line.price.demands:
+                share = line.weight(resource) / asked[resource]
+                rate = min(rate, self.capacity.get(resource, 1.0) * share)
             rate /= self._slowdown(line) if self.slowdowns else 1.0
             if rate != line.rate:
                 line.left_s = max(0.0, line.left_s - (self.clock.now_s - line.paced_s) * line.rate)

@@ -3,6 +3,7 @@
 Its folder is first on PYTHONPATH, so the program's own `sitecustomize`, if any, is imported after.
 """
 
+import atexit
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -62,6 +63,14 @@ class TorchFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def end() -> None:
+    """Registered before the program registers anything, so it comes last."""
+    watch = sys.modules.get("weft_dryrun_watch")
+    if watch is not None:
+        watch.end()
+
+
+atexit.register(end)
 sys.meta_path.insert(0, TorchFinder())
 
 sys.path.remove(HERE)

@@ -8,7 +8,6 @@ which the work really ran. Frees are those of torch's caching allocator. This fi
 by the program's own Python: it imports nothing else of ours.
 """
 
-import atexit
 import ctypes
 import functools
 import itertools
@@ -217,6 +216,12 @@ def keep_cudnn_off() -> None:
     vars(type(cudnn))["enabled"].setter = ignore
 
 
+def end() -> None:
+    """Python ends: threads that torch still runs do not enter it any more."""
+    if hasattr(library, "weft_dryrun_end"):
+        library.weft_dryrun_end()
+
+
 def begin(compute: Callable[..., Any], instead: Callable[..., Any]) -> None:
     """Watch this process from now on.
 
@@ -233,7 +238,6 @@ def begin(compute: Callable[..., Any], instead: Callable[..., Any]) -> None:
         lambda: library.weft_dryrun_line(json.dumps(line_of(sys._getframe()))[1:-1].encode())
     )
     library.weft_dryrun_callback(tell)
-    atexit.register(library.weft_dryrun_callback, None)
     begin.tell = tell  # type: ignore[attr-defined]  # as long as the process lives
 
     torch._C._activate_gpu_trace()

@@ -29,10 +29,36 @@ static const char *setting(const char *name, const char *otherwise) {
   return value && *value ? value : otherwise;
 }
 
-/* A forked child has a record of its own, and a lock that no thread of its parent holds. */
+/* Python ends a thread that asks for its lock while it ends itself, and in a destructor of torch that
+ * ends the process: "terminate called without an active exception". Autograd's threads still let go of
+ * what they hold when `backward` has returned. So Python's end waits until no thread is inside, and
+ * then none enters any more. */
+static pthread_rwlock_t python_lock = PTHREAD_RWLOCK_INITIALIZER;
+static volatile int has_ended;
+
+static void leave_python(void) { pthread_rwlock_unlock(&python_lock); }
+static int enter_python(void) {
+  pthread_rwlock_rdlock(&python_lock);
+  if (!has_ended) return 1;
+  leave_python();
+  return 0;
+}
+
+/* For Python: the last that it does. The caller does not hold Python's lock. */
+EXPORT void weft_dryrun_end(void) {
+  has_ended = 1;
+  pthread_rwlock_wrlock(&python_lock);
+  pthread_rwlock_unlock(&python_lock);
+}
+
+/* A forked child has a record of its own, and locks that no thread of its parent holds. */
 static void hold_record(void) { pthread_mutex_lock(&weft_lock); }
 static void release_record(void) { pthread_mutex_unlock(&weft_lock); }
-static void forget_record(void) { record_file = -1; num_records = 0; release_record(); }
+static void forget_record(void) {
+  record_file = -1, num_records = 0;
+  python_lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
+  release_record();
+}
 
 __attribute__((constructor)) static void start(void) {
   is_lazy = strcmp(setting("WEFT_DRYRUN_EVENTS", "lazy"), "eager") != 0;
@@ -99,9 +125,10 @@ const char *weft_where(int how) {
     return where;
   }
   if (!has_python) has_python = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-  if (!how || !line_callback || !has_python || (how == 1 && !has_python())) return "";
+  if (!how || !line_callback || (how == 1 && !has_python()) || !enter_python()) return "";
   line_text[0] = 0;
   line_callback();
+  leave_python();
   snprintf(where, sizeof where, ",\"line\":\"%s\"", line_text);
   return where;
 }
@@ -945,35 +972,46 @@ EXPORT int weft_dryrun_torch(void) {
 #define NUM_TRACES ((WEFT_LAST_TRACE - WEFT_FIRST_TRACE) / 8 + 1)
 typedef void Trace(const void *self, uintptr_t device_type, uintptr_t one, uintptr_t two);
 static Trace *traces[12];
-static int (*is_python)(void), (*take_python)(void);
+static int (*take_python)(void);
 static void (*give_python)(int), (*fetch_error)(void **, void **, void **), (*restore_error)(void *, void *, void *);
 
 static void trace(int i, const void *self, uintptr_t device_type, uintptr_t one, uintptr_t two) {
-  if (!is_python()) return;
+  if (!enter_python()) return;
   void *type, *value, *line;
   int state = take_python();
   fetch_error(&type, &value, &line);
   traces[i](self, device_type, one, two);
   restore_error(type, value, line);
   give_python(state);
+  leave_python();
 }
 #define TRACE(i) static void trace##i(const void *s, uintptr_t t, uintptr_t a, uintptr_t b) { trace(i, s, t, a, b); }
 TRACE(0) TRACE(1) TRACE(2) TRACE(3) TRACE(4) TRACE(5) TRACE(6) TRACE(7) TRACE(8) TRACE(9) TRACE(10) TRACE(11)
+
+/* A backward holds the watch of the thread that asked for it, until autograd's thread lets go of it. */
+typedef void Decref(const void *self, void *object);
+static Decref *torch_decref;
+static void decref(const void *self, void *object) {
+  if (!enter_python()) return;  /* the object stays, as torch leaves it when Python has ended */
+  torch_decref(self, object);
+  leave_python();
+}
 
 EXPORT int weft_dryrun_traces(void) {
   static Trace *const OWN[] = {trace0, trace1, trace2, trace3, trace4, trace5, trace6, trace7, trace8, trace9, trace10, trace11};
   void *core = dlopen("libc10.so", RTLD_NOLOAD | RTLD_NOW);
   char ****tracer = core ? dlsym(core, "_ZN3c104impl8GPUTrace13gpuTraceStateE") : NULL;
-  is_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized");
   take_python = dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
   give_python = dlsym(RTLD_DEFAULT, "PyGILState_Release");
   fetch_error = dlsym(RTLD_DEFAULT, "PyErr_Fetch");
   restore_error = dlsym(RTLD_DEFAULT, "PyErr_Restore");
   if (!tracer || !*tracer || !fetch_error || !restore_error || NUM_TRACES > 12) return 0;
-  void **slots = (void **)(***tracer + WEFT_FIRST_TRACE);  /* interpreter -> its table -> its methods */
+  char *methods = ***tracer;  /* interpreter -> its table -> its methods */
+  void **slots = (void **)(methods + WEFT_FIRST_TRACE), **let_go = (void **)(methods + WEFT_DECREF);
   for (int i = 0; i < NUM_TRACES; i++) {
     traces[i] = slots[i];
     if (!set_slot(slots + i, OWN[i])) return 0;
   }
-  return 1;
+  torch_decref = *let_go;
+  return set_slot(let_go, decref);
 }
