@@ -561,7 +561,6 @@ def place_in(name: Any, rank: int) -> int:
 
 
 def user_group(name: str) -> dist.ProcessGroup:
-    """The process group of the user's that a graph names."""
     try:
         return _resolve_process_group(c10d.GroupName(name))
     except RuntimeError as error:
