@@ -30,7 +30,7 @@ from torchweft.plan.improve import replay, searched
 from torchweft.plan.kernels.kernel import kernel
 from torchweft.plan.machine import Machine, accelerator, cpu
 from torchweft.plan.plan import Plan
-from torchweft.plan.rewrite import Rewrite, chunk
+from torchweft.plan.rewrite import Rewrite, chunk, decompose, fuse
 from torchweft.plan.strategies import (
     branches,
     comet,
@@ -112,11 +112,13 @@ __all__ = [
     "compose",
     "context",
     "cpu",
+    "decompose",
     "disable",
     "dual_batch",
     "dynamic",
     "enable",
     "explain",
+    "fuse",
     "get_strategy",
     "kernel",
     "lab",

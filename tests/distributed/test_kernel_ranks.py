@@ -119,6 +119,21 @@ def equals_eager(rank, *, in_place, parts, jitter=False):
     check_clean(model)
 
 
+def by_tokenweave(rank, *, in_place):
+    """The strategy puts the kernel in the place of each all_reduce and its norm."""
+    torch.manual_seed(3)
+    model = Model(in_place).eval()
+    wanted = model(X)
+    options = {"fallback": "error", "watchdog_s": WATCHDOG_S, "kernels": {"fused": fused()}}
+    weft.compile(model, weft.tokenweave(kernel="fused"), **options)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), wanted)
+    plan = weft.plans(model)[0]
+    assert sum(step.by == "fused" for step in plan.steps) == 2 * 2 * 2, str(plan)
+    check_overlap(plan)
+    check_clean(model)
+
+
 def is_in_flight_beside_compute(rank):
     """What was seen of a call: the kernel's flight of part 0 spans a run of part 1."""
     model = woven(fused())
@@ -271,6 +286,8 @@ def one_phase(rank):
 CASES = {
     "equals eager": functools.partial(equals_eager, in_place=True, parts=2),
     "functional": functools.partial(equals_eager, in_place=False, parts=4),
+    "tokenweave": functools.partial(by_tokenweave, in_place=True),
+    "tokenweave functional": functools.partial(by_tokenweave, in_place=False),
     "whole": functools.partial(equals_eager, in_place=True, parts=1),
     "jitter": functools.partial(equals_eager, in_place=True, parts=2, jitter=True),
     "raises in its issue": functools.partial(raises_on_one, where="issue"),

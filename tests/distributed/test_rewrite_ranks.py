@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torchweft as weft
 from torchweft.api import session_of
-from torchweft.errors import PlanError
+from torchweft.errors import CaptureError, PlanError
 
 WIDE, WATCHDOG_S = 18, 20
 scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
@@ -99,6 +99,21 @@ def columns_of_dealt_tokens(rank):
     assert talks_of(plan) == kinds * 2
 
 
+def columns_that_are_dealt_out(rank):
+    """A row by itself is dealt out by columns, so a piece of them has those of all ranks."""
+
+    def model(x):
+        y = scatter(F.linear(x[0], WEIGHT), "sum", 0, dist.group.WORLD)
+        return y.sum() * x
+
+    compiled = weft.compile(model, "sequential", rewrites=[weft.chunk("linear", 2)])
+    with pytest.raises(CaptureError, match="its columns are dealt out to the ranks"):
+        compiled(X[0])
+
+
+WEIGHT = torch.eye(WIDE)
+
+
 def a_strategy_asks(rank):
     def chunked(s):
         s.rewrite(weft.chunk([op for op in s.graph.ops if op.collective], 3))
@@ -179,8 +194,8 @@ CASES = {
     **{
         case.__name__.replace("_", " "): case
         for case in (
-            rows_of_dealt_tokens, columns_of_dealt_tokens, a_strategy_asks, comet,
-            one_rank_sees_a_difference, unlike_pieces,
+            columns_that_are_dealt_out, rows_of_dealt_tokens, columns_of_dealt_tokens,
+            a_strategy_asks, comet, one_rank_sees_a_difference, unlike_pieces,
         )
     },
 }  # fmt: skip

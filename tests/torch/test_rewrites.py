@@ -88,9 +88,9 @@ def ops_of(model):
 
 def woven(model, *rewrites, strategy="sequential", **options):
     """A compiled model, called three times and compared; with what its first call has shown."""
-    model = model.eval()
+    model = model.eval() if isinstance(model, torch.nn.Module) else model
     wanted = model(X)
-    weft.compile(model, strategy, fallback="error", rewrites=rewrites, **options)
+    model = weft.compile(model, strategy, fallback="error", rewrites=rewrites, **options)
     for _ in range(3):
         torch.testing.assert_close(model(X), wanted)
     (piece,) = session_of(model).pieces
@@ -283,6 +283,73 @@ def test_a_rewritten_graph_that_differs_is_not_used():
     torch._dynamo.reset()
     with pytest.raises(StrategyError, match="gate"):
         weft.compile(model, "sequential", fallback="error", **options)(X)
+
+
+@torch.library.custom_op("weft_test::growing", mutates_args=())
+def growing(x: torch.Tensor) -> torch.Tensor:
+    """More in each call."""
+    CALLS.append(1)
+    return x * len(CALLS)
+
+
+@growing.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-5])
+def test_small_numbers_that_differ_are_seen(scale):
+    def model(x):
+        return growing(F.linear(x, torch.eye(WIDE))) * scale
+
+    compiled = weft.compile(model, "sequential", rewrites=[weft.chunk("linear", 2)], strict=True)
+    compiled(X)
+    ((why, _),) = weft.report(compiled).fallbacks
+    assert "gate: the rewritten graph gives other numbers" in why
+
+
+def test_a_call_of_zeros_proves_nothing():
+    def model(x):
+        return growing(F.linear(x, torch.eye(WIDE)))
+
+    compiled = weft.compile(model, "sequential", rewrites=[weft.chunk("linear", 2)], strict=True)
+    compiled(torch.zeros_like(X))
+    assert weft.report(compiled).fallbacks == ()
+    compiled(X)
+    ((why, _),) = weft.report(compiled).fallbacks
+    assert "gate: the rewritten graph gives other numbers" in why
+
+
+def test_products_that_read_pieces_or_stand_between_pieces():
+    def one_behind_the_other(x):
+        y = funcol.all_reduce(F.linear(x, torch.eye(WIDE)), "sum", dist.group.WORLD)
+        return funcol.all_reduce(F.linear(y, torch.eye(WIDE)), "sum", dist.group.WORLD)
+
+    def side_by_side(x):
+        y, z = F.linear(x, torch.eye(WIDE)), F.linear(x + 1, torch.eye(WIDE))
+        y = funcol.all_reduce(y, "sum", dist.group.WORLD)
+        return funcol.all_reduce(z, "sum", dist.group.WORLD) + y
+
+    for model in (one_behind_the_other, side_by_side):
+        for dim in (-1, 1):
+            torch._dynamo.reset()
+            woven(model, weft.chunk("all_reduce", 2, dim))
+
+
+def test_a_squeeze_that_would_drop_a_piece_of_one_column():
+    def model(x):
+        return F.linear(x[:, :1], torch.eye(WIDE)[:3]).squeeze().relu()
+
+    compiled = weft.compile(model, "sequential", rewrites=[weft.chunk("linear", 3)])
+    torch.testing.assert_close(compiled(X), model(X))
+
+    def reduced(x):
+        y = F.linear(x[:, :1], torch.eye(WIDE)[:3]).squeeze()
+        return funcol.all_reduce(y, "sum", dist.group.WORLD)
+
+    compiled = weft.compile(reduced, "sequential", rewrites=[weft.chunk("linear", 3)])
+    with pytest.raises(CaptureError, match="would drop the dim of a piece of one"):
+        compiled(X)
 
 
 def test_caches_are_written_once_by_the_first_call():

@@ -21,7 +21,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -38,6 +38,7 @@ from torchweft.capture.offload import LOADS, add_loads
 from torchweft.capture.ops.assembly import RNG, Assembly, assemble, value_name
 from torchweft.capture.ops.collectives import drop_buffers
 from torchweft.capture.ops.units import source_of
+from torchweft.capture.rewrites.decompose import ALIKE
 from torchweft.capture.rewrites.kinds import KINDS
 from torchweft.capture.rewrites.rewriting import Rewritten, rewrite
 from torchweft.capture.rows.axes import SYMBOLIC, Symbols, rows_at, size_of
@@ -48,6 +49,7 @@ from torchweft.plan.graph import Graph, Op
 from torchweft.plan.rewrite import Rewrite
 from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
+from torchweft.ranks.shares import Alike
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in such ops: no other symbol is tried
@@ -79,6 +81,7 @@ class Capture:
     saved: frozenset[str] = frozenset()  # outputs that nobody but the backward graph gets
     lone: str = ""  # why no part may have a single row
     rewritten: Rewritten = field(default_factory=Rewritten)
+    alike: tuple[Alike, ...] = ()  # what its ranks must be given alike
     anew: Callable[[Sequence[Rewrite]], Capture] | None = None  # with more rewrites
 
     def bind(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -218,7 +221,7 @@ def analyse(
 
     rewrites: what is changed of the graph first. known: the options of `assemble`.
     """
-    anew = partial(_anew, gm, tried, name=name, rewrites=tuple(rewrites), known=known)
+    anew = cache(partial(_anew, gm, tried, name=name, rewrites=tuple(rewrites), known=known))
     look, rewritten = partial(_best, tried=tried, known=known), Rewritten()
     if rewrites:
         gm, rewritten = rewrite(gm, rewrites, lambda graph: look(graph)[0], KINDS)
@@ -363,6 +366,7 @@ def _captured(built: Assembly, matched: frozenset[MarkRule], name: str) -> Captu
         unplaced=built.unplaced,
         unbatched=_unbatched(placeholders) if batch is None else "",
         lone=next(iter(built.rows.lone), ""),
+        alike=built.gm.meta.get(ALIKE, ()),
     )
 
 

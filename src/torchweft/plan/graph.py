@@ -57,10 +57,14 @@ def check_name(name: object, what: str, error: type[WeftError] = GraphError) -> 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Each rank of a communicator holds an equal share of the rows, in the order of the ranks."""
+    """Each rank of a communicator holds an equal share of the rows, in the order of the ranks.
+
+    rounded: shares are rounded up, so any number of rows will do; the last ones are filled.
+    """
 
     communicator: str
     num_ranks: int
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class Batch:
     @property
     def row_unit(self) -> int:
         """What the rows of a part must be a multiple of, to be dealt out in equal shares."""
-        num_ranks = self.deal.num_ranks if self.deal is not None else 1
+        exact = self.deal is not None and not self.deal.rounded
+        num_ranks = self.deal.num_ranks if self.deal is not None and exact else 1
         return num_ranks // gcd(num_ranks, (self.inner.constant or 1) * (self.outer.constant or 1))
 
 

@@ -24,17 +24,20 @@ TARGET = re.compile(r"=?[A-Za-z0-9_.$*?\[\]]{1,200}")
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What is to be done, to what, and in how many pieces of which dim."""
+    """What is to be done, to what, in how many pieces of which dim, and past what."""
 
     kind: str
     targets: tuple[str, ...]
     pieces: int = 1
     dim: int = -1
+    past: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        shown, more = self.targets[:MAX_SHOWN], len(self.targets) - MAX_SHOWN
-        what = " ".join(shown).replace("=", "") + (f" and {more} more" if more > 0 else "")
-        return f"{self.kind}({what}, {self.pieces} pieces, dim {self.dim})"
+        how = {
+            "chunk": f", {self.pieces} pieces, dim {self.dim}",
+            "decompose": f", past {_shown(self.past) or 'nothing'}" * (self.past != ("*",)),
+        }
+        return f"{self.kind}({_shown(self.targets)}{how.get(self.kind, '')})"
 
 
 def chunk(what: Names, pieces: int, dim: int = -1) -> Rewrite:
@@ -49,6 +52,30 @@ def chunk(what: Names, pieces: int, dim: int = -1) -> Rewrite:
     if not _is_int(dim):
         raise _wrong(f"chunk: dim must be a dim of the result, such as -1; got {clip(dim)}.")
     return Rewrite("chunk", _targets(what), pieces, dim)
+
+
+def decompose(what: Names, past: Names | None = "*") -> Rewrite:
+    """An all_reduce as a reduce_scatter and an all_gather on the same group, and what follows row
+    by row between them, on each rank's share. `what`: one name or op, or several.
+
+    past: the calls that may stand between the two: by default whatever treats each row by itself
+    up to the next product; names such as "*norm*"; None for nothing. Raises `StrategyError`.
+    """
+    return Rewrite("decompose", _targets(what), past=_targets(past) if past is not None else ())
+
+
+def fuse(what: Names) -> Rewrite:
+    """Ops that stand one behind the other as one op: one body for the inner compiler, one op for
+    a strategy. `what`: names or ops, two at the least in each layer. Raises `StrategyError`.
+    """
+    return Rewrite("fuse", _targets(what))
+
+
+def _shown(targets: Sequence[str]) -> str:
+    more = len(targets) - MAX_SHOWN
+    return " ".join(targets[:MAX_SHOWN]).replace("=", "") + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _targets(what: Names) -> tuple[str, ...]:

@@ -102,21 +102,30 @@ def broadcast(
 
 
 def all_gather_into_tensor(
-    input: Tensor, group_size: int, group_name: Any, *, out: Out = None
+    input: Tensor, group_size: int, group_name: Any, rows: int | None = None, *, out: Out = None
 ) -> Flight:
-    """Everybody's tensor, one after another along dim 0."""
+    """Everybody's tensor, one after another along dim 0; of shares that were rounded up, `rows`."""
     given = input.contiguous()
     room = _room(given, _gathered(given, group_size), out)
     options = _options(AllgatherOptions(), given)
     work = _group(group_name)._allgather_base(room, given, options)
-    return _flight(work, [room], out, given)
+    made = room if rows is None or rows == len(room) else room[:rows]
+    return _flight(work, [made], out, given)
 
 
 def reduce_scatter_tensor(
-    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Out = None
+    input: Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: Any,
+    rounded: bool = False,
+    *,
+    out: Out = None,
 ) -> Flight:
-    """This rank's piece, along dim 0, of everybody's sum."""
+    """This rank's piece, along dim 0, of everybody's sum; `rounded` up if rows do not divide."""
     given = input.contiguous()
+    if rounded and (missing := -len(given) % group_size):
+        given = torch.cat([given, given.new_zeros([missing, *given.shape[1:]])])
     room = _room(given, _scattered(given, group_size), out)
     options = _options(c10d.ReduceScatterOptions(), given, reduce_op)
     work = _group(group_name)._reduce_scatter_base(room, given, options)

@@ -234,7 +234,7 @@ class Channel:
             claim = self.num_roles = self.num_roles + 1
         if claim != self._claim:
             self.roles[self._speaker] = claim
-        if digest != REFUSED:
+        if self.carried and digest != REFUSED:
             self._agreed.add((digest, claim, self._place))
         if all_ask:
             self._speaker.agree_on_costs(self._gather, f"agreed at call {self.num_calls}")
@@ -528,7 +528,7 @@ _registering = threading.Lock()
 
 def channel(name: str, watchdog_s: float = WATCHDOG_S) -> Channel:
     """The channel of a process group, opened at its first use by all its ranks together."""
-    user = _user_group(name)
+    user = user_group(name)
     with _registering:
         known = _channels.get(name)
         if known is None or known.user() is not user or (known.dead and known.mends):
@@ -555,9 +555,9 @@ def group(name: str) -> Any:
     """The group that a collective of a plan runs on, once all ranks agree on the call."""
     known = _channels.get(name)
     if known is None:
-        return _user_group(name)  # outside of a call
+        return user_group(name)  # outside of a call
     known.agree()
-    return _user_group(name) if known.carried else known.group
+    return user_group(name) if known.carried else known.group
 
 
 def place_in(name: Any, rank: int) -> int:
@@ -569,7 +569,7 @@ def place_in(name: Any, rank: int) -> int:
     return world.index(rank)
 
 
-def _user_group(name: str) -> dist.ProcessGroup:
+def user_group(name: str) -> dist.ProcessGroup:
     try:
         return _resolve_process_group(c10d.GroupName(name))
     except RuntimeError as error:

@@ -20,6 +20,9 @@ DEFAULT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 
 DEFAULT_TOLERANCE |= {torch.float16: 5e-3, torch.float8_e4m3fn: 0.2, torch.float8_e5m2: 0.4}
 
 
+ROUNDING = 16  # units in the last place of one
+
+
 @dataclass(frozen=True)
 class Check:
     """The verdict: `equal` is "bit-equal", "within tolerance" or "different".
@@ -64,10 +67,13 @@ def compare(
     got: Any,
     tolerance: float | None = None,
     own: Mapping[int, float] = MappingProxyType({}),
+    *,
+    least: float = 1.0,
 ) -> Check:
     """Compare two nests of tensors and floats; other leaves must be equal. NaNs equal NaNs.
 
-    own: what some leaves, by their numbers, may differ by, whatever their type.
+    own: what some leaves, by their numbers, may differ by, whatever their type. least: what the
+    largest number is taken for if it is smaller; rounding of numbers around one is no difference.
     """
     left, right = (list(map(_numbers, leaves_of(nest))) for nest in (wanted, got))
     if len(left) != len(right):
@@ -83,8 +89,11 @@ def compare(
         if a.shape != b.shape or a.dtype != b.dtype:
             what = f"output {number} is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
             return Check("different", float("inf"), 0.0, count, detail=what)
-        diff, scale = difference(a, b)
-        allowed = (DEFAULT_TOLERANCE.get(a.dtype, 0.0) if tolerance is None else tolerance) * scale
+        diff, scale = difference(a, b, least)
+        share = DEFAULT_TOLERANCE.get(a.dtype, 0.0) if tolerance is None else tolerance
+        allowed = share * scale
+        if scale < 1 and a.is_floating_point():
+            allowed = max(allowed, min(share, ROUNDING * torch.finfo(a.dtype).eps))
         if number in own:  # the last bit of the largest number is nobody's fault
             allowed = max(own[number], torch.finfo(a.dtype).eps * scale)
         same = same and diff == 0.0
@@ -113,8 +122,8 @@ def _numbers(leaf: Any) -> Any:
     return torch.as_tensor(leaf) if is_number else leaf
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors, and the size of what is compared (at least 1)."""
+def difference(a: torch.Tensor, b: torch.Tensor, least: float = 1.0) -> tuple[float, float]:
+    """The largest difference of two tensors, and the size of what is compared."""
     a, b = a.detach(), b.detach()
     if a.is_complex():
         a, b = (torch.view_as_real(item.resolve_conj()) for item in (a, b))
@@ -126,4 +135,10 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     if diff.isnan().any() or diff.isinf().any():
         return float("inf"), 1.0
     finite = a[a.isfinite()]
-    return float(diff.max()), max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    return float(diff.max()), max(least, float(finite.abs().max()) if finite.numel() else 1.0)
+
+
+def tells(nest: Any) -> bool:
+    """Whether any tensor of a nest has unlike numbers, by which rows could be told apart."""
+    tensors = [leaf.detach() for leaf in leaves_of(nest) if isinstance(leaf, torch.Tensor)]
+    return any(t.numel() > 1 and bool((t != t.flatten()[0]).any()) for t in tensors)

@@ -45,18 +45,20 @@ from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.checksums import Checksums
 from torchweft.ranks.ranks import EVERY
+from torchweft.ranks.shares import Sums
 from torchweft.ranks.talk import communicators, digests, group_of, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
 from torchweft.run.cpu import run, run_alone, run_traced
 from torchweft.run.program import Program
+from torchweft.run.proof import Proof
 from torchweft.run.service import Service
 from torchweft.run.writer import compile_program
 from torchweft.serve.book.entry import CallShape, PlanEntry
 from torchweft.serve.book.measured import asks
 from torchweft.serve.memory_limit import MemoryLimit
 from torchweft.serve.together import Together
-from torchweft.serve.variants import Proof, Variants
+from torchweft.serve.variants import Variants
 
 MAX_ENTRIES = 256
 MAX_SHAPES = 4096
@@ -352,6 +354,7 @@ class Piece:
         # What every call needs, looked up once.
         self._sizes, self._pick, self._here = captured.sizes_of, captured.pick, service.here
         self._as_made = captured.gives_as_made
+        self.sums = Sums(captured.alike, self.graph.inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one call. This is what Dynamo calls in the place of the graph.

@@ -397,12 +397,13 @@ def _piece_lines(piece: PieceReport) -> list[str]:
 
 def copied_values(piece: Piece) -> tuple[tuple[str, str], ...]:
     """The values that plans in use copy together from their parts, each with the reason."""
-    steps = [step for entry in piece.plans.all_entries() for step in entry.plan.steps]
-    names = dict.fromkeys(step.names[0] for step in steps if step.kind == "copy" and not step.on)
-    reasons = piece.captured.unplaced
-    replaced = {name for step in steps if step.by for name in step.names}
-    makers = piece.graph.maker
-    return tuple((name, reasons.get(name) or _loose(makers[name], replaced)) for name in names)
+    told: dict[str, str] = {}
+    for entry in piece.plans.all_entries():  # of the graph itself, or of one that was rewritten
+        steps, reasons = entry.plan.steps, entry.piece.captured.unplaced
+        replaced = {name for step in steps if step.by for name in step.names}
+        for name in (step.names[0] for step in steps if step.kind == "copy" and not step.on):
+            told[name] = reasons.get(name) or _loose(entry.plan.graph.maker[name], replaced)
+    return tuple(told.items())
 
 
 def _loose(op: Op, replaced: set[str]) -> str:

@@ -31,6 +31,7 @@ from torchweft.private.core import tree_leaves
 BLOCK = "weft_block"  # of a node: the call of a block at whose borders ops end
 PIECE = "weft_piece"  # of a node: which piece it is of what a rewrite has cut, such as "2of4"
 ROOM = ("empty", "zeros", "ones", "full")
+FUSED = "weft_fused"  # of a node: the op that it is to be part of, as a rewrite has asked for
 SMALL_BYTES, SMALL_FLOPS = 1 << 16, 1 << 20
 COPYING = frozenset(
     {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}
@@ -199,6 +200,8 @@ def _unit(nodes: list[fx.Node], rows: Rows, marks: Mapping[fx.Node, tuple[Mark, 
     mark, key = marks.get(nodes[0], (None, None))
     if (piece := nodes[0].meta.get(PIECE)) is not None:
         key = ("piece", key, piece)
+    if (fused := nodes[0].meta.get(FUSED)) is not None:
+        key = ("fused", fused)
     unit = Unit(nodes, worst.kind, worst.reason, cause, mark, key)
     unit.draws, unit.block = any(call.draws for call in calls), nodes[0].meta.get(BLOCK)
     for call in calls:

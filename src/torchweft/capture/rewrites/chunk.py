@@ -28,6 +28,7 @@ from torchweft.capture.marks import target_name
 from torchweft.capture.ops.collectives import kind_of
 from torchweft.capture.ops.units import is_collective, is_copy, is_wait, storages
 from torchweft.capture.rewrites.rewriting import CannotError, Site, copy_of, name_of
+from torchweft.capture.rows.rows import CallRows
 from torchweft.plan.rewrite import Rewrite
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def chunk(
     """
     cutter = Cutter(built)
     chains, reasons = list[Passage](), list[str]()
-    for node in _starts(named):
+    for node in starts_of(named):
         try:
             chains.append(chain_to(node))
         except CannotError as why:
@@ -132,7 +133,7 @@ class Passage:
         return f"{name} and {kind_of(self.start)}" if self.start is not None else name
 
 
-def _starts(named: Sequence[fx.Node]) -> list[fx.Node]:
+def starts_of(named: Sequence[fx.Node]) -> list[fx.Node]:
     """The collectives among calls, and those that their products feed."""
     starts: dict[fx.Node, None] = {}
     for node in named:
@@ -156,7 +157,7 @@ def _fed(product: fx.Node) -> Iterator[fx.Node]:
 
 def chain_to(start: fx.Node) -> Passage:
     """The product behind a collective, and all calls between them. Raises `CannotError`."""
-    if kind_of(start) not in COLLECTIVES:
+    if kind_of(start) not in COLLECTIVES or target_name(start).startswith("weft."):
         raise CannotError(f"{kind_of(start)} is none of {', '.join(COLLECTIVES)}")
     waits = [user for user in start.users if is_wait(user)]
     if len(waits) != 1 or len(start.users) > 1:
@@ -194,6 +195,7 @@ def _cut(cutter: Cutter, chain: Passage, rewrite: Rewrite) -> Site:
     for node in site.new:
         if not node.meta:  # what joins the pieces
             copy_of(end, node)
+    cutter.built.rows.calls[whole] = CallRows(whole, cutter.built.rows.value(end))
     end.replace_all_uses_with(whole)
     if chain.copy is not None and isinstance(chain.copy.args[0], fx.Node):
         chain.copy.args[0].replace_all_uses_with(
@@ -234,9 +236,11 @@ class _Cut:
                 "(dim=-1); the batch itself is cut by s.split"
             )
         by_columns, at, num_ranks = dim == len(shape) - 1, dim, 1
-        _check_views(cutter, chain, by_columns=by_columns, size=size)
+        _check_views(cutter, chain, rewrite.pieces, by_columns=by_columns, size=size)
         if chain.start is not None:
             at = len(cutter.shape(chain.start.args[0])) - 1 if by_columns else dim  # type: ignore[arg-type]
+            if at == 0 and by_columns and kind_of(chain.start) == SCATTERS:
+                raise CannotError("its columns are dealt out to the ranks")
             if at == 0 and kind_of(chain.start) != "all_reduce":
                 num_ranks = int(str(chain.start.args[-2]))
             if num_ranks > 1 and kind_of(chain.start) == SCATTERS:
@@ -332,11 +336,14 @@ def _check_way(cutter: Cutter, chain: Passage) -> None:
     read = storages([built.rows.value(node) for node in chain.product.all_input_nodes])
     node = chain.product
     while (node := node.next) is not last and last is not chain.product:
-        if read & storages(built.rows.calls[node].written):
+        call = built.rows.calls.get(node)  # pieces of another chain write nowhere
+        if call is not None and read & storages(call.written):
             raise CannotError("what it reads is written before its collective starts")
 
 
-def _check_views(cutter: Cutter, chain: Passage, *, by_columns: bool, size: int) -> None:
+def _check_views(
+    cutter: Cutter, chain: Passage, pieces: int, *, by_columns: bool, size: int
+) -> None:
     """Raise `CannotError` if a view behind the product does not leave the cut dim alone."""
     before = cutter.shape(chain.product)
     for node in chain.views:
@@ -344,6 +351,8 @@ def _check_views(cutter: Cutter, chain: Passage, *, by_columns: bool, size: int)
         kept = after[-1] is size or after[-1] == size if by_columns else after == before
         if name_of(node) in RESHAPES and by_columns:
             kept = kept and _sizes(node.args)[-1] in (size, -1)
+        if name_of(node) == "squeeze" and size < 2 * pieces:
+            raise CannotError(f"{node.name} would drop the dim of a piece of one; ask for fewer")
         if not kept or cutter.built.rows.calls[node].draws:
             raise CannotError(f"{node.name} does not leave the dim alone that is to be cut")
         before = after

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from torchweft.capture.rewrites.chunk import chunk
+from torchweft.capture.rewrites.decompose import decompose
+from torchweft.capture.rewrites.fuse import fuse
 from torchweft.capture.rewrites.rewriting import Rewriter
 
-KINDS: Mapping[str, Rewriter] = MappingProxyType({"chunk": chunk})
+KINDS: Mapping[str, Rewriter] = MappingProxyType(
+    {"chunk": chunk, "decompose": decompose, "fuse": fuse}
+)

@@ -22,7 +22,8 @@ from torch import fx
 from torchweft.capture.blocks.blocks import CALLS, InlinedCall
 from torchweft.capture.marks import target_name
 from torchweft.capture.ops.names import stack_of
-from torchweft.capture.ops.units import PIECE
+from torchweft.capture.ops.units import PIECE, storages
+from torchweft.capture.rows.rows import id_of
 from torchweft.errors import CaptureError, unknown
 from torchweft.plan.rewrite import Rewrite
 
@@ -123,6 +124,16 @@ def _names(node: fx.Node) -> Iterable[str]:
     for path, _ in stack_of(node):
         yield path
         yield f"{path}.{called}"
+
+
+def written_in(built: Assembly) -> dict[fx.Node, set[int]]:
+    """For each call that writes into what it is given, the bytes."""
+    written = dict[fx.Node, set[int]]()
+    for node, call in built.rows.calls.items():
+        given = storages([built.rows.value(used) for used in node.all_input_nodes])
+        if ids := given & {id_of(tensor) for tensor in call.written}:
+            written[node] = ids
+    return written
 
 
 def name_of(node: fx.Node) -> str:

@@ -153,8 +153,12 @@ class Symbols:
         shape = self.shape(tensor)
         if self.dims(tensor) != [axis.dim]:
             return False
-        num_ranks = axis.deal.num_ranks if axis.deal is not None else 1
-        wanted = axis.outer * self.batch * axis.inner / num_ranks
+        wanted = axis.outer * self.batch * axis.inner
+        if axis.deal is not None and axis.deal.rounded:
+            wanted = FloorDiv(wanted + axis.deal.num_ranks - 1, axis.deal.num_ranks)
+            wanted = _in_units(wanted, self.batch, self.unit) if wanted.has(FloorDiv) else wanted
+        elif axis.deal is not None:
+            wanted /= axis.deal.num_ranks
         return same(shape[axis.dim], wanted) and not self.in_expr(axis.outer * axis.inner)
 
 

@@ -195,7 +195,8 @@ def wait(axis: Axis, call: AtenCall) -> Axis:
 
 def all_gather(axis: Axis, call: AtenCall) -> Axis:
     if axis.deal is not None:
-        whole = axis.dim == 0 and axis.outer == 1 and axis.deal == _deal(call)
+        whole = axis.dim == 0 and axis.deal == _deal(call)
+        whole = whole and (axis.outer == 1 or axis.deal.rounded)
         refuse(not whole, "it gathers other shares than those that were dealt out")
         return replace(axis, deal=None)
     return replace(axis, outer=axis.outer * call.args["group_size"]) if axis.dim == 0 else axis
@@ -204,15 +205,26 @@ def all_gather(axis: Axis, call: AtenCall) -> Axis:
 def reduce_scatter(axis: Axis, call: AtenCall) -> Axis:
     if axis.dim != 0:
         return axis
-    if axis.outer == 1 and call.args["group_size"] > 1:
+    rounded = "rounded" in call.args
+    if rounded and call.args["group_size"] == 1:
+        return axis
+    if (rounded or axis.outer == 1) and call.args["group_size"] > 1:
         refuse(call.symbols.undealt, f"{DEALS}: {call.symbols.undealt}")
         return replace(axis, deal=_deal(call))
     return replace(axis, outer=_dealt(axis, call.args["group_size"]))
 
 
+def share(axis: Axis, call: AtenCall) -> Axis:
+    """A rank's rows of what all ranks have: as if a reduce_scatter had dealt them out."""
+    refuse(axis.dim != 0, DEALS)
+    refuse(call.symbols.undealt, f"{DEALS}: {call.symbols.undealt}")
+    return replace(axis, deal=_deal(call)) if call.args["group_size"] > 1 else axis
+
+
 def _deal(call: AtenCall) -> Deal:
     """Who shares the rows that a collective deals out or gathers."""
-    return Deal(communicator_of(call.args["group_name"]), call.args["group_size"])
+    rounded = not {"rounded", "rows"}.isdisjoint(call.args) or call.name == "share"
+    return Deal(communicator_of(call.args["group_name"]), call.args["group_size"], rounded)
 
 
 def communicator_of(group_name: object) -> str:
@@ -271,8 +283,9 @@ COLLECTIVES: Mapping[str, RowRule] = MappingProxyType(
     {
         **dict.fromkeys(STAY.split(), _rule(lambda axis, call: axis)),
         "wait_tensor": _rule(wait),
-        **dict.fromkeys(GATHER.split(), _rule(all_gather)),
+        **dict.fromkeys(GATHER.split(), _rule(all_gather, "rows")),
         **dict.fromkeys(SCATTER.split(), _rule(reduce_scatter)),
+        "share": _rule(share),
         "all_to_all_single": _rule(all_to_all, "input_split_sizes output_split_sizes"),
         "isend": RowRule(_sent),
         "irecv": _rule(talk_to_one),
@@ -343,7 +356,7 @@ HIGHER: Mapping[str, Any] = MappingProxyType(
 def rule_for(func: Any) -> RowRule | None:
     """The rule of an operator overload; None if nobody knows how it treats rows."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace in NAMESPACES:
+    if namespace in (*NAMESPACES, "weft_rows"):
         return COLLECTIVES.get(name)
     if namespace not in ("aten", "prims", "prim") or name.startswith("_foreach"):
         return None

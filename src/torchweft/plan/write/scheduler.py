@@ -167,10 +167,15 @@ class Scheduler:
         if self.rewriter is None:
             self._fail("rewrite", f"there are no calls behind graph {self.graph.name!r} to rewrite;"
                        " only the graph of a model has them: weft.compile.")  # fmt: skip
-        self.rewrites += check_rewrites(rewrites)
+        asked = (*self.rewrites, *check_rewrites(rewrites))
         if rewrites:
-            self.graph = self.rewriter(self.rewrites)
+            self.graph = self.rewriter(asked)
+            self.rewrites = asked
             self._reset()
+
+    def note(self, text: str) -> None:
+        """Leave a line in the plan's history, such as why something was not done."""
+        self.notes.append(one_line(text))
 
     def ready(self, part: int | None = None) -> list[tuple[Op, int | None]]:
         """The (op, part) pairs that can run next, in graph order; part None: all parts at once.
@@ -248,7 +253,7 @@ class Scheduler:
             after = [(self.ops[number - 1], None)] if early else []
             for part in [None] if len(left) == len(pairs) else left:
                 self.run(op, part, after=after)
-        self.notes.append(one_line(f"sequential: {reason}" if reason else "sequential"))
+        self.note(f"sequential: {reason}" if reason else "sequential")
         self._closed = "" if self._scopes else "sequential()"
 
     def adopt(self, plan: Plan) -> None:
