@@ -30,12 +30,13 @@ from torchweft.plan.strategies import (
     single_batch,
     strategy_names,
     tokenweave,
+    ulysses,
 )
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, strategy, write
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli.picture import picture
-from torchweft_tools.demo.blueprint import experts, on_disk, transformer
+from torchweft_tools.demo.blueprint import experts, on_disk, sequence, transformer
 
 PLANS = Path(__file__).parents[1] / "plans"
 CONTEXT = Context(batch=512)
@@ -76,6 +77,7 @@ GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool, Context]] = {
     "prefetch": (prefetch, on_disk(4), cpu(), False, CONTEXT),
     "multiplex": (multiplex, experts(2), LANES, False, MIXED),
     "tokenweave": (tokenweave, transformer(2), cpu(), False, CONTEXT),
+    "ulysses": (ulysses, sequence(2), cpu(), False, CONTEXT),
 }
 
 
@@ -100,7 +102,7 @@ def test_golden_plan_read_from_its_file_is_safe(name: str) -> None:
     verify(Plan.load(PLANS / f"{name}.plan", GOLDEN[name][1]))
 
 
-PICTURES = ("dual_batch", "multiplex", "nanoflow", "prefetch", "single_batch")
+PICTURES = ("dual_batch", "multiplex", "nanoflow", "prefetch", "single_batch", "ulysses")
 
 
 @pytest.mark.parametrize("name", PICTURES)

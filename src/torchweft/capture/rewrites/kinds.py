@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from torchweft.capture.rewrites.chunk import chunk
+from torchweft.capture.rewrites.heads import heads
 from torchweft.capture.rewrites.rewriting import Rewriter
 
-KINDS: Mapping[str, Rewriter] = MappingProxyType({"chunk": chunk})
+KINDS: Mapping[str, Rewriter] = MappingProxyType({"chunk": chunk, "heads": heads})

@@ -158,9 +158,9 @@ class Scheduler:
         if self.rewriter is None:
             self._fail("rewrite", f"there are no calls behind graph {self.graph.name!r} to rewrite;"
                        " only the graph of a model has them: weft.compile.")  # fmt: skip
-        self.rewrites += check_rewrites(rewrites)
+        wanted = self.rewrites + check_rewrites(rewrites)
         if rewrites:
-            self.graph = self.rewriter(self.rewrites)
+            self.graph, self.rewrites = self.rewriter(wanted), wanted
             self._reset()
 
     def ready(self, part: int | None = None) -> list[tuple[Op, int | None]]:
