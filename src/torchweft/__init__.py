@@ -144,6 +144,7 @@ __all__ = [
     "strategy_names",
     "tokenweave",
     "trace",
+    "ulysses",
     "warmup",
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from torchweft.capture.rewrites.chunk import RESHAPES
 from torchweft.capture.rewrites.rewriting import CannotError, name_of
 from torchweft.capture.rows.axes import ONE, SYMBOLIC, Axis, exact, same, tensors_in
 from torchweft.capture.rows.rows import FAILURES, Rows
-from torchweft.private.core import tree_map
+from torchweft.private.core import OpOverload, tree_map
 
 VIEWS = (*RESHAPES, "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 MOVES = (
@@ -30,6 +30,12 @@ MOVES = (
     "getitem", "unbind",
 )  # fmt: skip
 UNLIKE = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051)  # sizes to tell dims apart by
+
+
+def called(node: fx.Node) -> str:
+    """What is called, whatever the overload: "transpose" of `aten.transpose.int`."""
+    target = node.target
+    return str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else name_of(node)
 
 
 class HeadAxes:
@@ -69,7 +75,7 @@ class HeadAxes:
                     yield given, back
 
     def _onward(self, given: fx.Node, node: fx.Node, axis: Axis) -> Axis:
-        old, new, name = self.shape(given), self.shape(node), name_of(node)
+        old, new, name = self.shape(given), self.shape(node), called(node)
         if name in VIEWS:
             return self._seat(axis, old, new, node)
         if name in MOVES and isinstance(self.rows.value(given), torch.Tensor):
@@ -81,7 +87,7 @@ class HeadAxes:
 
     def _back(self, node: fx.Node, given: fx.Node, axis: Axis) -> Axis | None:
         """The axis of an operand; None if it is the same for all heads."""
-        old, new, name = self.shape(given), self.shape(node), name_of(node)
+        old, new, name = self.shape(given), self.shape(node), called(node)
         if name in VIEWS:
             return self._seat(axis, new, old, node)
         if name in MOVES and isinstance(self.rows.value(given), torch.Tensor):

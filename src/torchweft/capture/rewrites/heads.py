@@ -26,8 +26,8 @@ from torch import fx
 from torchweft.capture.ops.collectives import kind_of
 from torchweft.capture.ops.units import is_collective, is_wait, storages
 from torchweft.capture.rewrites.chunk import Cutter
-from torchweft.capture.rewrites.head_axes import MOVES, VIEWS, HeadAxes
-from torchweft.capture.rewrites.rewriting import CALLED, CannotError, Site, copy_of, name_of
+from torchweft.capture.rewrites.head_axes import MOVES, VIEWS, HeadAxes, called
+from torchweft.capture.rewrites.rewriting import CALLED, CannotError, Site, copy_of
 from torchweft.capture.rewrites.stretch import EXCHANGE, Made, Stretch, prove, write_call
 from torchweft.capture.rows.axes import ONE, Axis, exact, tensors_in
 from torchweft.capture.rows.rows import Rows
@@ -60,7 +60,7 @@ def heads(
         except CannotError as why:
             reasons.append(f"{attention.name}: {why}")
     if not sites:
-        calls = ", ".join(dict.fromkeys(map(name_of, named)))
+        calls = ", ".join(dict.fromkeys(map(called, named)))
         none = f"no attention stands there or between its all_to_alls, only {calls}"
         raise CannotError(f"{'; '.join(reasons[:3]) or none}.")
     return sites, reasons
@@ -70,7 +70,7 @@ def _attentions(built: Assembly, node: fx.Node) -> list[fx.Node]:
     """A call if it is an attention; of an all_to_all the one that it feeds or is fed by."""
 
     def attends(call: fx.Node) -> bool:
-        name = name_of(call)
+        name = called(call)
         value = tensors_in(built.rows.value(call))
         wide = bool(value) and value[0].dim() > 2
         return wide and (name in SOFTMAX or "scaled_dot_product" in name)
@@ -108,7 +108,7 @@ def _nearest(
     found, seen, todo = list[fx.Node](), set(starts), list(starts)
     while todo:
         for node in step(todo.pop()):
-            if node not in seen and node.op in CALLED and tensors_in(rows.value(node)):
+            if node not in seen and node in rows.calls and tensors_in(rows.value(node)):
                 seen.add(node)
                 (found if stops(node) else todo).append(node)
     return found
@@ -162,14 +162,16 @@ def _calls(cutter: Cutter, attention: fx.Node) -> list[fx.Node]:
         if node in needed:
             needed.update(node.all_input_nodes)
     inside = sent & needed
+    if not rows.calls.keys() >= inside:
+        raise CannotError("another attention that was cut stands between its all_to_alls")
     for node in reversed(window):  # sizes that others read are of the whole
-        if not tensors_in(rows.value(node)) and not inside.issuperset(node.users):
+        if node in inside and not tensors_in(rows.value(node)) and node.users.keys() - inside:
             inside.discard(node)
     return sorted(inside, key=order.__getitem__)
 
 
 def _is_view(rows: Rows, node: fx.Node) -> bool:
-    return name_of(node) in LAYOUT and rows.calls[node].only_views
+    return called(node) in LAYOUT and rows.calls[node].only_views
 
 
 def _copies(rows: Rows, starts: Nodes) -> set[fx.Node]:
@@ -178,7 +180,8 @@ def _copies(rows: Rows, starts: Nodes) -> set[fx.Node]:
     layout, todo = dict[fx.Node, None](), list(starts)
     while todo:
         for node in todo.pop().all_input_nodes:
-            if node not in layout and node.op in CALLED and name_of(node) in LAYOUT:
+            known = node.op in CALLED and rows.calls.keys() >= {node, *node.all_input_nodes}
+            if node not in layout and known and called(node) in LAYOUT:
                 layout[node] = None
                 todo.append(node)
     copies = set[fx.Node]()
@@ -222,7 +225,6 @@ def _cut(cutter: Cutter, stretch: Stretch, pieces: int) -> Site:
         for end in stretch.ends:
             whole = _join(cutter, [group[end] for group in groups], stretch.axes[end])
             cutter.built.rows.calls[whole] = cutter.built.rows.calls[end]
-            cutter.order[whole] = cutter.order[end]
             end.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in calls)
     site.new = [node for node in cutter.graph.nodes if node not in before]
     for node in site.new:
@@ -231,6 +233,7 @@ def _cut(cutter: Cutter, stretch: Stretch, pieces: int) -> Site:
     for node in reversed(stretch.calls):
         if not node.users:
             cutter.graph.erase_node(node)
+    cutter.order = {node: number for number, node in enumerate(cutter.graph.nodes)}
     return site
 
 

@@ -20,7 +20,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torchweft.capture.ops.units import is_collective
 from torchweft.capture.rewrites.chunk import RESHAPES, sizes_of
-from torchweft.capture.rewrites.rewriting import CannotError, name_of
+from torchweft.capture.rewrites.head_axes import called
+from torchweft.capture.rewrites.rewriting import CannotError
 from torchweft.capture.rows.axes import SYMBOLIC, Axis, Symbols, tensors_in, wrap
 from torchweft.capture.rows.rows import FAILURES, Rows, find_rows
 from torchweft.private.core import FakeTensorMode, tree_leaves, tree_map
@@ -47,7 +48,7 @@ class Stretch:
     @property
     def what(self) -> str:
         count = sum(map(is_collective, self.calls))
-        return f"{name_of(self.attention)} with {count} {EXCHANGE}"
+        return f"{called(self.attention)} with {count} {EXCHANGE}"
 
     def rank(self, node: fx.Node) -> int:
         """How many dims a result has."""
@@ -70,15 +71,15 @@ class Stretch:
 
     def place(self, order: Mapping[fx.Node, int]) -> fx.Node:
         """The first node before which all is there that it reads."""
-        last = max(self.given, key=order.__getitem__, default=self.calls[0])
-        return max(self.calls[0], last.next, key=lambda node: order.get(node, 0))
+        last = max(self.given, key=order.__getitem__)
+        return max(self.calls[0], last.next, key=order.__getitem__)
 
 
 def write_call(graph: fx.Graph, stretch: Stretch, node: fx.Node, made: Made, heads: Any) -> None:
     """Write a call for so many units of heads, a number or a node. Raises `CannotError`."""
     given: Any = fx.map_arg((node.args, node.kwargs), made.__getitem__)
     args, kwargs = given
-    axis, name, target = stretch.axes.get(node), name_of(node), node.target
+    axis, name, target = stretch.axes.get(node), called(node), node.target
     if axis is not None and name in (*RESHAPES, "expand"):
         sizes = sizes_of(args)
         if len(sizes) == stretch.rank(node):  # not a torch.Size, which some call here has made

@@ -33,7 +33,7 @@ def ulysses(s: Scheduler, *, parts: int = 2, groups: int = 2, min_tokens: int = 
         except StrategyError as why:
             return s.sequential(str(why))
         return s.sequential()
-    # 3. Parts: what sends goes first, then the part that has sent longest ago, until it sends again.
+    # 3. Parts: what sends goes first; else the part that has sent longest ago goes on.
     s.split(parts)
     sent: dict[int | None, int] = {}
     while ready := s.ready():
