@@ -137,12 +137,13 @@ def sequence(num_layers: int = 2, hidden: int = 1024) -> Graph:
                 both: Any = {"uses": "network", "two_phase": True, "collective": talk}
                 ops.append(Op(name, (last,), (made,), body=kind, **both, **place))
             else:
-                read, flops = (last,), ROWS * (2 * factor * hidden * hidden)
-                if kind != "attn":
-                    values.append(Value(weight, (Size.of(factor * hidden), Size.of(hidden))))
-                    inputs.append(weight)
-                    read = (last, weight)
-                ops.append(Op(name, read, (made,), mark=kind, body=kind, flops=flops, **place))
+                own = [] if kind == "attn" else [weight]
+                shape = (Size.of(factor * hidden), Size.of(hidden))
+                values += [Value(each, shape) for each in own]
+                inputs += own
+                flops = ROWS * (2 * factor * hidden * hidden)
+                read: Any = {"mark": kind, "body": kind, "flops": flops}
+                ops.append(Op(name, (last, *own), (made,), **read, **place))
             last = made
     return Graph(f"sequence{num_layers}", tuple(values), tuple(ops), tuple(inputs), (last,), "s0")
 

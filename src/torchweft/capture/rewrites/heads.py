@@ -7,8 +7,8 @@
                                                           all_to_all(y0)               ...(y1)
 
 So Ulysses splits a sequence over ranks. A group has some heads of each rank's share. What is cut is
-a `Stretch`: all calls from the copies that feed the first all_to_all to the views behind the last
-one. `HeadAxes` proposes where the heads are. The proof is that of the rows of a batch: the stretch
+a `HeadStretch`: all calls from the copies that feed the first all_to_all to the views behind the
+last. `HeadAxes` proposes where the heads are. The proof is that of the rows of a batch: the stretch
 is run on fake tensors for any number of heads, and the row rules must find each call to treat them
 one by one. What they do not vouch for is left whole, with their reason.
 
@@ -28,7 +28,7 @@ from torchweft.capture.ops.units import is_collective, is_wait, storages
 from torchweft.capture.rewrites.chunk import Cutter
 from torchweft.capture.rewrites.head_axes import MOVES, VIEWS, HeadAxes, called
 from torchweft.capture.rewrites.rewriting import CALLED, CannotError, Site, copy_of
-from torchweft.capture.rewrites.stretch import EXCHANGE, Made, Stretch, prove, write_call
+from torchweft.capture.rewrites.stretch import EXCHANGE, HeadStretch, Made, prove, write_call
 from torchweft.capture.rows.axes import ONE, Axis, exact, tensors_in
 from torchweft.capture.rows.rows import Rows
 from torchweft.plan.rewrite import Rewrite
@@ -114,7 +114,7 @@ def _nearest(
     return found
 
 
-def _stretch(cutter: Cutter, attention: fx.Node, pieces: int) -> Stretch:
+def _stretch(cutter: Cutter, attention: fx.Node, pieces: int) -> HeadStretch:
     """What stands around an attention, and the proof that it can be cut. Raises `CannotError`."""
     rows, whys = cutter.built.rows, list[CannotError]()
     calls = _calls(cutter, attention)
@@ -133,7 +133,7 @@ def _stretch(cutter: Cutter, attention: fx.Node, pieces: int) -> Stretch:
         own = dict.fromkeys(axes)  # a key that serves all heads is sent once
         for node in calls:
             own |= dict.fromkeys([node] if own.keys() & set(node.all_input_nodes) else [])
-        stretch = Stretch(rows, attention, [node for node in calls if node in own], axes, units)
+        stretch = HeadStretch(rows, attention, [node for node in calls if node in own], axes, units)
         _check_place(cutter, stretch)
         prove(stretch)
         return stretch
@@ -191,7 +191,7 @@ def _copies(rows: Rows, starts: Nodes) -> set[fx.Node]:
     return copies
 
 
-def _check_place(cutter: Cutter, stretch: Stretch) -> None:
+def _check_place(cutter: Cutter, stretch: HeadStretch) -> None:
     """Raise `CannotError` if the calls could not stand together where the first that reads all of
     them is, or if others change what they read."""
     built, order, calls = cutter.built, cutter.order, set(stretch.calls)
@@ -215,7 +215,7 @@ def _check_place(cutter: Cutter, stretch: Stretch) -> None:
             raise CannotError("what it reads is written before its last all_to_all")
 
 
-def _cut(cutter: Cutter, stretch: Stretch, pieces: int) -> Site:
+def _cut(cutter: Cutter, stretch: HeadStretch, pieces: int) -> Site:
     """Put groups of heads in the place of a stretch."""
     site, before = Site(stretch.calls, stretch.what), set(cutter.graph.nodes)
     bounds = [stretch.units * number // pieces for number in range(pieces + 1)]
@@ -237,7 +237,7 @@ def _cut(cutter: Cutter, stretch: Stretch, pieces: int) -> Site:
     return site
 
 
-def _write_groups(cutter: Cutter, stretch: Stretch, bounds: Sequence[int]) -> list[Made]:
+def _write_groups(cutter: Cutter, stretch: HeadStretch, bounds: Sequence[int]) -> list[Made]:
     """The calls of all groups of heads, by those that they stand for: up to the next wait one group
     after another."""
     stage = dict[fx.Node, int]()

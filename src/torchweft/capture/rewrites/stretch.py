@@ -1,5 +1,5 @@
-"""The `Stretch`: calls that are cut by heads; how a group of heads goes through them, and the proof
-that groups do not meet.
+"""The `HeadStretch`: calls that are cut by heads; how a group of heads goes through them, and the
+proof that groups do not meet.
 
     write_call   a call for some heads: sizes in views, and what goes to each rank, are theirs
     prove        the calls on fake tensors for `heads` heads, a symbol: the row rules look at each
@@ -33,7 +33,7 @@ Made = dict[fx.Node, fx.Node]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class HeadStretch:
     """Calls around an attention, in their order, and where heads are in what they make and read.
 
     units: how many groups of heads each rank has that are never cut.
@@ -75,7 +75,9 @@ class Stretch:
         return max(self.calls[0], last.next, key=order.__getitem__)
 
 
-def write_call(graph: fx.Graph, stretch: Stretch, node: fx.Node, made: Made, heads: Any) -> None:
+def write_call(
+    graph: fx.Graph, stretch: HeadStretch, node: fx.Node, made: Made, heads: Any
+) -> None:
     """Write a call for so many units of heads, a number or a node. Raises `CannotError`."""
     given: Any = fx.map_arg((node.args, node.kwargs), made.__getitem__)
     args, kwargs = given
@@ -131,7 +133,7 @@ def _splits(graph: fx.Graph, axis: Axis, heads: Any, args: Sequence[Any]) -> lis
     return [[one] * num_ranks] * 2
 
 
-def prove(stretch: Stretch) -> None:
+def prove(stretch: HeadStretch) -> None:
     """Raise `CannotError` unless the calls treat heads one by one, however many there are."""
     rows = stretch.rows
     fakes, graph, made = _Fakes(rows), fx.Graph(), Made()

@@ -3,10 +3,10 @@
     compute  |qkv[0]|qkv[1]   |attn[0] |attn[1] |mlp[0] qkv[0]|mlp[1] qkv[1]|
     network         |heads[0] |heads[1]|back[0] |back[1]      |heads[0]     |heads[1]
 
-The overlap that DeepSpeed-Ulysses (arXiv 2309.14509), as in xDiT, leaves to be done: each rank has
-a share of the sequence, and all_to_all gives it all of the sequence for a share of the heads. Parts
-are rows of the batch; of one row, heads, by a rewrite: the groups of heads are exchanged one after
-another, and each is attended to and sent back while the next is on the wire.
+The overlap that Ulysses (arXiv 2309.14509) leaves to be done: each rank has a share of the
+sequence, and all_to_all gives it all of the sequence for a share of the heads. Parts are rows of
+the batch. Of one row they are groups of heads, by a rewrite: all are sent, and each is attended to
+and sent back while the next is on the wire.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def start(x: Tensor) -> tuple[Any, Tensor, Tensor]:
     """Begin an exchange along dim 0: its work, what it sends and what it fills."""
     given = x.contiguous()
     taken = torch.empty_like(given)
-    return dist.all_to_all_single(taken, given, async_op=True), given, taken
+    work: Any = dist.all_to_all_single(taken, given, async_op=True)
+    return work, given, taken
 
 
 def gather_positions(x: Tensor) -> Tensor:
@@ -140,10 +141,12 @@ class Pipelined(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_last:
             taken = torch.empty_like(x)
-            dist.irecv(taken, self.peer).wait()
+            came: Any = dist.irecv(taken, self.peer)
+            came.wait()
             made: Tensor = self.stage(taken)
             return made
-        dist.isend(self.stage(x), self.peer).wait()
+        sent: Any = dist.isend(self.stage(x), self.peer)
+        sent.wait()
         return x * 1
 
     def by_torch(self, parts: int) -> Call:
