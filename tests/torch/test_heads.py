@@ -185,3 +185,5 @@ def test_gradients_pass_through_groups():
             each(x).square().sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+    assert weft.report(model).fallbacks == ()
+    assert any("pieces by heads): 2 _softmax" in str(plan) for plan in weft.plans(model))

@@ -199,8 +199,10 @@ def _check_place(cutter: Cutter, stretch: HeadStretch) -> None:
     modes = [built.modes[node] for node in stretch.calls if tensors_in(built.rows.value(node))]
     if any(mode != built.modes[place.prev] for mode in modes):
         raise CannotError("autocast or gradients are switched between its all_to_alls")
-    cut = [stretch.axes[n] for n in (*stretch.given, *stretch.ends) if n in stretch.axes]
-    if not all(axis.outer.is_Integer and axis.inner.is_Integer for axis in cut):
+    cut = [stretch.axes[node] for node in stretch.given if node in stretch.axes]
+    known = all(axis.outer.is_Integer and axis.inner.is_Integer for axis in cut)
+    joined = [stretch.axes[node] for node in stretch.ends if node in stretch.axes]
+    if not known or not all(a.outer.is_Integer or a.inner.is_Integer for a in joined):
         raise CannotError("rows of the batch lie inside of its heads, or heads inside of rows")
     for node in stretch.ends:
         late = min(order[user] for user in node.users if user not in calls)
@@ -215,15 +217,16 @@ def _check_place(cutter: Cutter, stretch: HeadStretch) -> None:
             raise CannotError("what it reads is written before its last all_to_all")
 
 
-def _cut(cutter: Cutter, stretch: HeadStretch, pieces: int) -> Site:
+def _cut(cutter: Cutter, stretch: HeadStretch, num_groups: int) -> Site:
     """Put groups of heads in the place of a stretch."""
     site, before = Site(stretch.calls, stretch.what), set(cutter.graph.nodes)
-    bounds = [stretch.units * number // pieces for number in range(pieces + 1)]
+    bounds = [stretch.units * number // num_groups for number in range(num_groups + 1)]
     calls = set(stretch.calls)
     with cutter.graph.inserting_before(stretch.place(cutter.order)):
         groups = _write_groups(cutter, stretch, bounds)
         for end in stretch.ends:
-            whole = _join(cutter, [group[end] for group in groups], stretch.axes[end])
+            pieces = zip([group[end] for group in groups], pairwise(bounds), strict=True)
+            whole = _join(cutter, [(node, z - a) for node, (a, z) in pieces], stretch.axes[end])
             cutter.built.rows.calls[whole] = cutter.built.rows.calls[end]
             end.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in calls)
     site.new = [node for node in cutter.graph.nodes if node not in before]
@@ -274,10 +277,13 @@ def _slice(cutter: Cutter, given: fx.Node, axis: Axis | None, start: int, stop: 
     )
 
 
-def _join(cutter: Cutter, groups: Sequence[fx.Node], axis: Axis) -> fx.Node:
-    """The whole of what groups have made."""
-    if axis.outer == 1:
-        return cutter.call("cat", list(groups), axis.dim)
-    dim = axis.dim
-    by_rank = [cutter.call("unflatten", each, dim, [int(axis.outer), -1]) for each in groups]
+def _join(cutter: Cutter, groups: Sequence[tuple[fx.Node, int]], axis: Axis) -> fx.Node:
+    """The whole of what groups, of so many units of heads, have made."""
+    dim, outer = axis.dim, axis.outer
+    if outer == 1:
+        return cutter.call("cat", [node for node, _ in groups], dim)
+    by_rank = list[fx.Node]()
+    for node, count in groups:
+        sizes = [int(outer), -1] if outer.is_Integer else [-1, count * int(axis.inner)]
+        by_rank.append(cutter.call("unflatten", node, dim, sizes))
     return cutter.call("flatten", cutter.call("cat", by_rank, dim + 1), dim, dim + 1)
