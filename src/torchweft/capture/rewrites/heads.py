@@ -162,6 +162,8 @@ def _calls(cutter: Cutter, attention: fx.Node) -> list[fx.Node]:
         if node in needed:
             needed.update(node.all_input_nodes)
     inside = sent & needed
+    if attention not in inside:
+        raise CannotError("what it attends to has not come by an all_to_all_single")
     if not rows.calls.keys() >= inside:
         raise CannotError("another attention that was cut stands between its all_to_alls")
     for node in reversed(window):  # sizes that others read are of the whole
