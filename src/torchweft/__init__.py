@@ -43,6 +43,7 @@ from torchweft.plan.strategies import (
     sequential,
     single_batch,
     tokenweave,
+    ulysses,
 )
 from torchweft.plan.trace import Trace
 from torchweft.plan.write.strategy import Strategy, get_strategy, strategy, strategy_names
@@ -145,6 +146,7 @@ __all__ = [
     "strategy_names",
     "tokenweave",
     "trace",
+    "ulysses",
     "warmup",
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ import torchweft as weft
 from torchweft.plan.machine import cpu
 from torchweft_tools.bench.peers.models import Dense, MoE, Sizes, inputs
 from torchweft_tools.bench.strategies.models import Sharded, SharedMoE, Tailed, hands
+from torchweft_tools.bench.strategies.split_models import Pipelined, Ulysses
 
 SIZES = Sizes(num_layers=2, hidden=64, wide=48, head=16)
 
@@ -179,7 +180,7 @@ def compose_by_phase(rank):
 
 def hand_written(rank):
     """The peers of the bench compute what the models do."""
-    for make in (Dense, MoE, SharedMoE, Tailed):
+    for make in (Dense, MoE, SharedMoE, Tailed, Ulysses, Pipelined):
         model = make(SIZES, rank=rank, num_ranks=2).eval()
         x = inputs(model, 4, 3, SIZES.hidden, rank=rank)
         assert hands(model)

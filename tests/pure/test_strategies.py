@@ -6,6 +6,8 @@ users' plans will do from now on.
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,12 +32,14 @@ from torchweft.plan.strategies import (
     single_batch,
     strategy_names,
     tokenweave,
+    ulysses,
 )
 from torchweft.plan.verify import verify
 from torchweft.plan.write.strategy import Strategy, strategy, write
+from torchweft_tools.bench.cases.random_graphs import random_graph
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli.picture import picture
-from torchweft_tools.demo.blueprint import experts, on_disk, transformer
+from torchweft_tools.demo.blueprint import experts, on_disk, sequence, transformer
 
 PLANS = Path(__file__).parents[1] / "plans"
 CONTEXT = Context(batch=512)
@@ -76,6 +80,7 @@ GOLDEN: dict[str, tuple[Strategy, Graph, Machine, bool, Context]] = {
     "prefetch": (prefetch, on_disk(4), cpu(), False, CONTEXT),
     "multiplex": (multiplex, experts(2), LANES, False, MIXED),
     "tokenweave": (tokenweave, transformer(2), cpu(), False, CONTEXT),
+    "ulysses": (ulysses, sequence(2), cpu(), False, CONTEXT),
 }
 
 
@@ -100,7 +105,7 @@ def test_golden_plan_read_from_its_file_is_safe(name: str) -> None:
     verify(Plan.load(PLANS / f"{name}.plan", GOLDEN[name][1]))
 
 
-PICTURES = ("dual_batch", "multiplex", "nanoflow", "prefetch", "single_batch")
+PICTURES = ("dual_batch", "multiplex", "nanoflow", "prefetch", "single_batch", "ulysses")
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -125,6 +130,37 @@ def test_overlap_hides_the_network_that_sequential_exposes() -> None:
     assert plain.exposed_network_s == pytest.approx(plain.network_s)
     assert split.overlap_share > 0.9
     assert split.makespan_s < plain.makespan_s
+
+
+def test_ulysses_goes_on_over_the_borders_of_layers() -> None:
+    graph, machine = sequence(4), cpu(network_bytes_per_s=5e7)
+    times = {
+        how: simulate(lower(write(how, graph, CONTEXT, machine)), CONTEXT, machine).makespan_s
+        for how in (sequential, overlap, ulysses)
+    }
+    assert times[ulysses] < 0.95 * times[overlap] < 0.9 * times[sequential]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_ulysses_on_random_graphs_with_exchanges(parts: int) -> None:
+    split = 0
+    for seed in range(80):
+        graph = random_graph(random.Random(seed), num_ops=8, talks=0.4, messages=0.0)
+        kind = "all_to_all_single"
+        talks = [op.collective and replace(op.collective, kind=kind) for op in graph.ops]
+        pairs = zip(graph.ops, talks, strict=True)
+        ops = [replace(op, collective=talk) for op, talk in pairs]
+        context = Context(batch=12, sizes={"s1": 4})
+        plan = verify(lower(write(ulysses(parts=parts), replace(graph, ops=tuple(ops)), context)))
+        split += plan.num_parts == parts
+    assert split > 20
+
+
+def test_ulysses_of_one_row_needs_the_calls_of_a_model() -> None:
+    plan = write(ulysses, sequence(1), Context(batch=1))
+    assert plan.num_parts == 1 and "no calls behind graph 'sequence1'" in str(plan)
+    assert "it has no all_to_all" in str(write(ulysses, transformer(1), CONTEXT))
+    assert "fewer than 999" in str(write(ulysses(min_tokens=999), sequence(1), CONTEXT))
 
 
 def test_overlap_runs_small_calls_in_one_piece_and_says_why() -> None:

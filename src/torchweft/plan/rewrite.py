@@ -2,6 +2,7 @@
 
     chunk("down_proj", 4)                 a product, and its collective, in four pieces by columns
     chunk("layers.*.mlp", 2, dim=1)       by rows, in each layer
+    chunk("attention", 2, dim="heads")    attention and its all_to_all, in groups of heads
 
 It is data and holds no code: `capture/rewrites/` carries it out, on the captured calls. A name is
 that of ops, of modules (`layers.3.mlp.down_proj`, or its end, `down_proj`), of a mark, of what is
@@ -18,6 +19,7 @@ from torchweft.errors import StrategyError, clip
 from torchweft.plan.graph import Op
 
 MAX_PIECES, MAX_SHOWN = 64, 4
+HEADS = "heads"
 Names = str | Op | Sequence[str | Op]
 TARGET = re.compile(r"=?[A-Za-z0-9_.$*?\[\]]{1,200}")
 
@@ -35,22 +37,28 @@ class Rewrite:
     def __str__(self) -> str:
         how = {
             "chunk": f", {self.pieces} pieces, dim {self.dim}",
+            HEADS: f", {self.pieces} pieces by heads",
             "decompose": f", past {_shown(self.past) or 'nothing'}" * (self.past != ("*",)),
         }
-        return f"{self.kind}({_shown(self.targets)}{how.get(self.kind, '')})"
+        kind = "chunk" if self.kind == HEADS else self.kind
+        return f"{kind}({_shown(self.targets)}{how.get(self.kind, '')})"
 
 
-def chunk(what: Names, pieces: int, dim: int = -1) -> Rewrite:
+def chunk(what: Names, pieces: int, dim: int | str = -1) -> Rewrite:
     """A product and the collective that it feeds, cut into pieces: the first is on the wire while
     the next is computed. `what`: one name or op, or several.
 
-    dim: of what the product makes. -1 are its columns, any other dim are rows. Pieces may be
-    uneven. Raises `StrategyError`.
+    dim: of what the product makes. -1 are its columns, any other dim are rows. "heads": attention
+    and the all_to_all before and behind it, in groups of heads. Pieces may be uneven. Raises
+    `StrategyError`.
     """
     if not _is_int(pieces) or not 2 <= pieces <= MAX_PIECES:
         raise _wrong(f"chunk: the number of pieces must be 2 to {MAX_PIECES}; got {clip(pieces)}.")
-    if not _is_int(dim):
-        raise _wrong(f"chunk: dim must be a dim of the result, such as -1; got {clip(dim)}.")
+    if dim == HEADS:
+        return Rewrite(HEADS, _targets(what), pieces)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        why = f"dim must be a dim of the result, such as -1, or {HEADS!r}; got {clip(dim)}."
+        raise _wrong(f"chunk: {why}")
     return Rewrite("chunk", _targets(what), pieces, dim)
 
 

@@ -350,14 +350,15 @@ def diff_command(before: PlanFile, after: PlanFile) -> None:
 
 @app.command("blueprint")
 def blueprint_command(
-    name: Annotated[str, typer.Argument(help="transformer, experts or on_disk")],
+    name: Annotated[str, typer.Argument(help="transformer, experts, on_disk or sequence")],
     layers: Annotated[int, typer.Option(min=1, max=1000)] = 2,
     hidden: Annotated[int, typer.Option(min=1, max=10**6)] = 1024,
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="attention writes a cache")] = False,
     output: Output = None,
 ) -> None:
     """Write the graph of a well-known model, drawn from its dimensions."""
-    drawn = {each.__name__: each for each in (blueprints.experts, blueprints.on_disk)}
+    others = (blueprints.experts, blueprints.on_disk, blueprints.sequence)
+    drawn = {each.__name__: each for each in others}
     if name not in (known := ("transformer", *drawn)):
         raise WeftError(f"blueprint: {unknown('blueprint', name, known)}")
     if name in drawn and kv_cache:

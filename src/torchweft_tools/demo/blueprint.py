@@ -3,12 +3,15 @@
 For demos, tests and benchmarks where no model has to run. `transformer` is a dense decoder under
 tensor parallelism (each all_reduce is a two-phase network op on one communicator), `experts` a
 decoder whose experts are spread over the ranks, with a shared one beside them on each, `on_disk` a
-stack whose weights a load brings in, layer by layer:
+stack whose weights a load brings in, layer by layer, `sequence` one whose ranks share the positions
+and give them for heads, and back, around each attention:
 
     x -> attn0 -> reduce_attn0 -> mlp0 -> reduce_mlp0 -> attn1 -> ... -> head
 
     x -> qkv0 -> attn0 (memory) -> route0 -> dispatch0 -> experts0 -> combine0 -> weigh0 -> join0
                                       |----> shared0 ------------------------------------>|
+
+    x -> qkv0 -> heads0 (all_to_all) -> attn0 -> back0 (all_to_all) -> mlp0 -> qkv1 -> ...
 """
 
 from __future__ import annotations
@@ -118,6 +121,31 @@ def on_disk(num_layers: int = 2, hidden: int = 1024) -> Graph:
         ops.append(Op(f"layer{layer}", (last, weight), (made,), body="layer", flops=flops, **place))
         last = made
     return Graph(f"on_disk{num_layers}", tuple(values), tuple(ops), ("x",), (last,), "s0")
+
+
+def sequence(num_layers: int = 2, hidden: int = 1024) -> Graph:
+    """A stack of sequence-parallel layers, as Ulysses has them, over a batch of rows `s0`."""
+    values, ops, inputs, last = [_rows("x", hidden)], list[Op](), ["x"], "x"
+    for layer in range(num_layers):
+        for kind, wide, factor in (("qkv", 3, 3), ("heads", 3, 0), ("attn", 1, 2), ("back", 1, 0),
+                                   ("mlp", 1, 5)):  # fmt: skip
+            name, weight, made = f"{kind}{layer}", f"w_{kind}{layer}", f"{kind}{layer}_out"
+            place: Any = {"path": f"layers.{layer}.{kind}", "layer": layer, "block": "Layer"}
+            values.append(_rows(made, wide * hidden, placeable=True))
+            if not factor:
+                talk = Collective("all_to_all", "sp")
+                both: Any = {"uses": "network", "two_phase": True, "collective": talk}
+                ops.append(Op(name, (last,), (made,), body=kind, **both, **place))
+            else:
+                own = [] if kind == "attn" else [weight]
+                shape = (Size.of(factor * hidden), Size.of(hidden))
+                values += [Value(each, shape) for each in own]
+                inputs += own
+                flops = ROWS * (2 * factor * hidden * hidden)
+                read: Any = {"mark": kind, "body": kind, "flops": flops}
+                ops.append(Op(name, (last, *own), (made,), **read, **place))
+            last = made
+    return Graph(f"sequence{num_layers}", tuple(values), tuple(ops), tuple(inputs), (last,), "s0")
 
 
 def _rows(name: str, wide: int, *, placeable: bool = False) -> Value:

@@ -350,7 +350,7 @@ def _check_views(
         after = cutter.shape(node)
         kept = after[-1] is size or after[-1] == size if by_columns else after == before
         if name_of(node) in RESHAPES and by_columns:
-            kept = kept and _sizes(node.args)[-1] in (size, -1)
+            kept = kept and sizes_of(node.args)[-1] in (size, -1)
         if name_of(node) == "squeeze" and size < 2 * pieces:
             raise CannotError(f"{node.name} would drop the dim of a piece of one; ask for fewer")
         if not kept or cutter.built.rows.calls[node].draws:
@@ -358,14 +358,14 @@ def _check_views(
         before = after
 
 
-def _sizes(args: Sequence[Any]) -> list[Any]:
+def sizes_of(args: Sequence[Any]) -> list[Any]:
     """The sizes that a view is called with."""
     return list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
 
 
 def _resized(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     """The arguments of a view, with as many columns as a piece has."""
-    *sizes, last = _sizes(args)
+    *sizes, last = sizes_of(args)
     sizes.append(-1 if last == -1 else size)
     one = len(args) == 2 and isinstance(args[1], list | tuple)
     return (args[0], sizes) if one else (args[0], *sizes)

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from torchweft.capture.rewrites.chunk import chunk
 from torchweft.capture.rewrites.decompose import decompose
 from torchweft.capture.rewrites.fuse import fuse
+from torchweft.capture.rewrites.heads import heads
 from torchweft.capture.rewrites.rewriting import Rewriter
 
 KINDS: Mapping[str, Rewriter] = MappingProxyType(
-    {"chunk": chunk, "decompose": decompose, "fuse": fuse}
+    {"chunk": chunk, "decompose": decompose, "fuse": fuse, "heads": heads}
 )

@@ -12,6 +12,7 @@ rows: parts of it add up, so the call is additive and not mixing (`is_sum`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchweft.capture.rows.axes import (
     Axis,
     Mixing,
     agreed,
+    exact,
     refuse,
     same,
     wrap,
@@ -152,12 +154,22 @@ def attention(call: AtenCall) -> Axes:
     """Scaled dot product attention: dims left of the last two are treated one by one."""
     query = call.rows("query", ACROSS)
     refuse(query.dim >= call.rank("query") - 2, ACROSS)
-    if call.axis("key") != query or call.axis("value") != query:
+    if not all(_serves(call, name, query) for name in ("key", "value")):
         raise Mixing("its keys and values have their rows elsewhere")
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
     if isinstance(mask, torch.Tensor) and not call.shares(mask, query, call.rank("query")):
         raise Mixing("its mask has rows elsewhere")
     return [query if call.symbols.fits(query, result) else None for result in call.results]
+
+
+def _serves(call: AtenCall, name: str, query: Axis) -> bool:
+    """Whether keys stand where their queries do; each may serve several in a row, one may all."""
+    own = call.axis(name)
+    sizes = [call.symbols.expr(call.args[each].shape[query.dim]) for each in ("query", name)]
+    times = exact(*sizes)
+    if own is None or times is None:
+        return bool(sizes[1] == 1)
+    return own == replace(query, inner=exact(query.inner, times) or ONE * 0)
 
 
 def encoder_layer(call: AtenCall) -> Axes:

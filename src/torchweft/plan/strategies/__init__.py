@@ -12,6 +12,7 @@ from torchweft.plan.strategies.prefetch import prefetch
 from torchweft.plan.strategies.sequential import sequential
 from torchweft.plan.strategies.single_batch import single_batch
 from torchweft.plan.strategies.tokenweave import tokenweave
+from torchweft.plan.strategies.ulysses import ulysses
 from torchweft.plan.write.strategy import get_strategy, strategy_names
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "single_batch",
     "strategy_names",
     "tokenweave",
+    "ulysses",
 ]

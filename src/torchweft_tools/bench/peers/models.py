@@ -195,6 +195,7 @@ class MoE(nn.Module):
     """A stack of expert-parallel layers."""
 
     block = ExpertBlock
+    own_rows = True
 
     def __init__(self, sizes: Sizes, *, rank: int, num_ranks: int, seed: int = 0) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class MoE(nn.Module):
 def inputs(
     model: nn.Module, num_sequences: int, num_positions: int, hidden: int, *, rank: int
 ) -> Tensor:
-    """A batch: the same on every rank for `Dense`, each rank's own for `MoE`."""
-    seed = 7 + (rank if isinstance(model, MoE) else 0)
+    """A batch: the same on every rank for `Dense`, each rank's own for `MoE` and its like."""
+    seed = 7 + (rank if getattr(model, "own_rows", False) else 0)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_sequences, num_positions, hidden, generator=generator)

@@ -27,6 +27,7 @@ from torchweft_tools.bench.peers.models import (
     weight,
 )
 from torchweft_tools.bench.peers.overlap_by_hand import by_hand
+from torchweft_tools.bench.strategies.split_models import split_hands
 
 # Their names from torch 2.13 on, and before.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -171,7 +172,7 @@ def hands(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         return {name: _then(call, model.tail) for name, call in fronts.items()}
     if isinstance(model, Dense | MoE):
         return {f"by_hand_{parts}": by_hand(model, parts) for parts in (2, 4)}
-    return {}
+    return split_hands(model)
 
 
 def _then(

@@ -21,13 +21,16 @@ from torchweft.plan.strategies import (
     multiplex,
     nanoflow,
     overlap,
+    pipeline,
     prefetch,
     single_batch,
     tokenweave,
+    ulysses,
 )
 from torchweft.plan.write.strategy import Strategy
 from torchweft_tools.bench.peers.models import Dense, MoE, Sizes
 from torchweft_tools.bench.strategies.models import Local, Sharded, SharedMoE, Tailed
+from torchweft_tools.bench.strategies.split_models import Pipelined, Ulysses
 
 SIZES = {
     "full": Sizes(num_layers=4, hidden=512, wide=1024),
@@ -40,6 +43,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "sharded": Sharded,
     "tailed": Tailed,
     "local": Local,
+    "sequence": Ulysses,
+    "stages": Pipelined,
 }
 
 
@@ -113,5 +118,13 @@ WORKLOADS = {
             home=True,
         ),
         RacedWorkload(BY_PHASE, "dense", (8, 1), home=False, facts=DECODE),
+    ],
+    "ulysses": [
+        RacedWorkload(ulysses(), "sequence", (1, 512), home=True),
+        RacedWorkload(ulysses(), "sequence", (1, 1), home=False, facts=DECODE),
+    ],
+    "pipeline": [
+        RacedWorkload(pipeline(parts=4), "stages", (16, 64), home=True),
+        RacedWorkload(pipeline(parts=4), "stages", (1, 64), home=False),
     ],
 }
