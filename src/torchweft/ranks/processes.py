@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+NOTICE_S = 1.0
+Answer = TypeVar("Answer")
 
 
 def threads() -> set[int]:
@@ -51,3 +56,19 @@ def started_at(process: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def bounded(ask: Callable[[], Answer]) -> Answer | None:
+    """What a store answers within a moment; None if it does not, for its host may be the dead."""
+    answers: list[Answer] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, name="weft store", daemon=True)
+    thread.start()
+    thread.join(NOTICE_S)
+    return answers[0] if answers else None

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,13 @@ from torchweft.errors import PlanError, RunError
 from torchweft.plan.plan import Step
 from torchweft.private.core import _resolve_process_group
 from torchweft.ranks.faults import EagerError, LostError, WholeError
-from torchweft.ranks.processes import be_polite, has_ended, own_identity, threads
+from torchweft.ranks.processes import NOTICE_S, be_polite, bounded, has_ended, own_identity, threads
 from torchweft.ranks.speakers import Roles, Speaker
 from torchweft.ranks.waiters import beside
 
 WATCHDOG_S = 60.0
 CONNECT_S = 8.0
 MAX_AHEAD = 16  # calls that a host may be ahead of another
-NOTICE_S = 1.0
 SLICE, SLICE_OVER = timedelta(seconds=1), "Operation timed out!"
 REFUSED, EAGER, STOCK = 0, 1, 2
 WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model as it is"})
@@ -48,7 +47,6 @@ WITHOUT_PLAN = MappingProxyType({REFUSED: "cannot do it", EAGER: "runs the model
 MENDS, WAITS = re.compile(r"mends (\w+): "), "waits in "
 RANKS, NUM_LETTERS = "ranks", 200
 EVERY, NO_WISH = 1000, -1  # shares are counted in calls of a thousand
-Answer = TypeVar("Answer")
 
 
 def is_among(number: int, share: int) -> bool:
@@ -398,7 +396,7 @@ class Channel:
     def tell(self, note: str) -> None:
         """Leave a note for the ranks that wait for this one, if the store still answers."""
         if (store := self.store) is not None:
-            _bounded(lambda: store.set(f"fault/{self.rank}", note[:400]))
+            bounded(lambda: store.set(f"fault/{self.rank}", note[:400]))
 
     def close(self) -> None:
         """Close the connections, in a thread of its own: works in flight may still hold them.
@@ -449,7 +447,7 @@ class Channel:
             left = [rank for rank in sorted(self.others) if self.store.check([f"fault/{rank}"])]
             return {rank: self.store.get(f"fault/{rank}").decode() for rank in left}
 
-        return _bounded(read) or {}
+        return bounded(read) or {}
 
     def _listed(self, ranks: Iterable[int]) -> str:
         """Ranks of this group, by their numbers in the world."""
@@ -580,28 +578,12 @@ def introduce() -> None:
     """Tell the other ranks which process this is, so that they notice its end at any time."""
     if dist.is_available() and dist.is_initialized():
         store, rank = c10d._get_default_store(), dist.get_rank()
-        _bounded(lambda: store.set(f"weft/rank/{rank}", own_identity()))
+        bounded(lambda: store.set(f"weft/rank/{rank}", own_identity()))
 
 
 def _introduced(rank: int) -> str:
     store, key = c10d._get_default_store(), f"weft/rank/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _bounded(ask: Callable[[], Answer]) -> Answer | None:
-    """What a store answers within a moment; None if it does not, for its host may be the dead."""
-    answers: list[Answer] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except RuntimeError:
-            return
-
-    thread = threading.Thread(target=run, name="weft store", daemon=True)
-    thread.start()
-    thread.join(NOTICE_S)
-    return answers[0] if answers else None
 
 
 @atexit.register
