@@ -74,7 +74,7 @@ def test_groups_run_in_parts_too(style):
         {"keys": 4, "attend": repeated},
         {"keys": 4, "attend": by_hand},
     ],
-    ids=str,
+    ids=lambda options: " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
 )
 def test_kinds_of_layers(how):
     for rows in (1, 3):
