@@ -288,7 +288,7 @@ def weights_that_come_apart(rank):
             torch.testing.assert_close(compiled(tokens), other(tokens), rtol=1e-5, atol=1e-5)
         if rank == 0:
             change(model.last)
-        with pytest.raises(PlanError, match="dealt rows meet weights"):
+        with pytest.raises(PlanError, match="shares meet weights"):
             compiled(tokens)
         if rank == 1:
             change(model.last)

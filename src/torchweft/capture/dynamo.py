@@ -45,11 +45,11 @@ from torchweft.capture.rows.axes import SYMBOLIC, Symbols, rows_at, size_of
 from torchweft.capture.rows.rows import Rows
 from torchweft.capture.splitters import STATE
 from torchweft.errors import CaptureError, SizeError, unknown
+from torchweft.plan.deals import Alike
 from torchweft.plan.graph import Graph, Op
 from torchweft.plan.rewrite import Rewrite
 from torchweft.plan.sizes import ONE, Size
 from torchweft.private.core import is_traceable_wrapper_subclass
-from torchweft.ranks.shares import Alike
 
 MARKED = "_dynamo_propagated_dynamic_indices"
 GOOD_SHARE = 0.9  # of calls in such ops: no other symbol is tried

@@ -1,4 +1,4 @@
-"""`beside`: what dealt rows are computed with beside themselves. It must not matter to which rank.
+"""`beside`: what dealt rows are computed with, which must not matter to which rank; `Alike`.
 
     r0 (dealt) --norm0(r0, scale)--> n0    scale = once0(weight)    {"tp": norm0, once0; weight}
 
@@ -17,6 +17,15 @@ from torchweft.plan.graph import Op, Value
 
 ALIKE = ("all_reduce", "all_gather_into_tensor", "broadcast")
 """Collectives that give all ranks the same."""
+
+
+class Alike(NamedTuple):
+    """What the ranks of a communicator must be given alike, for each computes a share for all of
+    them: inputs, by name, and calls, as text."""
+
+    communicator: str
+    names: frozenset[str]
+    code: str = ""
 
 
 class Beside(NamedTuple):

@@ -329,8 +329,9 @@ class Channel:
         return kind(
             f"ranks: the ranks of group {self.name!r} {what}, so no collective was started.\n"
             + "\n".join(lines)
-            + "\n  Every rank must call the same models in the same order, with equal costs= and, "
-            "for dealt rows, equal weights; compile on each rank only the models that it calls.",
+            + "\n  Every rank must call the same models in the same order, with equal costs=, and "
+            "meet shares of rows (of a reduce_scatter or weft.decompose) with equal weights and "
+            "inputs; compile on each rank only the models that it calls.",
             rule=RANKS,
         )
 

@@ -252,7 +252,7 @@ class Talk:
         begun, graph = channel(name, self.watchdog_s), self.plan.graph_name if self.plan else ""
         if (weights := self.weights.get(name)) is not None:
             digest = (digest ^ weights) | 1 << 62
-            graph += f", dealt rows meet weights {weights:016x}"
+            graph += f", shares meet weights {weights:016x}"
         begun.begin(digest, self.speaker, graph, self.whole)
         self.channels.append(begun)
         return begun

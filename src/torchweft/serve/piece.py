@@ -45,7 +45,6 @@ from torchweft.plan.write.strategy import Strategy, write
 from torchweft.private.dynamo import CompileContext
 from torchweft.ranks.checksums import Checksums
 from torchweft.ranks.ranks import EVERY
-from torchweft.ranks.shares import Sums
 from torchweft.ranks.talk import communicators, digests, group_of, is_planned
 from torchweft.run.accelerator.accelerator import devices_of, runtime_of
 from torchweft.run.accelerator.graphs import Pads
@@ -339,7 +338,7 @@ class Piece:
         self.splitters = tuple(item for item in options.splitters if item.name in touched)
         self.writes = bool(self.graph.mutated & inputs - states)
         self.communicators = communicators(self.graph)
-        self.checksums = Checksums(self.graph, group_of) if self.graph.dealt else None
+        self.checksums = Checksums(self.graph, captured.alike, group_of)
         self.variants = variants or Variants(self)
         self.proof = Proof(self)
         self.plans = PlanCache(self)
@@ -354,7 +353,6 @@ class Piece:
         # What every call needs, looked up once.
         self._sizes, self._pick, self._here = captured.sizes_of, captured.pick, service.here
         self._as_made = captured.gives_as_made
-        self.sums = Sums(captured.alike, self.graph.inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one call. This is what Dynamo calls in the place of the graph.

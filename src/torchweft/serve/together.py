@@ -64,8 +64,7 @@ class Together:
         salt = service.salt ^ service.costs_salt
 
         def told(shape: CallShape) -> dict[str, int]:
-            digests = self.piece.sums(shape.digests, given).items()
-            return {name: (digest ^ salt) | 1 << 62 for name, digest in digests}
+            return {name: (digest ^ salt) | 1 << 62 for name, digest in shape.digests.items()}
 
         def whole() -> int:
             if not self.may_run_whole or entry.inner is not None:
@@ -75,10 +74,9 @@ class Together:
             except WeftError:
                 return 0
 
-        in_shares = self.piece.checksums if entry.plan.num_parts > 1 else None
-        weights = in_shares.numbers(given) if in_shares is not None else {}
+        weights = self.piece.checksums.numbers(given, in_parts=entry.plan.num_parts > 1)
         facts = entry.plan, told(shape), service.speaker, service.options.watchdog_s
-        with self.piece.sums, Talk(*facts, weights, whole) as talk:
+        with Talk(*facts, weights, whole) as talk:
             if self.agrees_first:
                 talk.agree()
             return self.piece.run_agreed(entry, given, shape)

@@ -44,10 +44,10 @@ from torchweft.capture.rewrites.rewriting import (
 from torchweft.capture.rows.axes import SYMBOLIC, AtenCall, tensors_in
 from torchweft.capture.rows.rows import is_getitem
 from torchweft.capture.rows.table import ALONG, POINTWISE, REDUCE, communicator_of
+from torchweft.plan.deals import Alike
 from torchweft.plan.rewrite import Rewrite
 from torchweft.private.core import HigherOrderOperator, OpOverload, tree_leaves
 from torchweft.ranks.ranks import user_group
-from torchweft.ranks.shares import Alike
 
 if TYPE_CHECKING:
     from torchweft.capture.ops.assembly import Assembly
