@@ -176,7 +176,7 @@ def _choosing(
 def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """The compiled call: the batch of its inputs is dynamic, dims of equal size stay apart."""
     plain = call
-    if isinstance(model, nn.Module) and trace_rules.check(model.forward):
+    if isinstance(model, nn.Module) and trace_rules.check(_function_of(model.forward)):
         call = wrap_inline(call)  # Dynamo skips torch's own modules, such as Sequential
     fall_back, here = session.service.fall_back, session.service.here
     watch = Watch(
@@ -202,6 +202,13 @@ def _wrap(session: Session, call: Callable[..., Any], model: Any) -> Callable[..
         return outputs
 
     return _choosing(session, plain, woven)
+
+
+def _function_of(forward: Any) -> Any:
+    """What is called in the end: hosts put a `partial` in the place of a module's forward."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return forward
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -403,6 +404,18 @@ def test_jitter_changes_no_bit():
     x = torch.randn(16, 32)
     with torch.no_grad():
         assert torch.equal(plain(x), jittered(x))
+
+
+@pytest.mark.parametrize("model", [Block(), nn.Sequential(Block(), nn.Linear(32, 32))])
+def test_a_forward_may_be_a_partial(model):
+    """As hosts leave it that hook a module: around a method, or around what they put there."""
+    model, x = model.eval(), torch.randn(8, 32)
+    wanted = model(x)
+    model.forward = functools.partial(functools.partial(model.forward))
+    weft.compile(model, weft.overlap(parts=2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), wanted)
+    assert weft.plans(model)[0].num_parts == 2
 
 
 def test_threads_of_a_session_end():
