@@ -15,7 +15,8 @@ def test_a_model_is_captured_split_and_equal(name, library):
     assert rows[0]["error"] == ""
     assert summary["captured"] == summary["sequential_equal"] == summary["split_equal"] == 1
     assert rows[0]["split_share"] is not None  # of time; how much of it depends on the machine
-    assert len(rows[0]["whole_ops"]) < 0.2 * rows[0]["num_ops"], rows[0]["whole_ops"]
+    most = max(1, 0.2 * rows[0]["num_ops"])  # a unet is two ops, of which its last one is whole
+    assert len(rows[0]["whole_ops"]) <= most < rows[0]["num_ops"], rows[0]["whole_ops"]
     assert rows[0]["unsafe"] == []
     assert rows[0]["plans"] >= 20
 

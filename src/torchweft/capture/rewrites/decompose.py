@@ -47,6 +47,7 @@ from torchweft.capture.rows.table import ALONG, POINTWISE, REDUCE, communicator_
 from torchweft.plan.deals import Alike
 from torchweft.plan.rewrite import Rewrite
 from torchweft.private.core import HigherOrderOperator, OpOverload, tree_leaves
+from torchweft.ranks import shares  # noqa: F401 - the ops that it registers
 from torchweft.ranks.ranks import user_group
 
 if TYPE_CHECKING:
