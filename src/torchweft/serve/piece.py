@@ -537,7 +537,7 @@ class Piece:
         outputs, entry.trace = self._runs_traced(program, given, bounds, numbers=numbers)
         self.traced = entry.traced = shape
         measured = self.service.speaker.costs
-        if measured is not None and not self.communicators:
+        if measured is not None and not self.communicators and self.runtime is None:
             measured.note_trace(entry)
         if collected is not None:
             collected.append(entry.trace)

@@ -6,7 +6,8 @@
 
 The number of a talk is agreed on in every talk, so all ranks begin to use new costs at one call. A
 model that talks with nobody uses its own at once, after its first, second, fourth ... traced plan.
-Who talks on several groups keeps the formulas: no one call is the same for all of them.
+Who talks on several groups keeps the formulas: no one call is the same for all of them. So does a
+model on an accelerator: to trace a plan there is to wait for the device, and new plans are traced.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class MeasuredCosts:
 
     def wanted(self) -> bool:
         """Whether some plan depends on costs that this rank's group can agree on."""
-        entries = (entry for piece in self.session.pieces for entry in piece.plans.all_entries())
+        pieces = (piece for piece in self.session.pieces if piece.runtime is None)
+        entries = (entry for piece in pieces for entry in piece.plans.all_entries())
         return len(self.session.communicators) == 1 and any(map(asks, entries))
 
     def tell(self) -> bytes:
