@@ -22,6 +22,7 @@ from torchweft.serve.book.costbook import CostBook
 
 if TYPE_CHECKING:
     from torchweft.serve.book.entry import PlanEntry
+    from torchweft.serve.piece import Piece
     from torchweft.serve.session import Session
 
 Table = dict[tuple[str, str], dict[int, float]]
@@ -40,14 +41,17 @@ class MeasuredCosts:
 
     def wanted(self) -> bool:
         """Whether some plan depends on costs that this rank's group can agree on."""
-        pieces = (piece for piece in self.session.pieces if piece.runtime is None)
-        entries = (entry for piece in pieces for entry in piece.plans.all_entries())
+        entries = (entry for piece in self._pieces() for entry in piece.plans.all_entries())
         return len(self.session.communicators) == 1 and any(map(asks, entries))
+
+    def _pieces(self) -> list[Piece]:
+        """Those that run where a trace waits for nothing."""
+        return [piece for piece in self.session.pieces if piece.runtime is None]
 
     def tell(self) -> bytes:
         """What the traces of the plans in use show here, for the other ranks."""
         book, told = CostBook(), Table()
-        for piece in self.session.pieces:
+        for piece in self._pieces():
             book.read(piece)
             if piece.traced is not None:
                 seen = book.costs(piece, piece.traced.context).table.seconds
@@ -65,7 +69,7 @@ class MeasuredCosts:
         if fresh:
             machine = self.session.options.resolved_machine
             costs = Costs(machine, CostTable.of(self.known), about=f"measured, {where}")
-            for piece in self.session.pieces:
+            for piece in self._pieces():
                 piece.take_costs(costs)
 
     def note_trace(self, entry: PlanEntry) -> None:
