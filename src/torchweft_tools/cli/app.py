@@ -37,7 +37,6 @@ from torchweft.plan.verify import Finding, findings_ranks, verify
 from torchweft.plan.write.strategy import Strategy, option_defaults, write
 from torchweft_tools.buffers import lower_into_buffers
 from torchweft_tools.cli import bench, tools
-from torchweft_tools.cli.bar import bar
 from torchweft_tools.cli.costs import against as compare
 from torchweft_tools.cli.costs import profile_command
 from torchweft_tools.cli.doctor import examine
@@ -53,6 +52,7 @@ from torchweft_tools.cli.text import (
     UsageError,
     Width,
     answer,
+    bar,
     error_data,
     read_context,
     read_machine,

@@ -27,8 +27,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from torchweft.errors import WeftError, clip, unknown
-from torchweft_tools.cli.bar import bar
-from torchweft_tools.cli.text import Json, UsageError, printable, say, say_json
+from torchweft_tools.cli.text import Json, UsageError, bar, printable, say, say_json
 
 BENCHES = (
     *("ablation", "auto", "boundary", "depth", "dispatch", "dynamic", "fuzz", "hosts", "memory"),

@@ -16,8 +16,7 @@ import typer
 
 from torchweft.errors import WeftError
 from torchweft.plan.trace import Span, Trace
-from torchweft_tools.cli.bar import bar
-from torchweft_tools.cli.text import Json, Output, answer, read_literal
+from torchweft_tools.cli.text import Json, Output, answer, bar, read_literal
 
 if TYPE_CHECKING:
     from torchweft_tools.profile import Profile

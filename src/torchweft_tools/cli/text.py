@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -101,3 +102,16 @@ def read_machine(path: Path | None, num_lanes: int) -> Machine:
     if path is not None and num_lanes != 1:
         raise WeftError("machine: --machine and --lanes do not go together.", rule="machine")
     return cpu(num_lanes) if path is None else load_machine(path)
+
+
+@contextmanager
+def bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal, for the time of a block; call it with
+    what is done and what there is to do."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -17,8 +17,7 @@ from typing import Annotated
 import typer
 
 from torchweft import lab
-from torchweft_tools.cli.bar import bar
-from torchweft_tools.cli.text import Json, say, say_json
+from torchweft_tools.cli.text import Json, bar, say, say_json
 from torchweft_tools.dryrun.calls import read_calls, save_calls
 from torchweft_tools.dryrun.check import check
 from torchweft_tools.dryrun.run import run
